@@ -1,0 +1,72 @@
+"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*`.
+
+Everything SGLang does have a flag for is read from SGLang. An `SGLANG_EPD_`
+variable that is not listed here is an error, so that a typing mistake is not
+silently without effect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_epd.errors import ConfigError
+
+PREFIX = "SGLANG_EPD_"
+# Read elsewhere: the switch by plugin.py, the run id between the processes of one
+# server, the media limits by media/limits.py, the cache folder by scripts/.
+_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_CACHE"}
+_MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one server process.
+
+    Attributes:
+        token: shared secret between language and encoder servers; empty = none.
+        request_timeout_s: one deadline for a request's items, from the moment it
+            arrives until its embeddings are in the scheduler; retries spend it.
+        dispatch_policy: how items are spread over encoders.
+        max_body_mb: largest encode request an encoder accepts.
+    """
+
+    token: str = field(default="", repr=False)
+    request_timeout_s: float = 120.0
+    dispatch_policy: str = "shuffle"
+    max_body_mb: int = 512
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """Read and check the settings.
+
+        Raises:
+            ConfigError: an unknown variable or a value out of range, by name.
+        """
+        known = {
+            "SGLANG_EPD_TOKEN": ("token", str),
+            "SGLANG_EPD_REQUEST_TIMEOUT_S": ("request_timeout_s", float),
+            "SGLANG_EPD_DISPATCH_POLICY": ("dispatch_policy", str),
+            "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
+        }
+        values: dict[str, Any] = {}
+        for name, raw in env.items():
+            if not name.startswith(PREFIX) or name in _OTHER or name.startswith(_MEDIA_PREFIX):
+                continue
+            if name not in known:
+                raise ConfigError(
+                    f"{name} is not a setting of sglang-epd; known: {', '.join(sorted(known))}"
+                )
+            field, kind = known[name]
+            try:
+                values[field] = kind(raw)
+            except ValueError:
+                raise ConfigError(f"{name}={raw!r} is not a valid {kind.__name__}") from None
+        settings = cls(**values)
+        if not 0 < settings.request_timeout_s < float("inf"):
+            raise ConfigError("SGLANG_EPD_REQUEST_TIMEOUT_S must be greater than 0 and finite")
+        if settings.max_body_mb <= 0:
+            raise ConfigError("SGLANG_EPD_MAX_BODY_MB must be greater than 0")
+        return settings

@@ -1,0 +1,112 @@
+"""Every error that crosses a boundary of this package.
+
+EpdError
+├── ConfigError              a flag or setting cannot be honoured (start-up)
+├── MediaError          400  the user's media is at fault; never retried elsewhere
+│   ├── MediaForbiddenError  403  the address or path may not be read
+│   ├── MediaTooLargeError   413  over a limit on bytes, pixels or frames
+│   └── MediaTypeError       415  a modality or format that the model cannot take
+├── ProtocolError       400  a message that cannot be understood or is not allowed
+├── DuplicateError      409  the request id is live already
+├── OverloadedError     503  over a budget; try again later or elsewhere
+├── UnavailableError    503  the peer is down, draining or out of reach
+├── NamespaceError      503  the two servers do not hold the same encoder
+├── RequestCancelledError 499  nobody waits for the result any more
+├── DeadlineError       504  the request's deadline passed
+└── EncodeError         500  the encoder failed at something that was its own job
+
+Each class says which HTTP status it becomes and whether another encoder may
+succeed where this one failed. Messages never hold media, credentials or tokens.
+"""
+
+from __future__ import annotations
+
+
+class EpdError(Exception):
+    """Base of all errors that this package raises on purpose.
+
+    Attributes:
+        status: HTTP status for the user.
+        retry_elsewhere: whether another encoder may cure it.
+    """
+
+    status = 500
+    retry_elsewhere = False
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    @property
+    def code(self) -> str:
+        """The class name, as it crosses the wire."""
+        return type(self).__name__
+
+
+class ConfigError(EpdError, ValueError):
+    pass
+
+
+class MediaError(EpdError):
+    status = 400
+
+
+class MediaForbiddenError(MediaError):
+    status = 403
+
+
+class MediaTooLargeError(MediaError):
+    status = 413
+
+
+class MediaTypeError(MediaError):
+    status = 415
+
+
+class ProtocolError(EpdError):
+    status = 400
+
+
+class DuplicateError(EpdError):
+    status = 409
+
+
+class NamespaceError(EpdError):
+    status = 503
+    retry_elsewhere = True
+
+
+class OverloadedError(EpdError):
+    status = 503
+    retry_elsewhere = True
+
+
+class UnavailableError(EpdError):
+    status = 503
+    retry_elsewhere = True
+
+
+class RequestCancelledError(EpdError):
+    status = 499
+
+
+class DeadlineError(EpdError):
+    status = 504
+
+
+class EncodeError(EpdError):
+    status = 500
+    retry_elsewhere = True
+
+
+def _tree(cls: type[EpdError]) -> list[type[EpdError]]:
+    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _tree(sub))]
+
+
+_BY_CODE = {cls.__name__: cls for cls in _tree(EpdError)}
+
+
+def from_code(code: str, message: str) -> EpdError:
+    """Rebuild the error that a peer reported; an unknown code is a plain EpdError."""
+    return _BY_CODE.get(code, EpdError)(message)

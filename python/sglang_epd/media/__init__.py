@@ -1,0 +1,25 @@
+"""What an item is before an encoder sees it: source, digest, limits, safe fetching, decoding.
+
+Anything in the package may import this one; it imports nothing of the package
+but `errors`, nothing of SGLang, and reads no configuration besides
+`MediaLimits.from_env`. It never hands media, credentials or query strings to a
+message: `display` is the only way a source is shown.
+"""
+
+from sglang_epd.media.address import AddressPolicy
+from sglang_epd.media.decode import decode_image
+from sglang_epd.media.fetch import FetchedMedia, MediaFetcher
+from sglang_epd.media.limits import MediaLimits
+from sglang_epd.media.source import MediaSource, digest, display, parse_source
+
+__all__ = [
+    "AddressPolicy",
+    "FetchedMedia",
+    "MediaFetcher",
+    "MediaLimits",
+    "MediaSource",
+    "decode_image",
+    "digest",
+    "display",
+    "parse_source",
+]

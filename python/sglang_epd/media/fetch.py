@@ -1,0 +1,312 @@
+"""Fetching media over HTTP from addresses that nobody here trusts.
+
+What is bounded and denied, and where: the URL and its host on every hop (`_follow`),
+the address at the moment a socket is made for it (`_guarded_socket`), the bytes while
+they arrive (`_read_body`) and once unpacked (`_decompress`), the time round all of it
+(`fetch`). Decoding the media is not done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import zlib
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+from yarl import URL
+
+from sglang_epd.errors import DeadlineError, MediaError, MediaForbiddenError, MediaTooLargeError
+from sglang_epd.media.address import AddressPolicy
+from sglang_epd.media.limits import MediaLimits
+from sglang_epd.media.local import read_local
+from sglang_epd.media.resolver import SystemResolver
+from sglang_epd.media.source import MediaSource, digest, display
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_UNREADABLE_ENCODINGS = frozenset({"br", "zstd", "compress", "x-compress"})
+_ZLIB_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
+# Hashing less than this (0.1 ms) is cheaper than handing it to a thread.
+_INLINE_HASH_BYTES = 256 << 10
+_HEADERS = {
+    "Accept": "*/*",
+    # Media is compressed already; packed transfer only serves decompression bombs.
+    "Accept-Encoding": "identity",
+    "User-Agent": "sglang-epd",
+}
+
+
+@dataclass(frozen=True)
+class FetchedMedia:
+    """An item's encoded bytes.
+
+    Attributes:
+        data: the encoded media.
+        digest: its blake3 digest, 32 bytes.
+        source: where it came from.
+    """
+
+    data: bytes = field(repr=False)
+    digest: bytes
+    source: MediaSource
+
+
+class MediaFetcher:
+    """Reads media from URLs and allowed local files; one for a process.
+
+    An async context manager: the connections, reused between fetches, are closed when
+    it is left. No proxy of the environment is used, no cookie kept.
+
+    Args:
+        limits: what may be read.
+        concurrency: fetches at a time; further ones wait inside their deadline.
+        resolver: looks host names up, instead of the system's resolver; closed with
+            the fetcher.
+    """
+
+    def __init__(
+        self,
+        limits: MediaLimits,
+        *,
+        concurrency: int = 64,
+        resolver: AbstractResolver | None = None,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError("concurrency must be positive")
+        self._limits = limits
+        self._policy = AddressPolicy(limits.allowed_networks)
+        self._domains = tuple(map(_canonical_host, limits.allowed_domains))
+        self._concurrency = concurrency
+        self._slots = asyncio.Semaphore(concurrency)
+        self._resolver = resolver
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._resolver = self._resolver or SystemResolver(self._concurrency)
+        connector = aiohttp.TCPConnector(
+            limit=self._concurrency,
+            resolver=self._resolver,
+            socket_factory=self._guarded_socket,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=_HEADERS,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout_s),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._resolver is not None:
+            await self._resolver.close()
+            self._resolver = None
+
+    async def fetch(self, source: MediaSource, deadline: float) -> FetchedMedia:
+        """Read an item's bytes and hash them.
+
+        Args:
+            source: inline bytes are only checked and hashed.
+            deadline: the request's, in seconds of `time.monotonic()`.
+
+        Raises:
+            MediaForbiddenError: the URL leads to an address, domain or file that may
+                not be read.
+            MediaTooLargeError: there are more bytes than `limits.max_bytes`.
+            MediaError: the host, or its answer, is at fault; or it took longer than
+                `limits.total_timeout_s`.
+            DeadlineError: the deadline passed first.
+        """
+        try:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:  # asyncio.timeout acts at the first wait only
+                raise TimeoutError
+            async with asyncio.timeout(left_s):
+                if source.url is None:
+                    data = self._check_inline(source)
+                else:
+                    async with self._slots:
+                        data = await self._read_in_time(source)
+                return FetchedMedia(data, await _digest(data), source)
+        except TimeoutError:
+            raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+
+    def _check_inline(self, source: MediaSource) -> bytes:
+        data = source.data or b""
+        if not data:
+            raise MediaError("the media is empty")
+        if len(data) > self._limits.max_bytes:
+            raise self._too_large(f"inline media of {len(data)} bytes")
+        return data
+
+    async def _read_in_time(self, source: MediaSource) -> bytes:
+        # Counted from when there is a slot: a full fetcher is not the media's fault.
+        limit_s = self._limits.total_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                data = await self._read(source.url or "")
+        except TimeoutError:
+            raise MediaError(f"{display(source)} took longer than {limit_s:g} s") from None
+        if not data:
+            raise MediaError(f"{display(source)} is empty")
+        return data
+
+    async def _read(self, url: str) -> bytes:
+        if url[:5].lower() == "file:":
+            return await asyncio.to_thread(read_local, url, self._limits)
+        return await self._follow(_parse(url))
+
+    async def _follow(self, url: URL) -> bytes:
+        """Get `url`, following redirects by hand so that each hop is judged."""
+        assert self._session is not None, "the fetcher is used outside its context"
+        for _ in range(self._limits.max_redirects + 1):
+            host = self._check_url(url)
+            try:
+                async with self._session.get(url, allow_redirects=False) as response:
+                    if response.status in _REDIRECTS:
+                        url = _redirect_target(url, response)
+                        continue
+                    if not 200 <= response.status < 300:
+                        raise MediaError(f"HTTP {response.status} from {host}")
+                    body = await self._read_body(response, host)
+                    encoding = response.headers.get("Content-Encoding", "").strip().lower()
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                # ValueError: a header or an address that cannot be parsed.
+                raise _network_error(host, error) from error
+            return await self._unpack(body, encoding, host)
+        raise MediaError(f"more than {self._limits.max_redirects} redirects, the last to {host}")
+
+    def _check_url(self, url: URL) -> str:
+        """The host of a URL that may be asked; its addresses are judged on connecting."""
+        host = url.raw_host
+        if url.scheme not in ("http", "https"):
+            raise MediaForbiddenError(f"only http and https is fetched, not {url.scheme[:20]!r}")
+        if not host:
+            raise MediaError("the media URL names no host")
+        name = host.lower().rstrip(".")
+        if len(name) > 253:
+            raise MediaError("the media URL's host name is too long")
+        if self._domains and not any(
+            name == domain or name.endswith("." + domain) for domain in self._domains
+        ):
+            raise MediaForbiddenError(f"host {host} is not in the allowed domains")
+        return host
+
+    def _guarded_socket(self, address: Any) -> socket.socket:
+        """Make the socket for one address, or refuse.
+
+        aiohttp calls this with the very address that it then connects to, resolved or
+        literal, so that a second look-up cannot give another (DNS rebinding).
+        """
+        family, kind, protocol, _, location = address
+        if not self._policy.permits(location[0]):
+            raise _AddressRefused("address refused")
+        return socket.socket(family, kind, protocol)
+
+    async def _read_body(self, response: aiohttp.ClientResponse, host: str) -> bytes:
+        limit = self._limits.max_bytes
+        if response.content_length is not None and response.content_length > limit:
+            raise self._too_large(f"media of {response.content_length} bytes from {host}")
+        body = bytearray()  # a list of chunks costs fifty times their size if they are tiny
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > limit:
+                raise self._too_large(f"media from {host}")
+        return bytes(body)
+
+    async def _unpack(self, body: bytes, encoding: str, host: str) -> bytes:
+        if encoding in _UNREADABLE_ENCODINGS or "," in encoding:
+            raise MediaError(f"{host} sent content encoding {encoding[:40]!r} unasked")
+        if encoding not in _ZLIB_ENCODINGS:  # identity, and labels that servers make up
+            return body
+        # Packed a thousandfold, a small body is work for a thread as well.
+        return await asyncio.to_thread(self._decompress, body, encoding, host)
+
+    def _decompress(self, body: bytes, encoding: str, host: str) -> bytes:
+        limit = self._limits.max_bytes
+        # "deflate" means zlib (RFC 9110), but some servers send it bare.
+        is_bare = encoding == "deflate" and not (
+            len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
+        )
+        stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
+        try:
+            data = stream.decompress(body, limit + 1)
+        except zlib.error:
+            raise MediaError(f"{host} sent a damaged {encoding} body") from None
+        if len(data) > limit:
+            raise self._too_large(f"unpacked media from {host}")
+        if not stream.eof:
+            raise MediaError(f"{host} sent a truncated {encoding} body")
+        return data
+
+    def _too_large(self, what: str) -> MediaTooLargeError:
+        return MediaTooLargeError(f"{what} is over the limit of {self._limits.max_bytes} bytes")
+
+
+class _AddressRefused(OSError):
+    """Raised to aiohttp, which tries a host's other addresses on any OSError."""
+
+
+def _parse(url: str) -> URL:
+    try:
+        return URL(url)
+    except ValueError:
+        raise MediaError("the media URL is malformed") from None
+
+
+def _canonical_host(host: str) -> str:
+    return (URL.build(scheme="http", host=host.strip(".")).raw_host or host).lower()
+
+
+def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
+    location = response.headers.get("Location")
+    if not location:
+        raise MediaError(f"HTTP {response.status} from {url.raw_host} without a Location")
+    try:
+        target = url.join(URL(location))
+        # Credentials were for the first host, and a Location may not bring its own.
+        return target.with_user(None) if target.raw_host else target
+    except ValueError:
+        raise MediaError(f"{url.raw_host} redirects to a malformed URL") from None
+
+
+def _network_error(host: str, error: Exception) -> MediaError:
+    """Say what failed without the error's text, which may hold addresses or the URL."""
+    cause = getattr(error, "os_error", error)  # of a connection that did not come about
+    if isinstance(cause, _AddressRefused):
+        return MediaForbiddenError(f"host {host} is not at a public address")
+    for kind, reason in _NETWORK_REASONS:
+        if isinstance(error, kind):
+            return MediaError(reason.format(host=host))
+    return MediaError(f"{host} gave no valid HTTP answer ({type(cause).__name__})")
+
+
+_NETWORK_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (aiohttp.ClientConnectorDNSError, "host {host} cannot be resolved"),
+    (aiohttp.ClientSSLError, "no secure connection to {host}: its certificate or TLS is at fault"),
+    (aiohttp.ClientConnectorError, "cannot connect to {host}"),
+    (aiohttp.ServerTimeoutError, "cannot connect to {host} in time"),
+    (aiohttp.ClientPayloadError, "{host} ended its answer before the whole body had arrived"),
+    (aiohttp.ServerDisconnectedError, "{host} closed the connection without an answer"),
+    (aiohttp.ClientOSError, "the connection to {host} broke"),
+    (aiohttp.InvalidURL, "the media URL is malformed"),
+)
+
+
+async def _digest(data: bytes) -> bytes:
+    if len(data) < _INLINE_HASH_BYTES:
+        return digest(data)
+    return await asyncio.to_thread(digest, data)

@@ -1,0 +1,125 @@
+"""What media may be read, from where, and how much of it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_epd.errors import ConfigError
+
+_PREFIX = "SGLANG_EPD_MEDIA_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Bounds on one media item.
+
+    Attributes:
+        max_bytes: of the encoded media, also after a Content-Encoding is undone.
+        max_pixels: width times height that an image's header may claim. 100
+            megapixels take 300 MB as RGB (700 MB while an alpha channel is dropped)
+            and are eight times what the largest vision processors keep; the photographs
+            of nearly all cameras fit.
+        max_redirects: followed for one URL.
+        connect_timeout_s: for one TCP connection; slower hosts count as down.
+        total_timeout_s: for everything that a fetch does: name resolution, TLS,
+            redirects and the body, so that a URL that drips ends here too.
+        allowed_domains: hosts that may be asked, each with its subdomains; empty for
+            all. It opens no private address: those need `allowed_networks`.
+        allowed_networks: CIDRs that are open although private (10.1.0.0/16, say).
+        allowed_local_root: folder beneath which local files may be read; None for none.
+
+    Raises:
+        ConfigError: a bound is not positive, a CIDR, domain or folder is not one.
+    """
+
+    max_bytes: int = 64 << 20
+    max_pixels: int = 100_000_000
+    max_redirects: int = 5
+    connect_timeout_s: float = 3.0
+    total_timeout_s: float = 10.0
+    allowed_domains: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
+    allowed_local_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_pixels", "connect_timeout_s", "total_timeout_s"):
+            # Written so that NaN fails as well.
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be positive and finite")
+        if self.max_redirects < 0:
+            raise ConfigError("max_redirects must not be negative")
+        for network in self.allowed_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ConfigError(f"allowed_networks: {error}") from None
+        for domain in self.allowed_domains:
+            if not domain.strip(".") or any(c in "/:@*? " for c in domain):
+                raise ConfigError(f"allowed_domains: {domain!r} is not a host name")
+        root = self.allowed_local_root
+        if root is not None and not (root.is_absolute() and root.is_dir()):
+            raise ConfigError(f"allowed_local_root: {str(root)!r} is not an absolute folder")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> MediaLimits:
+        """Read `SGLANG_EPD_MEDIA_*`; what is unset or empty keeps its default.
+
+        MAX_MB (MiB), MAX_PIXELS, MAX_REDIRECTS, TIMEOUT_S (seconds in total),
+        ALLOWED_DOMAINS and ALLOWED_NETWORKS (comma-separated), LOCAL_ROOT (a folder).
+
+        Args:
+            environ: instead of the process's environment.
+
+        Raises:
+            ConfigError: a value cannot be read or is out of range, or the variable is
+                none of these; the message names it.
+        """
+        environ = os.environ if environ is None else environ
+        fields: dict[str, Any] = {}
+        for name, value in environ.items():
+            if not name.startswith(_PREFIX):
+                continue
+            variable = _VARIABLES.get(name.removeprefix(_PREFIX))
+            if variable is None:
+                known = ", ".join(_PREFIX + known for known in _VARIABLES)
+                raise ConfigError(f"{name} is not a setting; there are {known}")
+            if not value.strip():
+                continue
+            read, expected = variable
+            try:
+                update = read(value.strip())
+                cls(**update)
+            except ConfigError as error:
+                raise ConfigError(f"{name}={value!r}: {error}") from None
+            except (ValueError, OverflowError):
+                raise ConfigError(f"{name}={value!r}: expected {expected}") from None
+            fields |= update
+        return cls(**fields)
+
+
+def _read_timeout(text: str) -> dict[str, Any]:
+    total_s = float(text)
+    return {
+        "total_timeout_s": total_s,
+        "connect_timeout_s": min(total_s, MediaLimits.connect_timeout_s),
+    }
+
+
+def _read_list(text: str) -> tuple[str, ...]:
+    return tuple(part for part in map(str.strip, text.split(",")) if part)
+
+
+_VARIABLES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+    "MAX_MB": (lambda text: {"max_bytes": int(float(text) * (1 << 20))}, "a number of MiB"),
+    "MAX_PIXELS": (lambda text: {"max_pixels": int(text)}, "a whole number"),
+    "MAX_REDIRECTS": (lambda text: {"max_redirects": int(text)}, "a whole number"),
+    "TIMEOUT_S": (_read_timeout, "a number of seconds"),
+    "ALLOWED_DOMAINS": (lambda text: {"allowed_domains": _read_list(text)}, "host names"),
+    "ALLOWED_NETWORKS": (lambda text: {"allowed_networks": _read_list(text)}, "CIDRs"),
+    "LOCAL_ROOT": (lambda text: {"allowed_local_root": Path(text)}, "a folder"),
+}

@@ -1,0 +1,58 @@
+"""Reading a local file that a request names, from beneath one folder only."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
+from sglang_epd.media.limits import MediaLimits
+
+
+def read_local(url: str, limits: MediaLimits) -> bytes:
+    """Read the file of a file URL. Blocking: call it off the event loop.
+
+    Symbolic links are resolved before the path is judged, so one that leads out of
+    `limits.allowed_local_root` does not help; and a file outside is refused without
+    a word on whether it exists.
+
+    Raises:
+        MediaForbiddenError: local files are not allowed, or this one lies outside.
+        MediaTooLargeError: it is larger than `limits.max_bytes`.
+        MediaError: there is no such regular file, or it cannot be read.
+    """
+    root = limits.allowed_local_root
+    if root is None:
+        raise MediaForbiddenError("local files may not be read by this server")
+    try:
+        path = Path(os.fsdecode(unquote_to_bytes(url.removeprefix("file://")))).resolve()
+        root = root.resolve()
+    except (OSError, RuntimeError, ValueError):  # link loops and over-long names among them
+        raise MediaForbiddenError("the path cannot be resolved") from None
+    if not path.is_relative_to(root):
+        raise MediaForbiddenError("the path lies outside the folder that may be read")
+    try:
+        # Devices act on being opened, and a FIFO without a writer would block.
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise MediaError("the path is not a regular file")
+        # O_NOFOLLOW and O_NONBLOCK hold should the file be replaced in between.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise MediaError("the path is not a regular file")
+            if status.st_size > limits.max_bytes:
+                raise MediaTooLargeError(
+                    f"the file has {status.st_size} bytes, limit {limits.max_bytes}"
+                )
+            data = file.read(limits.max_bytes + 1)
+    except FileNotFoundError:
+        raise MediaError("no such file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise MediaError(f"the file cannot be read: {reason}") from None
+    if len(data) > limits.max_bytes:
+        raise MediaTooLargeError(f"the file has more than {limits.max_bytes} bytes")
+    return data

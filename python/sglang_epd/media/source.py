@@ -1,0 +1,223 @@
+"""Where an item's bytes come from, and the digest that names them.
+
+A source is named here, never read: no file is touched and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import binascii
+import contextlib
+import io
+import os
+import re
+from urllib.parse import quote, unquote_to_bytes, urlsplit
+
+import blake3
+import msgspec
+from PIL import Image
+from yarl import URL
+
+from sglang_epd.errors import MediaError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_FILE_NAME = re.compile(r"[^/]\.[A-Za-z0-9]{1,5}\Z")
+_BLANKS = b" \t\r\n\f"
+_MAX_ESCAPES = 500_000
+_MAX_URL_CHARS = 16 * 1024
+_MAX_PATH_CHARS = 4096
+_MAX_SHOWN_CHARS = 120
+# What PNG stores as it is. Every other mode is converted first, as decoding
+# would convert it later.
+_PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
+
+
+class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One item's source: exactly one of the two fields is set.
+
+    Attributes:
+        data: the encoded media (a PNG file's bytes, say), as it came inline.
+        url: an absolute http, https or file URL that an encoder may fetch. It may
+            hold credentials: show it through `display` only.
+    """
+
+    data: bytes | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.url is None):
+            raise ValueError("a media source is either inline bytes or a URL")
+
+    def __repr__(self) -> str:
+        return f"MediaSource({display(self)})"
+
+
+def digest(data: bytes) -> bytes:
+    """The blake3 digest of encoded media, 32 bytes: equal bytes, equal item."""
+    return blake3.blake3(data).digest()
+
+
+def parse_source(raw: object) -> MediaSource:
+    """Read one entry of a request's image, video or audio data.
+
+    Args:
+        raw: encoded media as `bytes`, `bytearray` or `memoryview`; a PIL image; or a
+            string: a data URL, bare base64, an http, https or file URL, or a path. A
+            dict with a "url" entry, or an object with a `url` attribute (SGLang's
+            ImageData and VideoData), stands for that url.
+
+    A string that begins with a slash is a path, unless it is the base64 of a JPEG or
+    MP3 file. Other relative paths are told from base64 by their file extension. Large
+    base64 takes a while (some 5 ms a megabyte): decode it off the event loop.
+
+    Raises:
+        MediaError: it is none of these, or empty, or not decodable.
+    """
+    if isinstance(raw, dict):
+        raw = raw.get("url")
+    elif not isinstance(raw, str | bytes | bytearray | memoryview | Image.Image):
+        raw = getattr(raw, "url", raw)
+
+    if isinstance(raw, str):
+        return _parse_text(raw.strip())
+    if isinstance(raw, bytes | bytearray | memoryview):
+        return _inline(bytes(raw), "the media")
+    if isinstance(raw, Image.Image):
+        return MediaSource(data=_encode_png(raw))
+    raise MediaError(f"media cannot be given as {type(raw).__name__}")
+
+
+def display(source: MediaSource) -> str:
+    """The source as it may stand in a message or a log line.
+
+    A URL goes without its credentials, query and fragment, and is cut to 120
+    characters; inline media is only counted.
+    """
+    if source.url is None:
+        return f"inline media of {len(source.data or b'')} bytes"
+    try:
+        url = URL(source.url)
+        shown = str(url.with_user(None).with_query(None).with_fragment(None))
+    except ValueError:
+        # A file URL has no host to take the user from; anything else is malformed.
+        if not source.url.startswith("file:///"):
+            return "a malformed URL"
+        shown = source.url.partition("?")[0].partition("#")[0]
+    shown = _CONTROL.sub("?", shown)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else shown[: _MAX_SHOWN_CHARS - 3] + "..."
+
+
+def _parse_text(text: str) -> MediaSource:
+    if not text:
+        raise MediaError("the media is empty")
+    scheme = _SCHEME.match(text)
+    if scheme:
+        return _parse_url(text, scheme.group(1).lower())
+    if text.startswith("/"):
+        # The base64 of a JPEG file begins with "/9j/", that of an MP3 file with "//".
+        may_be_base64 = text.startswith(("/9j/", "//")) or len(text) > _MAX_PATH_CHARS
+        data = _decode_base64(text.encode("utf-8", "replace")) if may_be_base64 else None
+        return _from_path(text) if data is None else _inline(data, "the base64 media")
+    data = _decode_base64(text.encode("utf-8", "replace"))
+    if data is not None:
+        return _inline(data, "the base64 media")
+    if len(text) <= _MAX_PATH_CHARS and _FILE_NAME.search(text):
+        return _from_path(os.path.join(os.getcwd(), text))
+    raise MediaError("the media is neither a URL, a data URL, a path nor valid base64")
+
+
+def _parse_url(text: str, scheme: str) -> MediaSource:
+    if scheme == "data":
+        return _parse_data_url(text)
+    if scheme not in ("http", "https", "file"):
+        raise MediaError(
+            f"unknown URL scheme {scheme[:20]!r}: media comes from http, https, file or data URLs"
+        )
+    if len(text) > _MAX_URL_CHARS:
+        raise MediaError(f"a media URL has at most {_MAX_URL_CHARS} characters")
+    if _CONTROL.search(text):
+        raise MediaError("the media URL holds control characters")
+    if scheme == "file":
+        return _parse_file_url(text)
+    try:
+        text.encode()  # a lone surrogate would only fail later, on a wire
+        host = URL(text).raw_host
+    except ValueError:
+        raise MediaError("the media URL is malformed") from None
+    if not host:
+        raise MediaError("the media URL names no host")
+    return MediaSource(url=text)
+
+
+def _parse_data_url(text: str) -> MediaSource:
+    head, comma, payload = text.partition(",")
+    if not comma:
+        raise MediaError("the data URL has no comma before its data")
+    body = payload.encode("utf-8", "replace")
+    escapes = body.count(b"%")
+    if escapes > _MAX_ESCAPES:  # undoing them takes fifty bytes of memory each
+        raise MediaError(f"a data URL has at most {_MAX_ESCAPES} percent escapes: use base64")
+    if escapes:
+        body = unquote_to_bytes(body)
+    if not body:
+        raise MediaError("the data URL is empty")
+    data = _decode_base64(body)
+    if data is None:
+        if head.lower().endswith(";base64"):
+            raise MediaError("the data URL is not valid base64")
+        data = body
+    # Without ";base64", RFC 2397 wants the bytes themselves and SGLang reads base64
+    # all the same. Media that happens to be well-formed base64 text does not exist,
+    # so what decodes is taken as SGLang takes it.
+    return _inline(data, "the data URL")
+
+
+def _parse_file_url(text: str) -> MediaSource:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise MediaError("the file URL is malformed") from None
+    if parts.netloc not in ("", "localhost"):
+        raise MediaError("a file URL names no other host: file:///path")
+    if not parts.path.startswith("/"):
+        raise MediaError("a file URL holds an absolute path: file:///path")
+    return _from_path(os.fsdecode(unquote_to_bytes(parts.path)))
+
+
+def _from_path(path: str) -> MediaSource:
+    if len(path) > _MAX_PATH_CHARS:
+        raise MediaError(f"a path has at most {_MAX_PATH_CHARS} characters")
+    if _CONTROL.search(path):
+        raise MediaError("the path holds control characters")
+    try:
+        return MediaSource(url="file://" + quote(os.fsencode(path)))
+    except UnicodeEncodeError:
+        raise MediaError("the path holds characters that no file name has") from None
+
+
+def _inline(data: bytes, what: str) -> MediaSource:
+    if not data:
+        raise MediaError(f"{what} is empty")
+    return MediaSource(data=data)
+
+
+def _decode_base64(body: bytes) -> bytes | None:
+    """Strict base64 (RFC 4648, section 4), but for line breaks and blanks (MIME)."""
+    with contextlib.suppress(binascii.Error):
+        return binascii.a2b_base64(body, strict_mode=True)
+    with contextlib.suppress(binascii.Error):
+        return binascii.a2b_base64(body.translate(None, _BLANKS), strict_mode=True)
+    return None
+
+
+def _encode_png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    try:
+        if image.mode not in _PNG_MODES:
+            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        # Light compression: these bytes live as long as the request does. Colour
+        # profiles are not part of the pixels, so they stay out of the digest.
+        image.save(file, "PNG", compress_level=1, icc_profile=None)
+    except Exception as error:  # a lazily opened image fails here, in whatever way its format does
+        raise MediaError(f"the PIL image cannot be read ({type(error).__name__})") from error
+    return file.getvalue()

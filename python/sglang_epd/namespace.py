@@ -1,0 +1,84 @@
+"""What makes two servers hold the same encoder.
+
+A namespace is a digest over everything that an embedding depends on besides the
+media: architecture, tower configuration, the tower's weights, the media processor's
+configuration, dtype and protocol version. It is made from the checkpoint's content,
+not its path, so that servers may keep it in different places.
+
+The weights' fingerprint reads each tower tensor's name, dtype, shape and three
+samples of its bytes; enough to tell fine-tunes apart, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from sglang_epd.wire import MAJOR
+
+# A tower's name wins: "vision_model.model.layers." holds a mark of both.
+_TOWERS = ("visual", "vision", "audio")
+_LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
+_SAMPLE_BYTES = 512
+
+
+def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
+    """A readable identity: architecture, dtype and 16 hex digits."""
+    digest = blake3()
+    config = hf_config.to_dict()
+    towers = {
+        key: config[key]
+        for key in ("architectures", "model_type", "vision_config", "audio_config")
+        if key in config
+    }
+    digest.update(json.dumps([MAJOR, dtype, towers], sort_keys=True, default=str).encode())
+    for name in (
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+    ):
+        path = checkpoint / name
+        if path.is_file():
+            content = json.loads(path.read_text())
+            digest.update(json.dumps(content, sort_keys=True).encode())
+    for entry in sorted(_tower_tensors(checkpoint)):
+        digest.update(repr(entry).encode())
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    return f"{architecture}/{dtype}/{digest.hexdigest()[:16]}"
+
+
+def checkpoint_folder(model_path: str, revision: str | None) -> Path:
+    """The local folder of a checkpoint that is a path or already downloaded."""
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+
+
+def _of_language_model(name: str) -> bool:
+    return any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
+
+
+def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(name, dtype, shape, samples' digest) of every tensor outside the language model."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(header_bytes))
+            base = 8 + header_bytes
+            for name, entry in header.items():
+                if name == "__metadata__" or _of_language_model(name):
+                    continue
+                begin, end = entry["data_offsets"]
+                samples = hashlib.sha256()
+                for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
+                    file.seek(base + offset)
+                    samples.update(file.read(min(_SAMPLE_BYTES, end - offset)))
+                yield name, entry["dtype"], str(entry["shape"]), samples.hexdigest()

@@ -1,0 +1,40 @@
+"""What several of these tests need that is not a fixture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from io import BytesIO
+
+import numpy as np
+from aiohttp import web
+from PIL import Image
+
+from sglang_epd.media import MediaLimits
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Starts a server on 127.0.0.1 that answers any path by one handler; gives its URL.
+Serve = Callable[[Handler], Awaitable[str]]
+
+LOOPBACK = ("127.0.0.0/8",)
+
+
+def local_limits(**changes: object) -> MediaLimits:
+    return MediaLimits(allowed_networks=LOOPBACK, **changes)  # type: ignore[arg-type]
+
+
+def in_seconds(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def picture(width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:
+    """A picture that is the same each time and no two of whose rows are equal."""
+    rng = np.random.default_rng(width * 1000 + height)
+    array = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return Image.fromarray(array, "RGBA").convert(mode)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

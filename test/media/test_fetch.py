@@ -1,0 +1,634 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import socket
+import ssl
+import subprocess
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from media.samples import LOOPBACK, Serve, in_seconds, local_limits
+from sglang_epd.errors import (
+    DeadlineError,
+    MediaError,
+    MediaForbiddenError,
+    MediaTooLargeError,
+)
+from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
+
+BODY = b"picture" * 1000
+
+
+class FakeResolver(AbstractResolver):
+    """Answers from a list of addresses for each name, one list element a look-up."""
+
+    def __init__(self, **answers: list[list[str]]) -> None:
+        self.answers = {name.replace("_", "."): lists for name, lists in answers.items()}
+        self.asked: list[str] = []
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        self.asked.append(host)
+        answers = self.answers.get(host)
+        if answers is None:
+            raise OSError("no such name")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in (answers.pop(0) if len(answers) > 1 else answers[0])
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+async def fetch(
+    url: str, limits: MediaLimits | None = None, resolver: AbstractResolver | None = None
+) -> FetchedMedia:
+    async with MediaFetcher(limits or local_limits(), resolver=resolver) as fetcher:
+        return await fetcher.fetch(MediaSource(url=url), in_seconds(5))
+
+
+async def give_body(request: web.Request) -> web.Response:
+    return web.Response(body=BODY)
+
+
+@asynccontextmanager
+async def raw_server(answer: bytes | Callable) -> AsyncIterator[str]:
+    """A server that sends these very bytes, well-formed or not."""
+
+    handlers: list[asyncio.Task | None] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            if callable(answer):
+                await answer(writer)
+            else:
+                writer.write(answer)
+                await writer.drain()
+        except (ConnectionError, EOFError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for handler in filter(None, handlers):
+        handler.cancel()
+        await handler
+
+
+async def test_a_body_arrives_with_its_digest(serve: Serve) -> None:
+    url = await serve(give_body)
+    fetched = await fetch(f"{url}/a.png?b=c")
+    assert fetched == FetchedMedia(BODY, digest(BODY), MediaSource(url=f"{url}/a.png?b=c"))
+    assert "picture" not in repr(fetched)
+
+
+async def test_inline_media_is_hashed_and_bounded() -> None:
+    async with MediaFetcher(MediaLimits(max_bytes=1 << 20)) as fetcher:
+        for data in (b"small", bytes(1 << 20)):
+            source = MediaSource(data=data)
+            assert (await fetcher.fetch(source, in_seconds(5))).digest == digest(data)
+        with pytest.raises(MediaTooLargeError, match="limit of 1048576"):
+            await fetcher.fetch(MediaSource(data=bytes((1 << 20) + 1)), in_seconds(5))
+        with pytest.raises(MediaError, match="empty"):
+            await fetcher.fetch(MediaSource(data=b""), in_seconds(5))
+
+
+async def test_connections_are_reused(serve: Serve) -> None:
+    peers = set()
+
+    async def handle(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        peers.add(request.transport.get_extra_info("peername"))
+        return web.Response(body=BODY)
+
+    url = await serve(handle)
+    async with MediaFetcher(local_limits()) as fetcher:
+        for _ in range(3):
+            await fetcher.fetch(MediaSource(url=url), in_seconds(5))
+    assert len(peers) == 1
+
+
+async def test_the_request_says_nothing_needless(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[web.Request] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request)
+        answer = web.Response(body=BODY)
+        answer.set_cookie("session", "1")
+        return answer
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    url = await serve(handle)
+    async with MediaFetcher(local_limits()) as fetcher:
+        for _ in range(2):
+            await fetcher.fetch(MediaSource(url=url + "/a#part"), in_seconds(5))
+    assert seen[1].headers.keys() == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
+    assert seen[1].headers["Accept-Encoding"] == "identity"
+    assert seen[1].path_qs == "/a"
+
+
+# Addresses
+
+
+async def test_loopback_is_closed_by_default(serve: Serve) -> None:
+    port = (await serve(give_body)).rpartition(":")[2]
+    for host in (
+        "127.0.0.1",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "0177.0.0.1",
+        "0.0.0.0",
+        "localhost",
+        "localhost.",
+        "[::1]",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[64:ff9b::7f00:1]",
+        "①②⑦.0.0.1",
+        "127。0。0。1",
+    ):
+        with pytest.raises(MediaError) as caught:
+            await fetch(f"http://{host}:{port}/", MediaLimits())
+        if not isinstance(caught.value, MediaForbiddenError):  # then nobody tried to connect
+            assert caught.value.message.endswith(("cannot be resolved", "malformed")), host
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["10.0.0.1", "169.254.169.254", "[fd00::1]", "[fe80::1]", "224.0.0.1", "100.100.100.200"],
+)
+async def test_literal_private_addresses_are_closed(host: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(MediaForbiddenError, match="not at a public address") as caught:
+        await fetch(f"http://{host}/latest/meta-data")
+    assert time.monotonic() - begin < 1
+    assert caught.value.status == 403
+
+
+async def test_names_of_private_addresses_are_closed(serve: Serve) -> None:
+    resolver = FakeResolver(inner_example=[["127.0.0.1", "10.0.0.1", "::1"]])
+    with pytest.raises(MediaForbiddenError, match=r"host inner\.example") as caught:
+        await fetch("http://inner.example/", MediaLimits(), resolver)
+    assert "127.0.0.1" not in caught.value.message
+
+
+async def test_a_host_is_asked_at_its_permitted_addresses(serve: Serve) -> None:
+    port = (await serve(give_body)).rpartition(":")[2]
+    resolver = FakeResolver(mixed_example=[["10.0.0.1", "::1", "127.0.0.1"]])
+    assert (await fetch(f"http://mixed.example:{port}", local_limits(), resolver)).data == BODY
+
+
+async def test_a_name_that_changes_its_address_is_judged_again(serve: Serve) -> None:
+    """DNS rebinding: permitted at the first look-up, private at the second."""
+    port = (await serve(give_body)).rpartition(":")[2]
+    resolver = FakeResolver(rebind_example=[["127.0.0.1"], ["10.0.0.1"]])
+    async with MediaFetcher(local_limits(), resolver=resolver) as fetcher:
+        source = MediaSource(url=f"http://rebind.example:{port}/")
+        assert (await fetcher.fetch(source, in_seconds(5))).data == BODY
+        other_port = MediaSource(url="http://rebind.example:1/")
+        assert fetcher._session is not None
+        connector = fetcher._session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        connector.clear_dns_cache()
+        with pytest.raises(MediaForbiddenError):
+            await fetcher.fetch(other_port, in_seconds(5))
+    assert resolver.asked == ["rebind.example"] * 2
+
+
+async def test_the_resolver_in_use_finds_localhost(serve: Serve) -> None:
+    port = (await serve(give_body)).rpartition(":")[2]
+    assert (await fetch(f"http://localhost:{port}/")).data == BODY
+
+
+async def test_unknown_and_impossible_names() -> None:
+    for host in ("no.such.example", "a" * 80 + ".example", "a..example"):
+        with pytest.raises(MediaError, match=r"cannot be resolved|malformed"):
+            await fetch(f"http://{host}/", resolver=FakeResolver())
+    for host in ("a" * 80 + ".example", "a..example"):
+        with pytest.raises(MediaError, match=r"cannot be resolved|malformed"):
+            await fetch(f"http://{host}/")
+    with pytest.raises(MediaError, match="too long"):
+        await fetch("http://" + "a.b" * 100)
+
+
+async def test_domains_are_allowed_with_their_subdomains(serve: Serve) -> None:
+    port = (await serve(give_body)).rpartition(":")[2]
+    limits = local_limits(allowed_domains=("Example.com", ".münchen.example"))
+    home = [["127.0.0.1"]]
+
+    class Anywhere(FakeResolver):
+        async def resolve(self, host: str, port: int = 0, family=socket.AF_INET):
+            self.answers[host] = home
+            return await super().resolve(host, port, family)
+
+    for host in ("example.com", "EXAMPLE.COM.", "cdn.example.com", "a.münchen.example"):
+        assert (await fetch(f"http://{host}:{port}", limits, Anywhere())).data == BODY
+    for host in ("evil-example.com", "example.com.evil.org", "example.org", "127.0.0.1", "com"):
+        resolver = Anywhere()
+        with pytest.raises(MediaForbiddenError, match="not in the allowed domains"):
+            await fetch(f"http://{host}:{port}", limits, resolver)
+        assert not resolver.asked
+    # Not one parser's host for the list and another's for the connection.
+    for trick in (f"http://evil.org\\@example.com:{port}", f"http://evil.org#@example.com:{port}"):
+        with pytest.raises(MediaError):
+            await fetch(trick, limits, FakeResolver())
+    assert (await fetch(f"http://evil.org@example.com:{port}", limits, Anywhere())).data == BODY
+
+
+# Redirects
+
+
+def redirect_to(location: str, status: int = 302) -> Callable:
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/end":
+            assert "Authorization" not in request.headers
+            return web.Response(body=BODY)
+        return web.Response(status=status, headers={"Location": location} if location else {})
+
+    return handle
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_redirects_are_followed_without_credentials(serve: Serve, status: int) -> None:
+    url = (await serve(redirect_to("/end", status))).replace("//", "//me:hunter2@")
+    fetched = await fetch(url)
+    assert (fetched.data, fetched.source.url) == (BODY, url)
+    host = url.rpartition("@")[2]
+    url = await serve(redirect_to(f"//me:hunter2@{host}/end"))
+    assert (await fetch(url)).data == BODY
+
+
+async def test_credentials_reach_the_first_host(serve: Serve) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(text=request.headers["Authorization"])
+
+    url = (await serve(handle)).replace("//", "//me:hunter2@")
+    assert (await fetch(url)).data == b"Basic " + base64.b64encode(b"me:hunter2")
+
+
+@pytest.mark.parametrize(
+    ("location", "kind", "reason"),
+    [
+        ("http://10.0.0.1/", MediaForbiddenError, "host 10.0.0.1 is not at a public"),
+        ("http://[::1]:1/", MediaForbiddenError, "not at a public"),
+        ("file:///etc/passwd", MediaForbiddenError, "not 'file'"),
+        ("ftp://127.0.0.1/", MediaForbiddenError, "not 'ftp'"),
+        ("data:,abc", MediaForbiddenError, "not 'data'"),
+        ("mailto:me@h", MediaForbiddenError, "not 'mailto'"),
+        ("http://h:99999/", MediaError, "malformed"),
+        ("http://[/", MediaError, "malformed"),
+        ("", MediaError, "HTTP 302 from 127.0.0.1 without a Location"),
+    ],
+)
+async def test_bad_redirects(serve: Serve, location: str, kind: type, reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        await fetch(await serve(redirect_to(location)))
+
+
+async def test_redirects_leave_no_domain(serve: Serve) -> None:
+    url = await serve(redirect_to("http://evil.org/"))
+    with pytest.raises(MediaForbiddenError, match=r"evil\.org is not in the allowed"):
+        await fetch(url, local_limits(allowed_domains=("127.0.0.1",)))
+
+
+async def test_redirects_are_counted(serve: Serve) -> None:
+    asked = []
+
+    async def handle(request: web.Request) -> web.Response:
+        step = int(request.path[1:])
+        asked.append(step)
+        if step == 0:
+            return web.Response(body=BODY)
+        return web.Response(status=302, headers={"Location": f"/{step - 1}"})
+
+    url = await serve(handle)
+    assert (await fetch(f"{url}/5")).data == BODY
+    asked.clear()
+    with pytest.raises(MediaError, match="more than 5 redirects"):
+        await fetch(f"{url}/100")
+    assert len(asked) == 6
+    with pytest.raises(MediaError, match="more than 0 redirects"):
+        await fetch(f"{url}/1", local_limits(max_redirects=0))
+
+
+# Bounds
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def drip_headers(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def drip_interim_answers(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def hang(writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("answer", [drip, drip_headers, drip_interim_answers, hang])
+async def test_a_slow_answer_ends_at_the_limit(answer: Callable) -> None:
+    async with raw_server(answer) as url:
+        begin = time.monotonic()
+        with pytest.raises(MediaError, match=r"took longer than 0\.3 s") as caught:
+            await fetch(f"{url}/a?token=hunter2", local_limits(total_timeout_s=0.3))
+        assert time.monotonic() - begin < 0.6
+    assert "hunter2" not in caught.value.message
+
+
+async def test_slow_redirects_share_the_limit(serve: Serve) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)
+        return web.Response(status=302, headers={"Location": "/"})
+
+    with pytest.raises(MediaError, match="took longer"):
+        await fetch(await serve(handle), local_limits(total_timeout_s=0.3))
+
+
+async def test_slow_name_servers_share_the_limit() -> None:
+    class Slow(FakeResolver):
+        async def resolve(self, host: str, port: int = 0, family=socket.AF_INET):
+            await asyncio.sleep(5)
+
+    with pytest.raises(MediaError, match="took longer"):
+        await fetch("http://h.example", local_limits(total_timeout_s=0.2), Slow())
+
+
+async def test_the_deadline_comes_first_where_it_is_nearer() -> None:
+    async with raw_server(drip) as url, MediaFetcher(local_limits()) as fetcher:
+        for seconds in (0.2, -1):
+            with pytest.raises(DeadlineError, match="deadline") as caught:
+                await fetcher.fetch(MediaSource(url=f"{url}?token=hunter2"), in_seconds(seconds))
+            assert "hunter2" not in caught.value.message
+
+
+async def test_a_full_fetcher_waits_inside_the_deadline(serve: Serve) -> None:
+    url = await serve(give_body)
+    async with (
+        raw_server(hang) as slow,
+        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=1) as fetcher,
+    ):
+        waiting = asyncio.create_task(fetcher.fetch(MediaSource(url=slow), in_seconds(5)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(DeadlineError):
+            await fetcher.fetch(MediaSource(url=url), in_seconds(0.1))
+        # Inline media needs no slot, and a wait for one is not the media's fault.
+        await fetcher.fetch(MediaSource(data=b"inline"), in_seconds(0.1))
+        assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
+        with pytest.raises(MediaError, match="took longer"):
+            await waiting
+
+
+async def test_a_cancelled_fetch_closes_its_connection() -> None:
+    closed = asyncio.Event()
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        try:
+            await drip(writer)
+        finally:
+            closed.set()
+
+    async with raw_server(endless) as url, MediaFetcher(local_limits()) as fetcher:
+        task = asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(5)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(closed.wait(), 2)
+
+
+async def test_an_endless_body_ends_at_the_limit() -> None:
+    sent = 0
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            writer.write(bytes(65536))
+            sent += 65536
+            await writer.drain()
+
+    async with raw_server(endless) as url:
+        with pytest.raises(MediaTooLargeError, match="limit of 100000 bytes") as caught:
+            await fetch(url, local_limits(max_bytes=100_000))
+    assert caught.value.status == 413
+    assert sent < 32 << 20
+
+
+async def test_the_announced_length_is_believed_if_it_is_too_much() -> None:
+    async with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n") as url:
+        with pytest.raises(MediaTooLargeError, match="99999999999 bytes"):
+            await fetch(url)
+
+
+async def test_the_byte_bound_is_exact(serve: Serve) -> None:
+    url = await serve(give_body)
+    assert (await fetch(url, local_limits(max_bytes=len(BODY)))).data == BODY
+    with pytest.raises(MediaTooLargeError):
+        await fetch(url, local_limits(max_bytes=len(BODY) - 1))
+
+
+async def test_endless_redirect_bodies_are_not_read() -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 302 Found\r\nLocation: http://10.0.0.1/\r\n\r\n")
+        while True:
+            writer.write(bytes(65536))
+            await writer.drain()
+
+    async with raw_server(endless) as url:
+        with pytest.raises(MediaForbiddenError):
+            await fetch(url)
+
+
+# Content encodings
+
+
+def packed(encoding: str, body: bytes) -> Callable:
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=body, headers={"Content-Encoding": encoding})
+
+    return handle
+
+
+BARE = zlib.compressobj(wbits=-15)
+BARE_BODY = BARE.compress(BODY) + BARE.flush()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("identity", BODY),
+        ("gzip", gzip.compress(BODY)),
+        ("X-GZip", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", BARE_BODY),
+        ("aws-chunked", BODY),  # a label that object stores leave behind
+    ],
+)
+async def test_packed_bodies_are_unpacked(serve: Serve, encoding: str, body: bytes) -> None:
+    assert (await fetch(await serve(packed(encoding, body)))).data == BODY
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "kind", "reason"),
+    [
+        ("gzip", gzip.compress(bytes(50 << 20)), MediaTooLargeError, "unpacked"),
+        ("deflate", zlib.compress(bytes(50 << 20)), MediaTooLargeError, "unpacked"),
+        ("gzip", gzip.compress(BODY)[:-9], MediaError, "truncated gzip"),
+        ("gzip", BODY, MediaError, "damaged gzip"),
+        ("deflate", b"\xff", MediaError, "damaged|truncated"),
+        ("br", BODY, MediaError, "encoding 'br'"),
+        ("zstd", BODY, MediaError, "encoding 'zstd'"),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), MediaError, "'gzip, gzip'"),
+    ],
+)
+async def test_bombs_and_unreadable_encodings(
+    serve: Serve, encoding: str, body: bytes, kind: type, reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        await fetch(await serve(packed(encoding, body)), local_limits(max_bytes=1 << 20))
+
+
+# Answers that are no media
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 416, 429, 500, 503, 304, 300])
+async def test_statuses_are_named(serve: Serve, status: int) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    url = (await serve(handle)).replace("//", "//me:hunter2@")
+    with pytest.raises(MediaError, match=rf"^HTTP {status} from 127\.0\.0\.1$") as caught:
+        await fetch(f"{url}/secret/path?token=t")
+    assert (caught.value.status, caught.value.retry_elsewhere) == (400, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", "before the whole body"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "before the whole"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "whole|valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "is empty"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", "is empty"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nshort", "valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345", "valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", "valid HTTP"),
+        (b"", "closed the connection"),
+        (b"SSH-2.0-OpenSSH_9.0\r\n", "valid HTTP|closed"),
+    ],
+)
+async def test_broken_answers(answer: bytes, reason: str) -> None:
+    async with raw_server(answer) as url:
+        with pytest.raises(MediaError, match=reason):
+            await fetch(f"{url}/?token=hunter2")
+
+
+async def test_nobody_listens(unused_tcp_port: int) -> None:
+    with pytest.raises(MediaError, match=r"^cannot connect to 127\.0\.0\.1$"):
+        await fetch(f"http://127.0.0.1:{unused_tcp_port}/")
+
+
+async def test_a_host_that_does_not_take_connections() -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+    address = listener.getsockname()
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:  # the backlog is full: further connections get no answer
+        filler.setblocking(False)
+        filler.connect_ex(address)
+    try:
+        with pytest.raises(MediaError, match=r"^cannot connect to 127\.0\.0\.1"):
+            await fetch(f"http://127.0.0.1:{address[1]}/", local_limits(connect_timeout_s=0.2))
+    finally:
+        for opened in (*fillers, listener):
+            opened.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A self-signed certificate of 127.0.0.1 and its key, in one file."""
+    file = tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    subject = ["-subj", "/CN=127.0.0.1", "-keyout", file, "-out", file.with_suffix(".crt")]
+    try:
+        subprocess.run([*command.split(), *subject], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no openssl to make a certificate with")
+    file.write_bytes(file.read_bytes() + file.with_suffix(".crt").read_bytes())
+    return file
+
+
+async def test_certificates_are_checked(certificate: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    app = web.Application()
+    app.router.add_get("/", give_body)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    try:
+        with pytest.raises(MediaError, match=r"no secure connection to 127\.0\.0\.1"):
+            await fetch(f"https://127.0.0.1:{runner.addresses[0][1]}/")
+    finally:
+        await runner.cleanup()
+
+
+async def test_sources_that_were_never_parsed() -> None:
+    for url in ("ftp://127.0.0.1/a", "http:a", "gopher:", "http://[", "data:,abc"):
+        with pytest.raises(MediaError):
+            await fetch(url)
+
+
+async def test_the_fetcher_can_be_entered_again(serve: Serve) -> None:
+    url = await serve(give_body)
+    fetcher = MediaFetcher(MediaLimits(allowed_networks=LOOPBACK))
+    for _ in range(2):
+        async with fetcher:
+            assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
+
+
+def test_concurrency_is_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        MediaFetcher(MediaLimits(), concurrency=0)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_epd.errors import ConfigError
+from sglang_epd.media import MediaLimits
+
+
+def test_defaults_stand_where_nothing_is_set() -> None:
+    assert MediaLimits.from_env({"PATH": "/bin", "SGLANG_EPD_MEDIA_MAX_MB": " "}) == MediaLimits()
+    assert MediaLimits().allowed_local_root is None
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    environ = {
+        "SGLANG_EPD_MEDIA_MAX_MB": "1.5",
+        "SGLANG_EPD_MEDIA_MAX_PIXELS": "1000",
+        "SGLANG_EPD_MEDIA_MAX_REDIRECTS": "0",
+        "SGLANG_EPD_MEDIA_TIMEOUT_S": "2",
+        "SGLANG_EPD_MEDIA_ALLOWED_DOMAINS": "example.com, cdn.example.org",
+        "SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": "127.0.0.0/8, ::1/128,",
+        "SGLANG_EPD_MEDIA_LOCAL_ROOT": str(tmp_path),
+    }
+    assert MediaLimits.from_env(environ) == MediaLimits(
+        max_bytes=3 << 19,
+        max_pixels=1000,
+        max_redirects=0,
+        connect_timeout_s=2.0,
+        total_timeout_s=2.0,
+        allowed_domains=("example.com", "cdn.example.org"),
+        allowed_networks=("127.0.0.0/8", "::1/128"),
+        allowed_local_root=tmp_path,
+    )
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EPD_MEDIA_MAX_PIXELS", "77")
+    assert MediaLimits.from_env().max_pixels == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MAX_MB", "many"),
+        ("MAX_MB", "0"),
+        ("MAX_MB", "-1"),
+        ("MAX_MB", "inf"),
+        ("MAX_MB", "nan"),
+        ("MAX_PIXELS", "1e6"),
+        ("MAX_PIXELS", "0"),
+        ("MAX_REDIRECTS", "-1"),
+        ("TIMEOUT_S", "soon"),
+        ("TIMEOUT_S", "nan"),
+        ("TIMEOUT_S", "inf"),
+        ("ALLOWED_NETWORKS", "127.0.0.1/8"),
+        ("ALLOWED_NETWORKS", "localhost"),
+        ("ALLOWED_DOMAINS", "https://example.com"),
+        ("ALLOWED_DOMAINS", "*.example.com"),
+        ("ALLOWED_DOMAINS", "."),
+        ("LOCAL_ROOT", "relative"),
+        ("LOCAL_ROOT", "/no/such/folder"),
+        ("ALLOWED_NETWORK", "10.0.0.0/8"),  # misspelt
+    ],
+)
+def test_bad_values_name_their_variable(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"SGLANG_EPD_MEDIA_{name}\\b"):
+        MediaLimits.from_env({f"SGLANG_EPD_MEDIA_{name}": value})

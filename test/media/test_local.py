@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from media.samples import in_seconds
+from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
+from sglang_epd.media import MediaFetcher, MediaLimits, digest, parse_source
+
+
+async def read(path: object, root: Path | None, max_bytes: int = 100) -> bytes:
+    limits = MediaLimits(allowed_local_root=root, max_bytes=max_bytes)
+    async with MediaFetcher(limits) as fetcher:
+        fetched = await fetcher.fetch(parse_source(str(path)), in_seconds(5))
+    assert fetched.digest == digest(fetched.data)
+    return fetched.data
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "open-too").mkdir()
+    (tmp_path / "open-too" / "a.png").write_bytes(b"secret")
+    return tmp_path / "open"
+
+
+async def test_files_beneath_the_root_are_read(root: Path) -> None:
+    (root / "inner").mkdir()
+    file = root / "inner" / "a b%23#?ü.png"
+    file.write_bytes(b"picture")
+    assert await read(file, root) == b"picture"
+    assert await read(file.as_uri(), root) == b"picture"
+    assert await read(f"{root}/inner/../inner/{file.name}", root) == b"picture"
+    (root / "link.png").symlink_to(file)
+    assert await read(root / "link.png", root) == b"picture"
+
+
+async def test_names_that_are_not_unicode_are_read(root: Path) -> None:
+    Path(os.fsdecode(os.fsencode(root) + b"/\xff.png")).write_bytes(b"picture")
+    assert await read(f"file://{root}/%ff.png", root) == b"picture"
+
+
+async def test_a_root_that_is_a_link_is_followed(root: Path) -> None:
+    (root / "a.png").write_bytes(b"picture")
+    link = root.parent / "link"
+    link.symlink_to(root)
+    assert await read(link / "a.png", link) == b"picture"
+    assert await read(root / "a.png", link) == b"picture"
+
+
+async def test_without_a_root_no_file_is_read(root: Path) -> None:
+    with pytest.raises(MediaForbiddenError, match="local files"):
+        await read(root.parent / "secret.png", None)
+
+
+async def test_nothing_outside_the_root_is_read(root: Path) -> None:
+    (root / "link.png").symlink_to(root.parent / "secret.png")
+    (root / "folder").symlink_to(root.parent)
+    for path in (
+        root.parent / "secret.png",
+        root.parent / "no-such.png",  # nor is it told from one that exists
+        root.parent / "open-too" / "a.png",
+        f"{root}/../secret.png",
+        f"file://{root}/%2e%2e/secret.png",
+        f"file://{root}/..%2fsecret.png",
+        root / "link.png",
+        root / "folder" / "secret.png",
+        "/etc/passwd",
+        "/proc/self/environ",
+    ):
+        with pytest.raises(MediaForbiddenError, match="outside") as caught:
+            await read(path, root)
+        assert str(root) not in caught.value.message
+
+
+async def test_only_regular_files_are_read(root: Path) -> None:
+    os.mkfifo(root / "fifo.png")  # would block
+    (root / "folder.png").mkdir()
+    for name in ("fifo.png", "folder.png"):
+        with pytest.raises(MediaError, match="not a regular file"):
+            await read(root / name, root)
+    with pytest.raises(MediaError, match="not a regular file"):
+        await read("/dev/zero", Path("/dev"))
+    (root / "loop.png").symlink_to(root / "loop.png")
+    with pytest.raises(MediaError, match="resolved"):
+        await read(root / "loop.png", root)
+
+
+async def test_missing_empty_and_large_files(root: Path) -> None:
+    with pytest.raises(MediaError, match="no such file"):
+        await read(root / "a.png", root)
+    with pytest.raises(MediaError, match=r"cannot be read: (Not a directory|File name too long)"):
+        await read(root / ("a" * 300), root)
+    (root / "a.png").touch()
+    with pytest.raises(MediaError, match="empty"):
+        await read(root / "a.png", root)
+    (root / "a.png").write_bytes(bytes(101))
+    with pytest.raises(MediaTooLargeError, match="101 bytes, limit 100"):
+        await read(root / "a.png", root)
+
+
+async def test_files_that_understate_their_size_are_bounded() -> None:
+    """Files in /proc say that they are empty."""
+    with pytest.raises(MediaTooLargeError, match="more than 100"):
+        await read("/proc/self/status", Path("/proc"))

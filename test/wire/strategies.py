@@ -1,0 +1,98 @@
+"""Hypothesis strategies for messages."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from sglang_epd import wire
+from sglang_epd.wire import messages
+
+# What msgpack and JSON have in common, as it comes back from decoding.
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+tickets = st.text(max_size=24)
+numbers = st.integers(-(2**63), 2**64 - 1)
+item_numbers = st.integers(0, messages.MAX_ITEMS - 1)
+seconds = st.floats(1e-3, 1e6)
+
+specs = st.builds(
+    wire.TensorSpec,
+    dtype=st.sampled_from(("float32", "bfloat16", "float16", "int8", "")),
+    shape=st.tuples(st.integers(1, 2**40), st.integers(1, 2**40)),
+)
+layouts = st.builds(
+    wire.Layout,
+    modality=st.sampled_from(messages.MODALITIES) | st.text(max_size=8),
+    embedding=specs,
+    grid=st.lists(st.lists(st.integers(0, 2**32), max_size=3), max_size=3),
+    extra=st.dictionaries(st.text(max_size=4), json_like, max_size=2),
+)
+any_message = st.one_of(
+    st.builds(
+        wire.Offer,
+        ticket=tickets,
+        item=item_numbers,
+        key=st.binary(min_size=messages.KEY_BYTES, max_size=messages.KEY_BYTES),
+        layout=layouts,
+        nbytes=numbers,
+    ),
+    st.builds(wire.Grant, ticket=tickets, item=numbers, grant=numbers),
+    st.builds(wire.Decline, ticket=tickets, item=numbers, reason=st.text(max_size=8)),
+    st.builds(wire.Payload, ticket=tickets, item=numbers, grant=numbers),
+    st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
+    st.just(wire.Hello()),
+    st.builds(wire.Welcome, endpoint=st.text(max_size=24)),
+    st.builds(
+        wire.Expect,
+        ticket=tickets,
+        items=st.integers(1, messages.MAX_ITEMS),
+        consumers=st.integers(1, 2**31),
+        ttl_s=seconds,
+    ),
+    st.builds(wire.Fail, ticket=tickets, code=st.text(max_size=8), message=st.text(max_size=8)),
+    st.builds(wire.Cancel, ticket=tickets),
+)
+
+
+def _item(number: int, modality: str, inline: bool, content: bytes) -> wire.EncodeItem:
+    where = {"data": content} if inline else {"url": content.hex()}
+    return wire.EncodeItem(number, modality, f"item {number}", **where, options={"a": [1]})
+
+
+items = st.builds(
+    _item,
+    number=item_numbers,
+    modality=st.sampled_from(messages.MODALITIES),
+    inline=st.booleans(),
+    content=st.binary(max_size=8),
+)
+requests = st.builds(
+    wire.EncodeRequest,
+    request_id=st.text(min_size=1, max_size=16),
+    namespace=st.text(max_size=16),
+    ttl_s=seconds,
+    reply_to=st.builds(wire.ReplyTo, endpoint=st.text(max_size=8), ticket=tickets),
+    items=st.lists(items, min_size=1, max_size=4, unique_by=lambda item: item.item),
+)
+replies = st.builds(
+    wire.EncodeReply,
+    request_id=st.text(max_size=16),
+    encoder=st.text(max_size=16),
+    outcomes=st.lists(
+        st.builds(
+            wire.ItemOutcome,
+            item=item_numbers,
+            state=st.sampled_from(("delivered", "declined", "failed")),
+            code=st.text(max_size=8),
+            message=st.text(max_size=8),
+            tokens=numbers,
+            ms=st.dictionaries(st.text(max_size=4), st.floats(0, 1e9), max_size=2),
+        ),
+        max_size=3,
+    ),
+)

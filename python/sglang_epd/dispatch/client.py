@@ -1,0 +1,106 @@
+"""One encoder, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from http import HTTPStatus
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, UnavailableError, from_code
+from sglang_epd.wire import EncodeReply, EncodeRequest
+from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+
+_MAX_REPLY_BYTES = 16 << 20
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class EncoderClient:
+    """Sends encode requests; keeps connections alive. Use it from one event loop.
+
+    Args:
+        token: shared secret, sent as a bearer token; empty for none.
+    """
+
+    def __init__(self, token: str = "") -> None:
+        self._headers = {"Content-Type": CONTENT_TYPE}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def encode(self, url: str, request: EncodeRequest) -> EncodeReply:
+        """Have the request's items encoded and delivered; returns when all have an outcome.
+
+        Cancelling the call closes the connection, which cancels the work there.
+
+        Raises:
+            UnavailableError: the encoder cannot be reached or died on the way.
+            DeadlineError: no answer within the request's `ttl_s`.
+            EpdError: the encoder refused the request as a whole.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        timeout = aiohttp.ClientTimeout(total=request.ttl_s, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._session.post(
+                f"{url}/v1/encode",
+                # As a file, so that it is written piece by piece.
+                data=io.BytesIO(encode_body(request)),
+                headers=self._headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response:
+                status, body = response.status, await _read_body(response)
+        except aiohttp.ConnectionTimeoutError:
+            raise UnavailableError(f"encoder {url} did not accept a connection") from None
+        except TimeoutError:
+            raise DeadlineError(f"encoder {url} did not answer before the deadline") from None
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            raise UnavailableError(
+                f"encoder {url} is out of reach ({type(error).__name__})"
+            ) from None
+        if status != 200:
+            raise _refusal(url, status, body)
+        try:
+            return decode_body(body, EncodeReply, _MAX_REPLY_BYTES)
+        except ProtocolError as error:
+            # Not the asker's fault, and another encoder may well make sense.
+            raise UnavailableError(f"encoder {url} gave an unreadable answer: {error}") from None
+
+
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > _MAX_REPLY_BYTES:
+            break  # decoding refuses it
+    return bytes(body)
+
+
+def _refusal(url: str, status: int, body: bytes) -> EpdError:
+    try:
+        reply = decode_body(body, ErrorReply, _MAX_REPLY_BYTES)
+    except ProtocolError:
+        if status == HTTPStatus.UNAUTHORIZED:
+            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN")
+        return UnavailableError(f"{url} answered HTTP {status}: is it a sglang-epd encoder?")
+    return from_code(reply.code, f"encoder {url}: {reply.message}")

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from sglang_epd.dispatch.client import EncoderClient
+from sglang_epd.errors import EpdError
+from sglang_epd.wire import EncodeReply, EncodeRequest, ItemOutcome
+from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
+
+Answer = Callable[[EncodeRequest], Awaitable[web.Response]]
+
+
+def reply(request: EncodeRequest, *outcomes: ItemOutcome) -> web.Response:
+    return web.Response(body=encode_body(EncodeReply(request.request_id, "it", list(outcomes))))
+
+
+async def deliver_all(request: EncodeRequest) -> web.Response:
+    return reply(request, *(ItemOutcome(item.item, "delivered") for item in request.items))
+
+
+class FakeEncoder:
+    """An encoder's HTTP surface on loopback, that answers as a test wants."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answer: Answer = deliver_all
+        self.requests: list[EncodeRequest] = []
+        self.headers: list[dict[str, str]] = []
+        self.peers: list[tuple[str, int]] = []
+        self.asked = asyncio.Event()
+        self.dropped = asyncio.Event()
+
+    @property
+    def items(self) -> list[int]:
+        """Every item it was ever asked for, in order."""
+        return [item.item for request in self.requests for item in request.items]
+
+    async def handle(self, http: web.Request) -> web.Response:
+        request = decode_body(await http.read(), EncodeRequest, 1 << 30)
+        self.requests.append(request)
+        self.headers.append(dict(http.headers))
+        assert http.transport is not None
+        self.peers.append(http.transport.get_extra_info("peername"))
+        self.asked.set()
+        try:
+            return await self.answer(request)
+        except asyncio.CancelledError:
+            self.dropped.set()
+            raise
+
+    # Behaviours.
+
+    def refuses(self, error: EpdError) -> None:
+        async def answer(_request: EncodeRequest) -> web.Response:
+            body = encode_body(ErrorReply(error.code, error.message))
+            return web.Response(body=body, status=error.status)
+
+        self.answer = answer
+
+    def hangs(self) -> None:
+        async def answer(_request: EncodeRequest) -> web.Response:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        self.answer = answer
+
+    def says(self, *outcomes: ItemOutcome) -> None:
+        async def answer(request: EncodeRequest) -> web.Response:
+            return reply(request, *outcomes)
+
+        self.answer = answer
+
+    def answers(self, response: Callable[[], web.Response]) -> None:
+        async def answer(_request: EncodeRequest) -> web.Response:
+            return response()
+
+        self.answer = answer
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[[], Awaitable[FakeEncoder]]]:
+    """Starts one more encoder at each call."""
+    runners: list[web.AppRunner] = []
+
+    async def start() -> FakeEncoder:
+        encoder = FakeEncoder()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/encode", encoder.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        encoder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return encoder
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EncoderClient]:
+    async with EncoderClient("secret") as client:
+        yield client
+
+
+@pytest.fixture
+def dead_url(unused_tcp_port: int) -> str:
+    """Nobody listens there."""
+    return f"http://127.0.0.1:{unused_tcp_port}"

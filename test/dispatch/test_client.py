@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+
+from sglang_epd.dispatch import client as client_module
+from sglang_epd.dispatch.client import EncoderClient
+from sglang_epd.errors import (
+    DeadlineError,
+    EpdError,
+    NamespaceError,
+    OverloadedError,
+    UnavailableError,
+)
+from sglang_epd.wire import MAJOR, EncodeItem, EncodeReply, EncodeRequest, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import CONTENT_TYPE, encode_body
+
+
+def asking(ttl_s: float = 5.0, items: int = 1) -> EncodeRequest:
+    return EncodeRequest(
+        "r",
+        "ns",
+        ttl_s,
+        ReplyTo("tcp://127.0.0.1:1", "ticket"),
+        [EncodeItem(n, "IMAGE", f"image {n}", data=b"\x00\xff") for n in range(items)],
+    )
+
+
+async def test_the_request_arrives_as_it_was_with_the_token(start, client):
+    encoder = await start()
+    answer = await client.encode(encoder.url, asking())
+    assert encoder.requests == [asking()]
+    assert encoder.headers[0]["Authorization"] == "Bearer secret"
+    assert encoder.headers[0]["Content-Type"] == CONTENT_TYPE
+    assert [outcome.state for outcome in answer.outcomes] == ["delivered"]
+
+
+async def test_without_a_token_no_credentials_are_sent(start):
+    encoder = await start()
+    async with EncoderClient() as client:
+        await client.encode(encoder.url, asking())
+    assert "Authorization" not in encoder.headers[0]
+
+
+async def test_a_reply_that_comes_in_pieces_is_read_to_its_end(start, client):
+    encoder = await start()
+    outcomes = [ItemOutcome(n, "delivered", message="x" * 100) for n in range(2000)]
+    body = encode_body(EncodeReply("r", "it", outcomes))
+
+    class Dripping(web.StreamResponse):
+        async def write_eof(self, data=b""):
+            for begin in range(0, len(body), 60_000):
+                await self.write(body[begin : begin + 60_000])
+                await asyncio.sleep(0.005)  # so that they are separate reads
+            await super().write_eof(data)
+
+    encoder.answers(Dripping)
+    answer = await client.encode(encoder.url, asking())
+    assert answer.outcomes == outcomes
+
+
+async def test_an_endless_reply_is_not_read_to_its_end(start, client, monkeypatch):
+    monkeypatch.setattr(client_module, "_MAX_REPLY_BYTES", 1000)
+    encoder = await start()
+
+    class Endless(web.StreamResponse):
+        async def write_eof(self, data=b""):
+            while True:
+                await self.write(bytes(1000))
+
+    encoder.answers(Endless)
+    with pytest.raises(UnavailableError, match="limit 1000"):
+        await client.encode(encoder.url, asking())
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        lambda: web.Response(text="It works!"),
+        lambda: web.Response(text="not found", status=404),
+        lambda: web.Response(status=500),
+        lambda: web.Response(status=401),
+        lambda: web.Response(body=b"EPD" + bytes([MAJOR + 1, 0])),
+        lambda: web.Response(body=b"EPD" + bytes([MAJOR, 0]) + b"\xa1\xff"),
+        lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+    ],
+)
+async def test_an_answer_that_is_not_ours_may_be_better_elsewhere(start, client, response):
+    encoder = await start()
+    encoder.answers(response)
+    with pytest.raises(UnavailableError, match=encoder.url):
+        await client.encode(encoder.url, asking())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), NamespaceError("differs")])
+async def test_a_refusal_keeps_its_class_and_names_the_encoder(start, client, error):
+    encoder = await start()
+    encoder.refuses(error)
+    with pytest.raises(type(error), match=f"{encoder.url}: {error}"):
+        await client.encode(encoder.url, asking())
+
+
+async def test_a_refusal_of_an_unknown_class_is_not_tried_elsewhere(start, client):
+    class AddedLaterError(EpdError):
+        status = 418
+
+    encoder = await start()
+    encoder.refuses(AddedLaterError("x"))
+    with pytest.raises(EpdError) as raised:
+        await client.encode(encoder.url, asking())
+    assert type(raised.value) is EpdError
+    assert not raised.value.retry_elsewhere
+
+
+async def test_nobody_listening_is_unavailable_at_once(client, dead_url):
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match=dead_url):
+        await client.encode(dead_url, asking(ttl_s=60.0))
+    assert time.monotonic() - started < 2
+
+
+async def test_an_encoder_that_dies_on_the_way_is_unavailable(start, client):
+    encoder = await start()
+
+    class Dying(web.StreamResponse):
+        async def write_eof(self, data=b""):
+            await self.write(b"EPD")
+            self._req.transport.abort()
+
+    encoder.answers(Dying)
+    with pytest.raises(UnavailableError):
+        await client.encode(encoder.url, asking())
+
+
+async def test_a_hanging_encoder_costs_the_deadline_and_no_more(start, client):
+    encoder = await start()
+    encoder.hangs()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError):
+        await client.encode(encoder.url, asking(ttl_s=0.2))
+    assert 0.19 <= time.monotonic() - started < 2
+    await asyncio.wait_for(encoder.dropped.wait(), 5)
+
+
+async def test_cancelling_closes_the_connection(start, client):
+    encoder = await start()
+    encoder.hangs()
+    call = asyncio.create_task(client.encode(encoder.url, asking()))
+    await asyncio.wait_for(encoder.asked.wait(), 5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.wait_for(encoder.dropped.wait(), 5)
+
+
+async def test_connections_are_used_again(start, client):
+    encoder = await start()
+    for _ in range(3):
+        await client.encode(encoder.url, asking())
+    assert len(set(encoder.peers)) == 1
+
+
+async def test_no_error_holds_the_token(start, dead_url):
+    encoder = await start()
+    encoder.answers(lambda: web.Response(status=401))
+    async with EncoderClient("top-secret") as client:
+        for url in (encoder.url, dead_url):
+            with pytest.raises(UnavailableError) as raised:
+                await client.encode(url, asking())
+            assert "top-secret" not in str(raised.value)

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from aiohttp import web
+
+from sglang_epd.dispatch.dispatcher import Dispatcher
+from sglang_epd.dispatch.policies import shuffle
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    MediaError,
+    MediaTooLargeError,
+    MediaTypeError,
+    NamespaceError,
+    OverloadedError,
+    UnavailableError,
+)
+from sglang_epd.wire import EncodeItem, EncodeReply, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import encode_body
+from sglang_epd.wire.messages import (
+    DECLINE_CANCELLED,
+    DECLINE_DUPLICATE,
+    DECLINE_TOO_LARGE,
+    DECLINE_UNKNOWN,
+)
+
+REPLY_TO = ReplyTo("tcp://127.0.0.1:1", "the-secret-ticket")
+
+
+def in_turn(items, urls, _rng):
+    """Item 0 to the first encoder, item 1 to the second, and so on."""
+    return [urls[number % len(urls)] for number in range(len(items))]
+
+
+def some_items(count: int) -> list[EncodeItem]:
+    return [EncodeItem(n, "IMAGE", f"image {n + 1} of {count}", data=b"png") for n in range(count)]
+
+
+@pytest.fixture
+def dispatch(client):
+    """Run so many items over these URLs."""
+
+    async def run(urls, count=2, *, policy=in_turn, seconds=5.0):
+        dispatcher = Dispatcher(client, lambda: urls, policy, "ns", random.Random(0))
+        await dispatcher.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
+
+    return run
+
+
+async def test_items_are_spread_with_all_that_an_encoder_needs(start, dispatch):
+    encoders = [await start(), await start()]
+    await dispatch([encoder.url for encoder in encoders], 5)
+    assert [encoder.items for encoder in encoders] == [[0, 2, 4], [1, 3]]
+    for encoder in encoders:
+        (request,) = encoder.requests
+        assert (request.reply_to, request.namespace) == (REPLY_TO, "ns")
+        assert 4 < request.ttl_s <= 5
+        assert all(item.data == b"png" for item in request.items)
+
+
+async def test_the_policy_decides(start, dispatch):
+    encoders = [await start(), await start()]
+    await dispatch([encoder.url for encoder in encoders], 9, policy=shuffle)
+    assert sorted(encoders[0].items + encoders[1].items) == list(range(9))
+    assert {len(encoder.items) for encoder in encoders} == {4, 5}
+
+
+async def test_the_request_id_does_not_give_the_ticket_away(start, dispatch):
+    encoders = [await start(), await start()]
+    for _ in range(2):
+        await dispatch([encoder.url for encoder in encoders], 2)
+    ids = [request.request_id for encoder in encoders for request in encoder.requests]
+    assert all(REPLY_TO.ticket not in request_id for request_id in ids)
+    assert all(len({r.request_id for r in encoder.requests}) == 2 for encoder in encoders)
+
+
+async def test_items_of_a_dead_encoder_go_to_another_and_only_those(start, dispatch, dead_url):
+    encoder = await start()
+    await dispatch([dead_url, encoder.url], 4)
+    assert encoder.items == [1, 3, 0, 2]
+    assert len(encoder.requests) == 2
+    assert len({request.request_id for request in encoder.requests}) == 2
+
+
+async def test_a_retry_does_not_wait_for_the_other_shares(start, dispatch, dead_url):
+    slow = await start()
+    deliver, retried = slow.answer, asyncio.Event()
+
+    async def only_after_the_retry(request):
+        if request.items[0].item == 0:
+            retried.set()
+        await retried.wait()
+        return await deliver(request)
+
+    slow.answer = only_after_the_retry
+    await dispatch([dead_url, slow.url], 2)
+    assert sorted(slow.items) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), UnavailableError("draining")])
+async def test_a_refusal_of_the_moment_is_tried_elsewhere(start, dispatch, error):
+    full, free = await start(), await start()
+    full.refuses(error)
+    await dispatch([full.url, free.url], 3)
+    assert full.items == [0, 2]
+    assert free.items == [1, 0, 2]
+
+
+async def test_one_failed_item_is_tried_elsewhere_alone(start, dispatch):
+    first, second = await start(), await start()
+    first.says(
+        ItemOutcome(0, "failed", EncodeError.__name__, "out of memory"), ItemOutcome(2, "delivered")
+    )
+    await dispatch([first.url, second.url], 4)
+    assert second.items == [1, 3, 0]
+
+
+async def test_no_item_comes_twice_to_the_same_encoder(start, dispatch):
+    encoders = [await start() for _ in range(3)]
+    for encoder in encoders:
+        encoder.refuses(OverloadedError("full"))
+    with pytest.raises(OverloadedError, match="full"):
+        await dispatch([encoder.url for encoder in encoders], 4)
+    for encoder in encoders:
+        assert len(encoder.items) == len(set(encoder.items))
+    # Item 0 had been with all of them when it was given up.
+    assert all(0 in encoder.items for encoder in encoders)
+
+
+async def test_an_encoder_that_joins_meanwhile_helps(start, client):
+    full, late = await start(), await start()
+    urls = [full.url]
+
+    async def refuse_and_let_join(_request):
+        urls.append(late.url)
+        return web.Response(status=503)
+
+    full.answer = refuse_and_let_join
+    dispatcher = Dispatcher(client, lambda: urls, in_turn, "ns")
+    await dispatcher.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    assert late.items == [0]
+
+
+async def test_a_url_that_is_listed_twice_counts_once(start, dispatch):
+    twice, once = await start(), await start()
+    await dispatch([twice.url, twice.url, once.url], 4)
+    assert (twice.items, once.items) == ([0, 2], [1, 3])
+
+
+@pytest.mark.parametrize("error", [MediaError, MediaTypeError, MediaTooLargeError])
+async def test_what_the_media_did_wrong_is_not_tried_elsewhere(start, dispatch, error):
+    first, second = await start(), await start()
+    first.says(ItemOutcome(0, "failed", error.__name__, "cannot be decoded"))
+    with pytest.raises(error, match=r"^image 1 of 1: cannot be decoded$") as raised:
+        await dispatch([first.url, second.url], 1)
+    assert type(raised.value) is error
+    assert second.items == []
+
+
+async def test_a_hopeless_item_cancels_the_other_shares_at_once(start, dispatch):
+    broken, slow = await start(), await start()
+    slow.hangs()
+
+    async def fail_once_the_other_works(request):
+        await slow.asked.wait()
+        outcome = ItemOutcome(0, "failed", "MediaError", "broken")
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", [outcome])))
+
+    broken.answer = fail_once_the_other_works
+    started = time.monotonic()
+    with pytest.raises(MediaError, match="broken"):
+        await dispatch([broken.url, slow.url], 2, seconds=60.0)
+    await asyncio.wait_for(slow.dropped.wait(), 5)
+    assert time.monotonic() - started < 5
+
+
+async def test_an_encoder_of_another_model_is_passed_over(start, dispatch):
+    foreign, ours = await start(), await start()
+    foreign.refuses(NamespaceError("the language server has A, this encoder B"))
+    await dispatch([foreign.url, ours.url], 1)
+    assert ours.items == [0]
+
+
+async def test_only_encoders_of_another_model_are_an_error_that_shows_both(start, dispatch):
+    foreign = await start()
+    foreign.refuses(NamespaceError("the language server has A, this encoder B"))
+    with pytest.raises(NamespaceError, match="has A, this encoder B"):
+        await dispatch([foreign.url], 1)
+
+
+async def test_a_hanging_encoder_ends_the_request_at_its_deadline(start, dispatch):
+    hanging, other = await start(), await start()
+    hanging.hangs()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError):
+        await dispatch([hanging.url, other.url], 2, seconds=0.3)
+    assert 0.29 <= time.monotonic() - started < 2
+    await asyncio.wait_for(hanging.dropped.wait(), 5)
+
+
+async def test_a_retry_has_only_what_is_left_of_the_deadline(start, dispatch):
+    slow, second = await start(), await start()
+
+    async def refuse_late(_request):
+        await asyncio.sleep(0.2)
+        return web.Response(status=503)
+
+    slow.answer = refuse_late
+    await dispatch([slow.url, second.url], 1, seconds=1.0)
+    assert second.requests[0].ttl_s < 0.85
+
+
+async def test_a_deadline_that_has_passed_asks_nobody(start, dispatch):
+    encoder = await start()
+    with pytest.raises(DeadlineError, match="passed before"):
+        await dispatch([encoder.url], 1, seconds=-1.0)
+    assert encoder.items == []
+
+
+async def test_without_encoders_the_request_is_unavailable(dispatch):
+    with pytest.raises(UnavailableError, match="no encoder is known"):
+        await dispatch([], 2)
+
+
+async def test_with_only_dead_encoders_the_last_reason_is_told(dispatch, dead_url):
+    with pytest.raises(UnavailableError, match=dead_url):
+        await dispatch([dead_url], 2)
+
+
+async def test_a_reply_that_is_not_ours_is_tried_elsewhere(start, dispatch):
+    stranger, encoder = await start(), await start()
+    stranger.answers(lambda: web.Response(text="It works!"))
+    await dispatch([stranger.url, encoder.url], 2)
+    assert encoder.items == [1, 0]
+
+
+async def test_an_item_without_an_outcome_is_tried_elsewhere(start, dispatch):
+    forgetful, encoder = await start(), await start()
+    forgetful.says(ItemOutcome(7, "delivered"))
+    await dispatch([forgetful.url, encoder.url], 2)
+    assert encoder.items == [1, 0]
+
+
+@pytest.mark.parametrize("reason", [DECLINE_CANCELLED, DECLINE_DUPLICATE])
+async def test_what_our_receiver_declined_needs_nothing_more(start, dispatch, reason):
+    first, second = await start(), await start()
+    first.says(ItemOutcome(0, "declined", reason))
+    await dispatch([first.url, second.url], 1)
+    assert second.items == []
+
+
+async def test_a_request_that_our_receiver_forgot_is_not_left_waiting(start, dispatch):
+    encoder = await start()
+    encoder.says(ItemOutcome(0, "declined", DECLINE_UNKNOWN))
+    with pytest.raises(EncodeError, match=r"image 1 of 1: .* does not know"):
+        await dispatch([encoder.url], 1)
+
+
+async def test_an_embedding_larger_than_our_receiver_takes_is_an_error(start, dispatch):
+    first, second = await start(), await start()
+    first.says(ItemOutcome(0, "declined", DECLINE_TOO_LARGE))
+    with pytest.raises(MediaTooLargeError, match="image 1 of 1"):
+        await dispatch([first.url, second.url], 1)
+    assert second.items == []
+
+
+async def test_cancelling_closes_every_connection(start, dispatch):
+    encoders = [await start(), await start()]
+    for encoder in encoders:
+        encoder.hangs()
+    before = asyncio.all_tasks()
+    run = asyncio.create_task(dispatch([encoder.url for encoder in encoders], 2))
+    for encoder in encoders:
+        await asyncio.wait_for(encoder.asked.wait(), 5)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    for encoder in encoders:
+        await asyncio.wait_for(encoder.dropped.wait(), 5)
+    left = [task for task in asyncio.all_tasks() - before if "_send" in repr(task.get_coro())]
+    assert not left
+
+
+async def test_nothing_to_do_is_done(dispatch):
+    await dispatch([], 0)

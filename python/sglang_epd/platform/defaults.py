@@ -1,0 +1,80 @@
+"""Server arguments that differ on a CPU, wherever the user has not set them.
+
+SGLang hands over a view: what is read from it is what resolution has decided so far,
+what is assigned to it is recorded as this platform's decision. `_raw_input` holds what
+the user typed, which tells a choice from an earlier default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_epd.platform import budget, disaggregation, threads
+from sglang_epd.platform.dtype import choose_dtype, cpu_has_bfloat16
+
+
+def apply_defaults(server_args: Any) -> None:
+    """Set every default of the platform; a no-op where the user asked for another device."""
+    if server_args.device != "cpu":
+        return
+    asked = server_args._raw_input
+    if asked["attention_backend"] is None:
+        # By now resolved to `intel_amx`, which needs a CPU build of sglang-kernel.
+        server_args.attention_backend = "torch_native"
+    if asked["sampling_backend"] is None:
+        server_args.sampling_backend = "pytorch"
+    # There is no device to overlap with: the CPU that would schedule ahead is the one
+    # that computes.
+    server_args.disable_overlap_schedule = True
+    # Else every idle scheduler takes a core from those at work.
+    server_args.sleep_on_idle = True
+    model_config = _model_config(server_args)
+    if asked["dtype"] == "auto":
+        dtype = choose_dtype(_checkpoint_dtype(model_config), native_bfloat16=cpu_has_bfloat16())
+        server_args.dtype = str(dtype).removeprefix("torch.")
+        # The configuration was built, and is kept, with what "auto" means on a GPU.
+        model_config.dtype = dtype
+    if asked["max_running_requests"] is None:
+        # SGLang's floor of 2048 gives each a row of `context_length` token numbers:
+        # 1 GiB at 128k.
+        server_args.max_running_requests = budget.MAX_RUNNING_REQUESTS
+    if asked["max_total_tokens"] is None:
+        server_args.max_total_tokens = budget.kv_tokens(
+            _free_bytes(), _kv_bytes_per_token(model_config)
+        )
+    disaggregation.choose_transport()
+    disaggregation.choose_retraction_backup(server_args)
+    threads.choose_binding(ranks=server_args.tp_size * server_args.pp_size * server_args.dp_size)
+
+
+def _model_config(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(object.__getattribute__(server_args, "_cfg"))
+
+
+def _free_bytes() -> int:
+    """Memory available to this process, within its control group's limit."""
+    from sglang.srt.utils.common import get_free_cpu_memory
+
+    return get_free_cpu_memory()
+
+
+def _checkpoint_dtype(model_config: Any) -> torch.dtype:
+    """The dtype that the checkpoint declares; float32 if it declares none."""
+    text = model_config.hf_text_config
+    declared = getattr(text, "dtype", None) or getattr(model_config.hf_config, "dtype", None)
+    if isinstance(declared, str):
+        declared = getattr(torch, declared.removeprefix("torch."), None)
+    return declared if isinstance(declared, torch.dtype) else torch.float32
+
+
+def _kv_bytes_per_token(model_config: Any) -> int:
+    """Bytes of keys and values per token over all layers and ranks.
+
+    Too high for architectures that store a latent in place of keys and values.
+    """
+    row = model_config.get_total_num_kv_heads() * (model_config.head_dim + model_config.v_head_dim)
+    return model_config.num_hidden_layers * row * model_config.dtype.itemsize

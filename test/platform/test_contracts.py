@@ -1,0 +1,54 @@
+"""What this platform replaces in SGLang is still there, under the names it was written for.
+
+Reads SGLang's sources: importing the modules costs seconds each and more memory than
+the rest of these tests.
+"""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sglang_epd.platform import seams
+
+
+def class_of(module: str, name: str) -> ast.ClassDef:
+    spec = importlib.util.find_spec("torch")  # beside sglang; finding sglang imports it
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parents[1] / (module.replace(".", "/") + ".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    pytest.fail(f"{module} has no class {name}")
+
+
+def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
+    return next(n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == name)
+
+
+def test_the_vision_backend_takes_the_arguments_that_we_pass_on():
+    forward = method(
+        class_of("sglang.srt.layers.attention.vision", "VisionSdpaAttention"), "forward"
+    )
+    names = [argument.arg for argument in forward.args.args]
+    assert names == ["self", "q", "k", "v", "bsz", "cu_seqlens", "attention_mask"]
+    assert forward.args.kwarg is not None
+
+
+@pytest.mark.parametrize("name", ["on_idle", "maybe_sleep_on_idle", "is_fully_idle"])
+def test_the_scheduler_has_the_idle_methods(name):
+    assert method(class_of("sglang.srt.managers.scheduler", "Scheduler"), name)
+
+
+def test_the_sender_has_the_switch():
+    sender = class_of("sglang.srt.disaggregation.mooncake.conn", "MooncakeKVSender")
+    assert "supports_host_tensor_indices = True" in ast.unparse(sender)
+
+
+def test_every_seam_has_a_contract_here():
+    assert set(seams._CHANGES) == {
+        "sglang.srt.layers.attention.vision",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.disaggregation.mooncake.conn",
+    }

@@ -1,0 +1,145 @@
+"""The encoder's HTTP surface.
+
+POST /v1/encode            encode and deliver (msgpack body, see `wire.http`)
+DELETE /v1/encode/{id}     cancel a live request
+GET /health                200 while the server takes work
+GET /v1/status             queue, counters and the last items, JSON
+GET /v1/info               model, namespace, modalities, JSON (also /model_info)
+GET /metrics               Prometheus
+
+Everything under /v1/encode wants the shared token when one is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import ClientDisconnect
+
+from sglang_epd.encoder.service import EncoderService
+from sglang_epd.errors import EpdError, MediaTooLargeError
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.wire import EncodeReply, EncodeRequest
+from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+
+logger = logging.getLogger(__name__)
+
+# nginx's "client closed request"; nobody reads it, but logs and metrics do.
+_CLIENT_CLOSED = 499
+
+
+def create_app(
+    service: EncoderService,
+    metrics: EncoderMetrics,
+    info: dict[str, Any],
+    *,
+    token: str = "",
+    max_body_bytes: int,
+    lifespan: Any = None,
+) -> FastAPI:
+    """Build the application.
+
+    Args:
+        info: what /v1/info answers.
+        token: shared secret; empty for none.
+        max_body_bytes: larger encode requests are refused with 413.
+    """
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    expected = f"Bearer {token}".encode()
+
+    def authorised(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return not token or hmac.compare_digest(given, expected)
+
+    @app.post("/v1/encode")
+    async def encode(request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        try:
+            body = await _read_body(request, max_body_bytes)
+            asked = decode_body(body, EncodeRequest, max_body_bytes)
+            reply = await _until_disconnected(request, service, asked)
+        except EpdError as error:
+            metrics.refusals.labels(error.code).inc()
+            logger.warning("Refused an encode request: %s (%s)", error, error.code)
+            return _refusal(error)
+        except ClientDisconnect:  # before all of the body was here
+            reply = None
+        if reply is None:
+            return Response(status_code=_CLIENT_CLOSED)
+        return Response(encode_body(reply), media_type=CONTENT_TYPE)
+
+    @app.delete("/v1/encode/{request_id}")
+    async def cancel(request_id: str, request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        return Response(status_code=204 if service.cancel(request_id) else 404)
+
+    @app.get("/health")
+    @app.get("/health_generate")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/v1/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(service.status())
+
+    @app.get("/v1/info")
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> JSONResponse:
+        return JSONResponse(info)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
+    return bytes(body)
+
+
+async def _until_disconnected(
+    request: Request, service: EncoderService, asked: EncodeRequest
+) -> EncodeReply | None:
+    """Run the request; None if the client left, or cancelled it, before it was done."""
+    work = asyncio.create_task(service.encode(asked), name=f"encode {asked.request_id}")
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        work.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not work.cancelled():
+            raise
+        return None
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+def _refusal(error: EpdError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    body = encode_body(ErrorReply(error.code, error.message))
+    return Response(body, status_code=error.status, headers=headers, media_type=CONTENT_TYPE)

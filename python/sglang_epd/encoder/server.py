@@ -1,0 +1,141 @@
+"""Starts the encoder server; takes the place of the in-tree `launch_server`.
+
+Leans on `disaggregation.encoder.http_server.launch_server(server_args)` being what
+SGLang calls for `--encoder-only`, and on that module's registration of the encoder at
+`--encoder-register-urls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from sglang_epd.config import Settings
+from sglang_epd.encoder.app import create_app
+from sglang_epd.encoder.engine import Engine
+from sglang_epd.encoder.memory import give_back
+from sglang_epd.encoder.service import EncoderService
+from sglang_epd.media import MediaFetcher, MediaLimits
+from sglang_epd.namespace import checkpoint_folder, namespace
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.transfer.sender import Sender
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S = 30
+_HOUSEKEEPING_S = 10.0
+
+
+def launch(server_args: Any) -> None:
+    """Load the tower, then serve until told to stop."""
+    from sglang.srt.disaggregation.encoder import http_server as in_tree
+    from sglang.srt.runtime_context import (
+        get_disagg,
+        get_mm,
+        get_model,
+        get_observability,
+        get_serving,
+        publish,
+    )
+    from sglang.srt.utils import configure_logger
+
+    started = time.monotonic()
+    settings = Settings.from_env()
+    limits = MediaLimits.from_env()
+    configure_logger(server_args, prefix=" encoder")
+    publish(server_args, role="encoder")
+    if get_mm().allowed_media_domains and not limits.allowed_domains:
+        limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
+
+    engine = Engine(server_args, limits)
+    folder = checkpoint_folder(get_model().model_path, get_model().revision)
+    identity = namespace(engine.hf_config, folder, engine.dtype)
+    serving = get_serving()
+    name = f"http://{serving.host}:{serving.port}"
+    metrics = EncoderMetrics()
+
+    async def serve() -> None:
+        await engine.warm_up()
+        async with MediaFetcher(limits) as fetcher:
+            sender = Sender()
+            service = EncoderService(
+                tower=engine,
+                fetcher=fetcher,
+                sender=sender,
+                metrics=metrics,
+                namespace=identity,
+                name=name,
+            )
+            info = {
+                "model_path": get_model().model_path,
+                "served_model_name": serving.served_model_name,
+                "namespace": identity,
+                "dtype": engine.dtype,
+                "modalities": ["IMAGE"],
+                "encoder_only": True,
+            }
+            app = create_app(
+                service,
+                metrics,
+                info,
+                token=settings.token,
+                max_body_bytes=settings.max_body_mb << 20,
+                lifespan=_housekeeping(service, sender),
+            )
+            config = uvicorn.Config(
+                app,
+                host=serving.host,
+                port=serving.port,
+                log_level=(get_observability().log_level_http or "warning"),
+                access_log=False,
+                loop="uvloop",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_DRAIN_S,
+            )
+            logger.info(
+                "Encoder ready in %.1f s at %s: namespace %s",
+                time.monotonic() - started,
+                name,
+                identity,
+            )
+            await uvicorn.Server(config).serve()
+
+    if get_disagg().encoder_register_urls:
+        in_tree._register_encoder_url_with_bootstrap()
+        atexit.register(in_tree._unregister_encoder_url_from_bootstrap)
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+def _housekeeping(service: EncoderService, sender: Sender) -> Any:
+    async def keep_house() -> None:
+        tidy_at = service.finished
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            await sender.close_unused()
+            if service.idle and service.finished != tidy_at:
+                tidy_at = service.finished
+                await asyncio.to_thread(give_back)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(keep_house())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await sender.close()
+
+    return lifespan

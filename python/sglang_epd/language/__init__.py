@@ -1,0 +1,7 @@
+"""The language server's side of a request.
+
+`planner` turns a request's media into items, `frontend` (tokenizer process) sends
+them to encoders, `backend` (scheduler process) waits for them, `assembly` makes the
+model's inputs of them. May import `dispatch`, `transfer`, `media`, `wire`, `config`
+and `errors`. SGLang's objects come in through `seams/`, which builds these classes.
+"""

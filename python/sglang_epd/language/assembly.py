@@ -1,0 +1,105 @@
+"""Embeddings and layouts into the inputs of SGLang's models.
+
+SGLang's processors lay a prompt out from grids and from the number of embedding
+rows; they slice the embeddings they are given but never look inside. So they are
+given row numbers instead, and each slice that comes back says which rows of which
+item belong there: no concatenation, no copy, whatever the model's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+
+from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.transfer.ledger import ReceivedItem
+
+
+class Processor(Protocol):
+    """What is needed of SGLang's multimodal processors."""
+
+    def get_validated_mm_data(
+        self, prompt: str | list[int], embeddings: dict[Any, torch.Tensor], **metadata: Any
+    ) -> Any: ...
+
+
+# Modality -> the processor's name for its grids, and whether they are flattened.
+_GRIDS = {
+    "IMAGE": ("img_grid_thw", False),
+    "VIDEO": ("video_grid_thw", False),
+    "AUDIO": ("audio_feature_lens", True),
+}
+
+
+def assemble(
+    processor: Processor,
+    prompt: str | list[int],
+    items: Sequence[ReceivedItem],
+    modalities: dict[str, Any],
+) -> Any:
+    """Make a request's `MultimodalProcessorOutput`.
+
+    Args:
+        processor: SGLang's processor of the model.
+        prompt: text or token ids with one placeholder an item.
+        items: in the planner's order.
+        modalities: SGLang's `Modality` members by name.
+
+    Returns:
+        What `get_validated_mm_data` returns, each of its items holding its embedding
+        and its identity (the key, or a digest of key and rows where one item became
+        several, as a video's frames do).
+
+    Raises:
+        MediaError: the prompt and the items do not match.
+    """
+    by_modality: dict[str, list[ReceivedItem]] = {}
+    for item in items:
+        by_modality.setdefault(item.layout.modality, []).append(item)
+    row_numbers = {}
+    metadata: dict[str, Any] = {}
+    for modality, members in by_modality.items():
+        rows = sum(item.layout.tokens for item in members)
+        row_numbers[modalities[modality]] = torch.arange(rows).unsqueeze(1)
+        name, flat = _GRIDS[modality]
+        grid = torch.tensor([row for item in members for row in item.layout.grid])
+        metadata[name] = grid.flatten() if flat else grid
+        for item in members:
+            for key, value in item.layout.extra.items():
+                metadata.setdefault(key, []).extend(value)
+    try:
+        output = processor.get_validated_mm_data(prompt, row_numbers, **metadata)
+    except (IndexError, RuntimeError) as error:
+        # Too few items for the prompt's placeholders, or too many.
+        raise MediaError(
+            f"the prompt's placeholders do not match the request's {len(items)} media items"
+        ) from error
+    for mm_item in output.mm_items:
+        rows = mm_item.precomputed_embeddings.flatten()
+        owner, first = _locate(by_modality[mm_item.modality.name], int(rows[0]))
+        count = len(rows)
+        embedding = owner.embedding[first : first + count]
+        if len(embedding) != count:
+            raise EncodeError("the model's processor put two media items into one")
+        mm_item.precomputed_embeddings = embedding
+        mm_item.set_identity(_identity(owner, first, count))
+    return output
+
+
+def _locate(items: Sequence[ReceivedItem], row: int) -> tuple[ReceivedItem, int]:
+    for item in items:
+        if row < item.layout.tokens:
+            return item, row
+        row -= item.layout.tokens
+    raise EncodeError("the model's processor asked for a row that no item has")
+
+
+def _identity(item: ReceivedItem, first: int, count: int) -> bytes:
+    if count == item.layout.tokens:
+        return item.key
+    digest = blake3(item.key)
+    digest.update(f"{first}:{count}".encode())
+    return digest.digest()

@@ -1,0 +1,104 @@
+"""The tokenizer process: plans a request, announces it, and has it encoded.
+
+One background task a request. It ends when every item was delivered or the request
+failed; the scheduler learns of the latter over the control channel. It is cancelled
+when the client goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from sglang_epd.dispatch.dispatcher import Dispatcher
+from sglang_epd.errors import EncodeError, EpdError
+from sglang_epd.transfer.control import Control
+from sglang_epd.wire import EncodeItem, Expect, ReplyTo
+
+logger = logging.getLogger(__name__)
+
+# The receiver sits in the same host's scheduler, which is up before any request.
+_RECEIVER_TIMEOUT_S = 20.0
+
+
+@dataclass
+class _Live:
+    ticket: str
+    task: asyncio.Task[None]
+
+
+class Frontend:
+    """Dispatches requests' items.
+
+    Args:
+        dispatcher: how items reach encoders.
+        control: the channel to this server's receiver.
+        request_timeout_s: one deadline for all of a request's items.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, control: Control, request_timeout_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._control = control
+        self._timeout_s = request_timeout_s
+        self._live: dict[str, _Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def start(self, rid: str, items: list[EncodeItem], consumers: int) -> Expect:
+        """Begin to have `items` encoded; returns what the scheduler is to wait for.
+
+        Must be called in the event loop. Never blocks.
+
+        Args:
+            rid: the request's id, under which it may be cancelled.
+            consumers: how many scheduler requests will wait for these items.
+        """
+        expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
+        task = asyncio.get_running_loop().create_task(
+            self._run(rid, items, expect), name=f"encode {rid}"
+        )
+        self._live[rid] = _Live(expect.ticket, task)
+        # Not in `_run`, of which not a line runs if it is cancelled before it begins.
+        task.add_done_callback(lambda _task: self._forget(rid, expect.ticket))
+        return expect
+
+    def cancel(self, rid: str) -> None:
+        """The request is over before its items arrived; does nothing for any other."""
+        live = self._live.get(rid)
+        if live is not None:
+            live.task.cancel()
+
+    def _forget(self, rid: str, ticket: str) -> None:
+        live = self._live.get(rid)
+        if live is not None and live.ticket == ticket:
+            del self._live[rid]
+
+    def cancel_all(self) -> None:
+        """Every request is over."""
+        for live in self._live.values():
+            live.task.cancel()
+
+    async def _run(self, rid: str, items: list[EncodeItem], expect: Expect) -> None:
+        started = time.monotonic()
+        deadline = started + expect.ttl_s
+        try:
+            endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
+            await self._control.expect(expect)
+            await self._dispatcher.run(ReplyTo(endpoint, expect.ticket), items, deadline)
+            elapsed_ms = (time.monotonic() - started) * 1e3
+            logger.info("Encoded %d items of %s in %.1f ms", len(items), rid, elapsed_ms)
+        except asyncio.CancelledError:
+            logger.info("Cancelled %d items of %s", len(items), rid)
+            await self._control.cancel(expect.ticket)
+        except EpdError as error:
+            logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
+            await self._control.fail(expect.ticket, error)
+        except Exception:
+            logger.exception("Could not encode %s", rid)
+            await self._control.fail(
+                expect.ticket, EncodeError("the request's media could not be dispatched")
+            )

@@ -1,0 +1,61 @@
+"""Entry point: which hooks, on what, and why. The only place that says so.
+
+Every target is a function that SGLang calls only under an EPD flag, or returns at
+once without one, so an installed but unused package changes nothing.
+`SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_epd.seams import rundir, server_args, vision_weights
+from sglang_epd.seams.hooks import hook
+
+SWITCH = "SGLANG_EPD"
+_SRT = "sglang.srt"
+
+
+def enabled() -> bool:
+    """Whether this package takes over EPD in this process."""
+    return os.environ.get(SWITCH, "").strip().lower() not in {"off", "0", "false", "no"}
+
+
+def register() -> None:
+    """Called by SGLang in the launcher and in each of its processes."""
+    if not enabled():
+        return
+    rundir.draw_run_id()
+
+    # Flags: refuse at start-up what would fail later.
+    module = f"{_SRT}.arg_groups.pd_disaggregation_hook"
+    hook(module, "handle_encoder_disaggregation", server_args.check, "after")
+
+    # --encoder-only: our server instead of the in-tree one.
+    module = f"{_SRT}.disaggregation.encoder.http_server"
+    hook(module, "launch_server", _launch_encoder, "replace")
+
+    # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
+    module = f"{_SRT}.disaggregation.encoder.receiver"
+    hook(module, "create_mm_receiver", _create_mm_receiver, "replace")
+
+    # --language-only: no vision weights in memory.
+    module = f"{_SRT}.model_executor.model_runner"
+    hook(module, "ModelRunner.load_model", vision_weights.release, "after")
+
+
+def _launch_encoder(args: Any) -> None:
+    from sglang_epd.encoder.server import launch
+
+    launch(args)
+
+
+def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:
+    if scheduler is None:
+        from sglang_epd.seams.tokenizer import create_frontend
+
+        return create_frontend(args, **options)
+    from sglang_epd.seams.scheduler import create_backend
+
+    return create_backend(args, scheduler, **options)

@@ -1,0 +1,56 @@
+"""Where the processes of one server find each other.
+
+The launcher draws a run id and its children inherit it; the folder itself is made
+only by a language server's scheduler, and the launcher removes it at exit. What a
+killed server left behind is removed by the next one: the scheduler holds a lock on its
+folder for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+_VARIABLE = "SGLANG_EPD_RUN_ID"
+
+
+def draw_run_id() -> None:
+    """Give this server a run id, unless this process is a child of one that did."""
+    if multiprocessing.parent_process() is None or _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def control_path() -> Path:
+    """Unix socket of the control channel between tokenizer and scheduler."""
+    run_id = os.environ[_VARIABLE]
+    return Path(tempfile.gettempdir()) / f"sglang-epd-{os.getuid()}-{run_id}" / "control"
+
+
+def claim() -> int:
+    """Make this server's folder and hold it; remove the folders that nobody holds.
+
+    Returns:
+        The lock's file descriptor, which stays open until the process ends.
+    """
+    folder = control_path().parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for other in folder.parent.glob(f"sglang-epd-{os.getuid()}-*"):
+        with contextlib.suppress(OSError), (other / "lock").open("rb") as lock:
+            # Fails with BlockingIOError, an OSError, where the owner lives.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
+    return held
+
+
+def remove_at_exit() -> None:
+    """Remove the run folder when this process ends."""
+    atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""Give back a language server's vision tower.
+
+SGLang's Qwen models build and load it even with `--language-only`; nothing calls it
+there, because every image arrives as an embedding. Released straight after loading,
+its memory is there when SGLang sizes the KV cache. Kept where
+`--enable-adaptive-dispatch-to-encoder` may run it.
+
+Leans on `model_executor.model_runner.ModelRunner.load_model`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Attribute names of the tower in the models that SGLang disaggregates.
+_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+
+
+class ReleasedTower(nn.Module):
+    """Stands where the tower was, and says so to whoever calls it."""
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        raise RuntimeError(
+            "this server runs with --language-only and holds no vision tower; "
+            "images reach it as embeddings"
+        )
+
+
+def release(_result: None, model_runner: Any) -> None:
+    """After `ModelRunner.load_model`: drop the towers of a language-only server."""
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    if not disagg.language_only or disagg.enable_adaptive_dispatch_to_encoder:
+        return
+    model = getattr(model_runner.model, "thinker", model_runner.model)
+    released = 0
+    for name in _TOWERS:
+        tower = getattr(model, name, None)
+        if isinstance(tower, nn.Module) and not isinstance(tower, ReleasedTower):
+            released += sum(p.numel() * p.element_size() for p in tower.parameters())
+            setattr(model, name, ReleasedTower())
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    logger.info("Released the vision tower: %.1f MiB", released / 2**20)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import math
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.language.assembly import assemble
+from sglang_epd.transfer.ledger import ReceivedItem
+from sglang_epd.wire import Layout, TensorSpec
+
+Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
+MODALITIES = {member.name: member for member in Modality}
+IMAGE, VIDEO, AUDIO = -1, -2, -3
+WIDTH = 4
+
+
+class Processor:
+    """Lays prompts out as SGLang's processors do, from grids and row counts alone.
+
+    A placeholder stands for an item, whose rows are cut off the front of what is left
+    of its modality. A video is one item a frame, as in Qwen3-VL.
+    """
+
+    def __init__(self) -> None:
+        self.metadata: dict = {}
+        self.merge_adjacent = False
+
+    def get_validated_mm_data(self, prompt, embeddings, **metadata):
+        self.metadata = metadata
+        grids = {
+            IMAGE: iter(metadata.get("img_grid_thw", ())),
+            VIDEO: iter(metadata.get("video_grid_thw", ())),
+            AUDIO: iter(metadata.get("audio_feature_lens", ())),
+        }
+        names = {IMAGE: Modality.IMAGE, VIDEO: Modality.VIDEO, AUDIO: Modality.AUDIO}
+        used = dict.fromkeys(embeddings, 0)
+        mm_items = []
+        for token in prompt:
+            if token not in names:
+                continue
+            modality = names[token]
+            grid = next(grids[token], None)
+            if grid is None:
+                raise IndexError("list index out of range")
+            pieces = [math.prod(grid.tolist()[1:])] * int(grid[0]) if token == VIDEO else None
+            for rows in pieces or [math.prod(grid.flatten().tolist())]:
+                start = used[modality]
+                used[modality] += rows
+                piece = embeddings[modality][start : start + rows]
+                if len(piece) != rows:
+                    raise RuntimeError("length mismatch")
+                mm_items.append(Item(modality, piece))
+        for modality, count in used.items():
+            if count != len(embeddings[modality]):
+                raise RuntimeError("rows left over")
+        if self.merge_adjacent:
+            rows = torch.cat([item.precomputed_embeddings for item in mm_items])
+            mm_items = [Item(mm_items[0].modality, rows)]
+        return SimpleNamespace(mm_items=mm_items, input_ids=[0])
+
+
+class Item(SimpleNamespace):
+    def __init__(self, modality, rows):
+        super().__init__(modality=modality, precomputed_embeddings=rows, identity=None)
+
+    def set_identity(self, identity: bytes) -> None:
+        assert len(identity) == 32
+        self.identity = identity
+
+
+def received(name: str, modality: str, grid: list[list[int]], **extra) -> ReceivedItem:
+    tokens = sum(math.prod(row) for row in grid)
+    spec = TensorSpec("float32", (tokens, WIDTH))
+    embedding = torch.rand(tokens, WIDTH)
+    return ReceivedItem(name.ljust(32).encode(), Layout(modality, spec, grid, extra), embedding)
+
+
+def lies_within(piece: torch.Tensor, whole: torch.Tensor) -> bool:
+    offset = piece.data_ptr() - whole.data_ptr()
+    return 0 <= offset <= whole.nbytes - piece.nbytes and not offset % (WIDTH * 4)
+
+
+@pytest.mark.parametrize("prompt", [[7, IMAGE, 8, IMAGE, 9], [IMAGE, IMAGE]])
+def test_each_image_gets_its_own_rows_and_key(prompt):
+    items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 4, 5]])]
+    output = assemble(Processor(), prompt, items, MODALITIES)
+    assert [mm_item.identity for mm_item in output.mm_items] == [items[0].key, items[1].key]
+    for mm_item, item in zip(output.mm_items, items, strict=True):
+        assert torch.equal(mm_item.precomputed_embeddings, item.embedding)
+
+
+def test_the_same_image_twice_is_two_items_with_one_identity():
+    item = received("a", "IMAGE", [[1, 2, 3]])
+    output = assemble(Processor(), [IMAGE, IMAGE], [item, item], MODALITIES)
+    assert [mm_item.identity for mm_item in output.mm_items] == [item.key] * 2
+    assert all(torch.equal(m.precomputed_embeddings, item.embedding) for m in output.mm_items)
+
+
+def test_nothing_is_copied():
+    items = [
+        received("a", "IMAGE", [[1, 2, 3]]),
+        received("b", "IMAGE", [[1, 4, 5]]),
+        received("v", "VIDEO", [[3, 2, 2]]),
+    ]
+    output = assemble(Processor(), [IMAGE, VIDEO, IMAGE], items, MODALITIES)
+    owners = [items[0], items[2], items[2], items[2], items[1]]
+    assert len(output.mm_items) == len(owners)
+    for mm_item, owner in zip(output.mm_items, owners, strict=True):
+        assert lies_within(mm_item.precomputed_embeddings, owner.embedding)
+
+
+def test_the_frames_of_a_video_are_slices_with_identities_of_their_own():
+    videos = [received("v", "VIDEO", [[3, 2, 2]]), received("w", "VIDEO", [[2, 2, 2]])]
+    output = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    frames = [mm_item.precomputed_embeddings for mm_item in output.mm_items]
+    assert torch.equal(torch.cat(frames[:3]), videos[0].embedding)
+    assert torch.equal(torch.cat(frames[3:]), videos[1].embedding)
+    identities = [mm_item.identity for mm_item in output.mm_items]
+    assert len(set(identities)) == 5
+    again = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    assert [mm_item.identity for mm_item in again.mm_items] == identities
+
+
+def test_a_video_of_one_frame_has_its_key_for_identity():
+    video = received("v", "VIDEO", [[1, 2, 2]])
+    output = assemble(Processor(), [VIDEO], [video], MODALITIES)
+    assert output.mm_items[0].identity == video.key
+
+
+def test_modalities_do_not_mix():
+    items = [
+        received("i", "IMAGE", [[1, 2, 2]]),
+        received("v", "VIDEO", [[1, 3, 1]]),
+        received("a", "AUDIO", [[5]]),
+    ]
+    output = assemble(Processor(), [AUDIO, VIDEO, 1, IMAGE], items, MODALITIES)
+    assert [m.identity for m in output.mm_items] == [items[2].key, items[1].key, items[0].key]
+
+
+def test_the_processor_gets_grids_and_metadata_by_its_own_names():
+    processor = Processor()
+    items = [
+        received("v", "VIDEO", [[1, 2, 2]], second_per_grid_ts=[0.5]),
+        received("w", "VIDEO", [[2, 2, 2]], second_per_grid_ts=[1.0]),
+        received("a", "AUDIO", [[5]]),
+        received("b", "AUDIO", [[6]]),
+    ]
+    assemble(processor, [VIDEO, VIDEO, AUDIO, AUDIO], items, MODALITIES)
+    assert processor.metadata["video_grid_thw"].tolist() == [[1, 2, 2], [2, 2, 2]]
+    assert processor.metadata["audio_feature_lens"].tolist() == [5, 6]
+    assert processor.metadata["second_per_grid_ts"] == [0.5, 1.0]
+    assert "img_grid_thw" not in processor.metadata
+
+
+@pytest.mark.parametrize("prompt", [[], [1, 2], [IMAGE], [IMAGE] * 3])
+def test_a_prompt_that_does_not_match_its_media_is_the_users_error(prompt):
+    items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 1, 1]])]
+    with pytest.raises(MediaError, match="placeholders do not match the request's 2 media items"):
+        assemble(Processor(), prompt, items, MODALITIES)
+
+
+def test_a_message_of_our_own_is_kept():
+    class Strict(Processor):
+        def get_validated_mm_data(self, *_args, **_kwargs):
+            raise MediaError("the prompt has 0 image placeholders for 1 image items")
+
+    with pytest.raises(MediaError, match="0 image placeholders"):
+        assemble(Strict(), [], [received("a", "IMAGE", [[1, 1, 1]])], MODALITIES)
+
+
+def test_a_processor_that_joins_two_items_is_not_served_wrong_rows():
+    processor = Processor()
+    processor.merge_adjacent = True
+    items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 4, 5]])]
+    with pytest.raises(EncodeError, match="two media items into one"):
+        assemble(processor, [IMAGE, IMAGE], items, MODALITIES)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
+from sglang_epd.language.frontend import Frontend
+from sglang_epd.wire import EncodeItem, Expect, ReplyTo
+
+ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]
+TIMEOUT_S = 30.0
+
+
+class FakeControl:
+    """Notes what the scheduler would be told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.endpoint_error: EpdError | None = None
+
+    async def endpoint(self, timeout_s: float) -> str:
+        assert 0 < timeout_s <= TIMEOUT_S
+        if self.endpoint_error:
+            raise self.endpoint_error
+        return "tcp://receiver:1"
+
+    async def expect(self, message: Expect) -> None:
+        self.told.append(("expect", message))
+
+    async def fail(self, ticket: str, error: EpdError) -> None:
+        self.told.append(("fail", ticket, error))
+
+    async def cancel(self, ticket: str) -> None:
+        self.told.append(("cancel", ticket))
+
+
+class FakeDispatcher:
+    """Goes on, or fails, when the test says so."""
+
+    def __init__(self, control: FakeControl) -> None:
+        self._control = control
+        self.runs: list[tuple[ReplyTo, list[EncodeItem], float]] = []
+        self.started = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.error: BaseException | None = None
+
+    async def run(self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float) -> None:
+        assert self._control.told, "the scheduler is told before any encoder is asked"
+        self.runs.append((reply_to, items, deadline))
+        self.started.set()
+        await self.gates.get(reply_to.ticket, self.go_on).wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def control():
+    return FakeControl()
+
+
+@pytest.fixture
+async def dispatcher(control):
+    return FakeDispatcher(control)
+
+
+@pytest.fixture
+def frontend(dispatcher, control):
+    return Frontend(dispatcher, control, TIMEOUT_S)
+
+
+@pytest.fixture
+def idle(frontend):
+    """Until no request is live any more."""
+
+    async def wait() -> None:
+        async with asyncio.timeout(5):
+            while len(frontend):
+                await asyncio.sleep(0)
+
+    return wait
+
+
+async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, control, idle):
+    expect = frontend.start("rid", ITEMS, consumers=3)
+    assert (expect.items, expect.consumers, expect.ttl_s) == (1, 3, TIMEOUT_S)
+    assert len(frontend) == 1
+    await dispatcher.started.wait()
+    ((reply_to, items, deadline),) = dispatcher.runs
+    assert reply_to == ReplyTo("tcp://receiver:1", expect.ticket)
+    assert items is ITEMS
+    assert 0 < deadline - asyncio.get_running_loop().time() <= TIMEOUT_S
+    dispatcher.go_on.set()
+    await idle()
+    assert control.told == [("expect", expect)]
+
+
+async def test_tickets_cannot_be_guessed_from_one_another(frontend, dispatcher, idle):
+    dispatcher.go_on.set()
+    tickets = [frontend.start(f"rid{n}", ITEMS, 1).ticket for n in range(50)]
+    await idle()
+    assert len(set(tickets)) == 50
+    assert min(map(len, tickets)) >= 22
+    assert not any(f"rid{n}" in ticket for n, ticket in enumerate(tickets))
+
+
+async def test_a_failure_ends_the_request_with_its_reason(frontend, dispatcher, control, idle):
+    dispatcher.error = DeadlineError("too late")
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", ITEMS, 1)
+    await idle()
+    assert control.told == [("expect", expect), ("fail", expect.ticket, dispatcher.error)]
+
+
+async def test_a_surprise_ends_the_request_without_its_details(
+    frontend, dispatcher, control, idle, caplog
+):
+    dispatcher.error = RuntimeError("a secret")
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", ITEMS, 1)
+    await idle()
+    (_, (verb, ticket, error)) = control.told
+    assert (verb, ticket, type(error)) == ("fail", expect.ticket, EncodeError)
+    assert "secret" not in error.message
+    assert "a secret" in caplog.text
+
+
+async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, control, idle):
+    control.endpoint_error = UnavailableError("no answer")
+    expect = frontend.start("rid", ITEMS, 1)
+    await idle()
+    assert control.told == [("fail", expect.ticket, control.endpoint_error)]
+    assert not dispatcher.runs
+
+
+async def test_a_cancelled_request_is_cancelled_everywhere(frontend, dispatcher, control, idle):
+    expect = frontend.start("rid", ITEMS, 1)
+    await dispatcher.started.wait()
+    frontend.cancel("rid")
+    await idle()
+    assert control.told == [("expect", expect), ("cancel", expect.ticket)]
+
+
+async def test_a_request_that_is_cancelled_before_it_began_is_forgotten(frontend, dispatcher, idle):
+    frontend.start("rid", ITEMS, 1)
+    frontend.cancel("rid")
+    await idle()
+    assert not dispatcher.runs
+
+
+async def test_cancelling_what_is_not_live_does_nothing(frontend, dispatcher, control, idle):
+    frontend.cancel("never started")
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", ITEMS, 1)
+    await idle()
+    frontend.cancel("rid")
+    assert control.told == [("expect", expect)]
+
+
+async def test_cancelling_one_request_leaves_the_others(frontend, dispatcher, control, idle):
+    first = frontend.start("first", ITEMS, 1)
+    second = frontend.start("second", ITEMS, 1)
+    await dispatcher.started.wait()
+    frontend.cancel("first")
+    dispatcher.go_on.set()
+    await idle()
+    told = {(verb, getattr(what, "ticket", what)) for verb, what in control.told}
+    assert ("cancel", first.ticket) in told
+    assert ("cancel", second.ticket) not in told
+    assert len(dispatcher.runs) == 2
+
+
+async def test_an_id_that_is_used_again_belongs_to_the_later_request(
+    frontend, dispatcher, control, idle
+):
+    first = frontend.start("rid", ITEMS, 1)
+    dispatcher.gates[first.ticket] = asyncio.Event()
+    await dispatcher.started.wait()
+    dispatcher.started.clear()
+    second = frontend.start("rid", ITEMS, 1)
+    await dispatcher.started.wait()
+    dispatcher.error = EncodeError("x")
+    dispatcher.gates[first.ticket].set()
+    async with asyncio.timeout(5):
+        while ("fail", first.ticket, dispatcher.error) not in control.told:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    frontend.cancel("rid")
+    await idle()
+    assert ("cancel", second.ticket) in control.told
+
+
+async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control, idle):
+    tickets = {frontend.start(rid, ITEMS, 1).ticket for rid in ("a", "b")}
+    await dispatcher.started.wait()
+    frontend.cancel_all()
+    await idle()
+    assert {told[1] for told in control.told if told[0] == "cancel"} == tickets

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from sglang_epd.errors import MediaError, MediaTypeError
+from sglang_epd.language import planner
+from sglang_epd.language.planner import plan
+from sglang_epd.wire import EncodeRequest, ReplyTo
+from sglang_epd.wire.http import decode_body, encode_body
+from sglang_epd.wire.messages import MAX_ITEMS
+
+URL = "http://example.com/cat.png"
+
+
+@dataclass
+class ImageData:
+    """Shaped as SGLang's."""
+
+    url: str
+    detail: str | None = "auto"
+    max_dynamic_patch: int | None = None
+    preprocess_kwargs: dict | None = None
+    content_hash: str | None = None
+    max_long_side_pixel: int | None = None
+
+
+def request(images: Any = None, videos: Any = None, audios: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(image_data=images, video_data=videos, audio_data=audios)
+
+
+@pytest.fixture
+def every_modality(monkeypatch):
+    monkeypatch.setattr(planner, "SUPPORTED", ("IMAGE", "VIDEO", "AUDIO"))
+
+
+@given(st.integers(1, 20))
+def test_items_are_numbered_and_labelled_in_order(count):
+    items = plan(request([f"{URL}?{n}" for n in range(count)]))
+    assert [item.item for item in items] == list(range(count))
+    assert [item.url for item in items] == [f"{URL}?{n}" for n in range(count)]
+    assert [item.label for item in items] == [f"image {n + 1} of {count}" for n in range(count)]
+
+
+def test_images_come_first_then_videos_then_audio(every_modality):
+    items = plan(request([b"i1", b"i2"], b"v1", [b"a1", b"a2"]))
+    assert [(item.item, item.modality, item.data) for item in items] == [
+        (0, "IMAGE", b"i1"),
+        (1, "IMAGE", b"i2"),
+        (2, "VIDEO", b"v1"),
+        (3, "AUDIO", b"a1"),
+        (4, "AUDIO", b"a2"),
+    ]
+    assert [item.label for item in items] == [
+        "image 1 of 2",
+        "image 2 of 2",
+        "video 1 of 1",
+        "audio 1 of 2",
+        "audio 2 of 2",
+    ]
+
+
+def test_lists_in_lists_are_one_list():
+    items = plan(request([[b"1", (b"2", [b"3"])], [], b"4"]))
+    assert [item.data for item in items] == [b"1", b"2", b"3", b"4"]
+
+
+@pytest.mark.parametrize("entry", [URL, {"url": URL}, ImageData(URL), [URL], (URL,)])
+def test_an_entry_is_a_url_however_it_is_wrapped(entry):
+    (item,) = plan(request(entry))
+    assert (item.url, item.data, item.options) == (URL, None, {})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        b"\x89PNG",
+        base64.b64encode(b"\x89PNG").decode(),
+        "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode(),
+        {"url": "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()},
+    ],
+)
+def test_inline_media_is_decoded_here(entry):
+    (item,) = plan(request(entry))
+    assert (item.url, item.data) == (None, b"\x89PNG")
+
+
+def test_a_picture_object_becomes_bytes():
+    (item,) = plan(request(Image.new("RGB", (2, 2))))
+    assert item.data.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("entry", "options"),
+    [
+        (ImageData(URL, detail="high"), {"detail": "high"}),
+        (ImageData(URL, max_dynamic_patch=4), {"max_dynamic_patch": 4}),
+        (ImageData(URL, preprocess_kwargs={}), {}),
+        (ImageData(URL, preprocess_kwargs={"a": 1}), {"preprocess_kwargs": {"a": 1}}),
+        (ImageData(URL, content_hash="ff"), {}),
+        ({"url": URL, "type": "image", "format": "png", "detail": "auto"}, {}),
+        ({"url": URL, "detail": "low", "zoom": 2}, {"detail": "low", "zoom": 2}),
+        ({"url": URL, "crop": False, "rotate": 0}, {"crop": False, "rotate": 0}),
+    ],
+)
+def test_only_options_that_change_the_embedding_are_sent(entry, options):
+    (item,) = plan(request([entry]))
+    assert item.options == options
+
+
+def test_what_is_planned_can_be_sent():
+    items = plan(request([ImageData(URL, preprocess_kwargs={"size": [1, 2]}), b"\xff"]))
+    asked = EncodeRequest("r", "ns", 1.0, ReplyTo("tcp://h:1", "t"), items)
+    assert decode_body(encode_body(asked), EncodeRequest, 1 << 20) == asked
+
+
+@pytest.mark.parametrize("bad", ["", "not base64!", "ftp://host/x", {"path": "/x"}, 7, object()])
+def test_an_error_names_the_entry_and_not_its_content(bad):
+    with pytest.raises(MediaError, match=r"^image 2 of 3: ") as raised:
+        plan(request([b"1", bad, b"3"]))
+    assert "not base64!" not in str(raised.value)
+
+
+def test_an_error_keeps_its_class(monkeypatch):
+    def too_large(_entry):
+        raise planner.MediaTypeError("no")
+
+    monkeypatch.setattr(planner, "parse_source", too_large)
+    with pytest.raises(MediaTypeError, match="image 1 of 1: no"):
+        plan(request(b"1"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "label"),
+    [(request(None, b"v"), "video 1 of 1"), (request(b"i", None, [b"a", b"b"]), "audio 1 of 2")],
+)
+def test_a_modality_that_is_not_supported_is_refused_by_name(asked, label):
+    with pytest.raises(MediaTypeError, match=rf"^{label}: \w+ input is not supported"):
+        plan(asked)
+
+
+@pytest.mark.parametrize("empty", [None, [], [[], ()], [None]])
+def test_a_request_without_any_media_is_refused(empty):
+    with pytest.raises(MediaError, match="empty"):
+        plan(request(empty))
+
+
+def test_there_is_a_limit_to_the_items_of_a_request():
+    assert len(plan(request([b"x"] * MAX_ITEMS))) == MAX_ITEMS
+    with pytest.raises(MediaError, match=f"at most {MAX_ITEMS}.*{MAX_ITEMS + 1}"):
+        plan(request([b"x"] * (MAX_ITEMS + 1)))

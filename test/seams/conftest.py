@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# Everything of SGLang that the seams lean on; about ten seconds, once.
+_MODULES = (
+    "arg_groups.overrides",
+    "arg_groups.pd_disaggregation_hook",
+    "disaggregation.encoder.http_server",
+    "disaggregation.encoder.preprocessor",
+    "disaggregation.encoder.receiver",
+    "disaggregation.encoder.server",
+    "managers.io_struct",
+    "managers.schedule_batch",
+    "managers.scheduler",
+    "managers.scheduler_components.idle_sleeper",
+    "managers.scheduler_components.metrics_reporter",
+    "managers.scheduler_components.request_receiver",
+    "managers.tokenizer_manager",
+    "model_executor.model_runner",
+    "multimodal.processors.base_processor",
+    "plugins.hook_registry",
+    "runtime_context",
+    "server_args",
+    "utils",
+    "utils.network",
+)
+
+
+@pytest.fixture(scope="session")
+def sglang() -> Callable[[str], ModuleType]:
+    """A module of `sglang.srt` by its name, imported without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _MODULES:
+            importlib.import_module(f"sglang.srt.{name}")
+    return lambda name: sys.modules[f"sglang.srt.{name}"]
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Writes modules that can be imported, and forgets them afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(**modules: str) -> None:
+        for name, text in modules.items():
+            path = tmp_path.joinpath(*name.split("__")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in path.relative_to(tmp_path).parents:
+                if parent != Path():
+                    (tmp_path / parent / "__init__.py").touch()
+            path.write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+
+    yield write
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
+            sys.modules[name].__file__
+        ):
+            del sys.modules[name]

@@ -1,0 +1,280 @@
+"""Everything of SGLang's that this package leans on is where it was, shaped as it was.
+
+A failure says which of our modules is concerned and what moved. It is to be answered
+there, by reading what SGLang does now, and only then here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Find = Callable[[str, str], Any]
+
+# (our module, module below sglang.srt, function or Class.method): its parameters.
+# "async" in front marks a coroutine function.
+SIGNATURES: dict[tuple[str, str, str], str] = {
+    ("plugin", "arg_groups.pd_disaggregation_hook", "handle_encoder_disaggregation"): (
+        "server_args"
+    ),
+    ("plugin", "disaggregation.encoder.http_server", "launch_server"): "server_args",
+    ("plugin", "disaggregation.encoder.receiver", "create_mm_receiver"): (
+        "server_args dtype hf_config scheduler transport_mode encode_urls"
+    ),
+    ("plugin", "model_executor.model_runner", "ModelRunner.load_model"): "self",
+    ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
+        "target hook hook_type source"
+    ),
+    ("seams/hooks", "plugins.hook_registry", "HookRegistry.apply_hooks"): "",
+    ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
+        "self rid abort_all"
+    ),
+    (
+        "seams/tokenizer",
+        "managers.tokenizer_manager",
+        "TokenizerManager._handle_abort_finish_reason",
+    ): "async self out state is_stream",
+    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
+    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
+    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
+        "self server_args hf_config model_config"
+    ),
+    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase.create_req"): (
+        "self recv_req"
+    ),
+    ("seams/scheduler", "disaggregation.encoder.receiver", "_select_mm_processor_prompt"): (
+        "recv_req mm_processor"
+    ),
+    ("seams/scheduler", "utils.network", "get_local_ip_auto"): "fallback",
+    (
+        "seams/prompt",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor.build_input_ids",
+    ): "self prompt img_grid_thw video_grid_thw audio_seq_lens",
+    (
+        "language/assembly",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor.get_validated_mm_data",
+    ): "self prompt embeddings kwargs",
+    ("language/assembly", "managers.schedule_batch", "MultimodalDataItem.set_identity"): (
+        "self identity"
+    ),
+    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
+        "self server_args schedule_path dist_init_method rank gpu_id"
+    ),
+    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
+        "self modality"
+    ),
+    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
+        "self mm_feature preprocess_result indices modality"
+    ),
+    ("encoder/engine", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
+    ("encoder/engine", "disaggregation.encoder.preprocessor", "_convert"): "data",
+    (
+        "encoder/engine",
+        "disaggregation.encoder.preprocessor",
+        "EncoderPreprocessor.process_mm_items",
+    ): "async self mm_items modality",
+    ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
+    ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
+    ("encoder/server", "runtime_context", "publish"): "server_args role hf_config ranks",
+    ("encoder/server", "utils", "configure_logger"): "server_args prefix",
+    (
+        "encoder/server",
+        "disaggregation.encoder.http_server",
+        "_register_encoder_url_with_bootstrap",
+    ): "",
+    (
+        "encoder/server",
+        "disaggregation.encoder.http_server",
+        "_unregister_encoder_url_from_bootstrap",
+    ): "",
+    **{
+        ("encoder/server and seams", "runtime_context", name): ""
+        for name in ("get_disagg", "get_mm", "get_model", "get_observability", "get_serving")
+    },
+}
+
+# (our module, module, class): the attributes that are read or set.
+ATTRIBUTES: dict[tuple[str, str, str], str] = {
+    ("seams/hooks", "plugins.hook_registry", "HookType"): "REPLACE AROUND AFTER BEFORE",
+    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput"): (
+        "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
+        "image_data video_data audio_data"
+    ),
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): "mm_receiver",
+    ("seams/tokenizer", "managers.tokenizer_manager", "ReqState"): "obj",
+    ("seams/scheduler", "managers.io_struct", "TokenizedGenerateReqInput"): (
+        "rid input_ids input_text mm_inputs need_wait_for_mm_inputs encoder_urls"
+    ),
+    ("seams/scheduler", "managers.io_struct", "BatchTokenizedGenerateReqInput"): "batch",
+    ("seams/scheduler", "managers.io_struct", "AbortReq"): "rid abort_all",
+    ("seams/scheduler", "managers.scheduler", "Scheduler"): (
+        "mm_receiver idle_sleeper model_config"
+    ),
+    ("seams/scheduler", "managers.scheduler_components.idle_sleeper", "IdleSleeper"): "poller",
+    ("seams/scheduler", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
+    ("seams/prompt", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): (
+        "mm_tokens _tokenizer"
+    ),
+    ("seams/prompt", "multimodal.processors.base_processor", "MultimodalSpecialTokens"): (
+        "image_token image_token_regex"
+    ),
+    ("language/assembly", "managers.schedule_batch", "MultimodalProcessorOutput"): (
+        "mm_items input_ids"
+    ),
+    ("language/assembly", "managers.schedule_batch", "MultimodalDataItem"): (
+        "modality precomputed_embeddings"
+    ),
+    ("language/planner", "utils.common", "ImageData"): "url detail content_hash",
+    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model",
+    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
+        "model model_config preprocessor device gpu_id _embedding_dtype _embedding_dims"
+    ),
+    ("encoder/engine", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
+        "mm_inputs grid_thw token_counts"
+    ),
+    ("encoder/engine", "server_args", "PortArgs"): "nccl_port",
+    ("flags", "arg_groups.fields.disagg", "Disagg"): (
+        "encoder_only language_only encoder_transfer_backend encoder_urls "
+        "encoder_register_urls enable_adaptive_dispatch_to_encoder"
+    ),
+    ("flags", "arg_groups.fields.mm", "Mm"): "enable_prefix_mm_cache allowed_media_domains",
+    ("flags", "arg_groups.fields.model", "Model"): "model_path revision",
+    ("flags", "arg_groups.fields.observability", "Observability"): "log_level_http",
+    ("flags", "arg_groups.fields.parallel", "Parallel"): "tp_size pp_size dp_size nnodes",
+    ("flags", "arg_groups.fields.serving", "Serving"): (
+        "host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode"
+    ),
+}
+
+# (our module, module, caller): how SGLang calls us, as its source says it.
+CALLS: dict[tuple[str, str, str], list[str]] = {
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): [
+        "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
+        "hf_config=self.model_config.hf_config, encode_urls=self.encoder_urls,",
+        "dispatch_ready = self.mm_receiver.send_encode_request( obj, "
+        "time_stats_json=time_stats_json, on_dispatch_error=",
+        "if dispatch_ready is not None:",
+        "await self._handle_abort_finish_reason( out, state, is_stream )",
+    ],
+    ("seams/scheduler", "managers.scheduler", "Scheduler"): [
+        "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
+        "hf_config=self.model_config.hf_config, scheduler=self, )",
+        "self.mm_receiver.abort_waiting_requests(recv_req)",
+    ],
+    (
+        "seams/scheduler",
+        "managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver._apply_mm_receiver",
+    ): [
+        "recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)",
+        "for req, error_msg, error_code in abort_reqs:",
+        "isinstance(error_code, HTTPStatus)",
+    ],
+    ("seams/scheduler", "managers.scheduler_components.metrics_reporter", ""): [
+        "len(self.scheduler.mm_receiver.waiting_list)"
+    ],
+    (
+        "language/assembly and seams/prompt",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor.get_mm_data",
+    ): [
+        'kwargs.get("img_grid_thw", None)',
+        'kwargs.get("video_grid_thw", None)',
+        'kwargs.get("audio_feature_lens", None)',
+        "input_ids, offsets, modality_list = self.build_input_ids( prompt, "
+        "img_grid_thw=img_grid_thw, video_grid_thw=video_grid_thw, "
+        "audio_seq_lens=audio_feature_lens, )",
+    ],
+}
+
+
+@pytest.fixture
+def find(sglang: Callable[[str], ModuleType]) -> Find:
+    def find(seam: str, name: str) -> Any:
+        module, _, path = name.partition(":")
+        sglang("utils")  # imports everything, without its warnings
+        found: Any = importlib.import_module(f"sglang.srt.{module}")
+        for part in path.split(".") if path else ():
+            if not hasattr(found, part):
+                pytest.fail(f"{seam} leans on sglang.srt.{module}.{path}, which is gone")
+            found = getattr(found, part)
+        return found
+
+    return find
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("target", SIGNATURES, ids=lambda target: f"{target[0]}-{target[2]}")
+def test_a_function_takes_what_it_took(find, target):
+    seam, module, path = target
+    function = find(seam, f"{module}:{path}")
+    is_async, expected = SIGNATURES[target].startswith("async "), SIGNATURES[target]
+    names = list(inspect.signature(function).parameters)
+    assert names == expected.removeprefix("async ").split(), (
+        f"{seam} leans on sglang.srt.{module}.{path}, whose parameters are now {names}"
+    )
+    assert inspect.iscoroutinefunction(function) == is_async, (
+        f"{seam} leans on sglang.srt.{module}.{path} being {'' if is_async else 'not '}async"
+    )
+
+
+def attributes(cls: type) -> set[str]:
+    """What objects of `cls` have: declared, inherited, or set by its own methods."""
+    own = {name for base in cls.__mro__ for name in (*vars(base), *_annotations(base))}
+    assigned = re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?(?:=|\+=)[^=]", inspect.getsource(cls))
+    return own | set(assigned)
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    return vars(cls).get("__annotations__", {})
+
+
+@pytest.mark.parametrize("target", ATTRIBUTES, ids=lambda target: f"{target[0]}-{target[2]}")
+def test_an_object_has_what_it_had(find, target):
+    seam, module, path = target
+    missing = set(ATTRIBUTES[target].split()) - attributes(find(seam, f"{module}:{path}"))
+    assert not missing, (
+        f"{seam} leans on sglang.srt.{module}.{path} having {', '.join(sorted(missing))}"
+    )
+
+
+@pytest.mark.parametrize("target", CALLS, ids=lambda target: f"{target[0]}-{target[1]}")
+def test_we_are_called_as_we_were(find, target):
+    seam, module, path = target
+    source = one_line(inspect.getsource(find(seam, f"{module}:{path}")))
+    for call in CALLS[target]:
+        assert call in source, f"{seam} is no longer called as `{call}` in sglang.srt.{module}"
+
+
+def test_what_is_created_elsewhere_is_created_there_by_name(sglang):
+    """`create_mm_receiver` is imported by name; the registry must find these two."""
+    created = sglang("disaggregation.encoder.receiver").create_mm_receiver
+    for module in ("managers.scheduler", "managers.tokenizer_manager"):
+        assert sglang(module).create_mm_receiver is created
+
+
+def test_an_identity_is_a_key_long(sglang):
+    item = sglang("managers.schedule_batch").MultimodalDataItem(
+        modality=sglang("managers.schedule_batch").Modality.IMAGE
+    )
+    item.set_identity(bytes(range(32)))
+    assert item.hash == int.from_bytes(bytes(range(8)), "big")
+    with pytest.raises(ValueError, match="32 bytes"):
+        item.set_identity(bytes(31))
+
+
+def test_an_idle_scheduler_waits_on_a_poller(sglang):
+    sleeper = sglang("managers.scheduler_components.idle_sleeper").IdleSleeper(sockets=[])
+    assert callable(sleeper.poller.register)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_epd.errors import MediaError
+from sglang_epd.seams.prompt import _expand, _token_ids, robust_placeholders
+
+IMAGE, VIDEO, AUDIO = 101, 102, 103
+NAMES = {
+    token: SimpleNamespace(name=name)
+    for token, name in ((IMAGE, "IMAGE"), (VIDEO, "VIDEO"), (AUDIO, "AUDIO"))
+}
+tokens = st.integers(0, 5) | st.sampled_from((IMAGE, VIDEO, AUDIO))
+
+
+def items_of(prompt: list[int], rows: list[int]) -> dict:
+    """Items for every placeholder, with these many rows, in turn over the prompt."""
+    counts: dict[int, list[int]] = {token: [] for token in NAMES}
+    remaining = iter(rows)
+    for token in prompt:
+        if token in counts:
+            counts[token].append(next(remaining))
+    return {token: (NAMES[token], counts[token]) for token in NAMES}
+
+
+@given(st.data())
+def test_every_placeholder_becomes_its_items_rows(data):
+    prompt = data.draw(st.lists(tokens, max_size=12))
+    places = [place for place, token in enumerate(prompt) if token in NAMES]
+    rows = data.draw(st.lists(st.integers(1, 9), min_size=len(places), max_size=len(places)))
+
+    input_ids, offsets, modalities = _expand(prompt, items_of(prompt, rows))
+
+    by_place = dict(zip(places, rows, strict=True))
+    pieces = [[token] * by_place.get(place, 1) for place, token in enumerate(prompt)]
+    assert input_ids == [token for piece in pieces for token in piece]
+    assert modalities == [NAMES[prompt[place]] for place in places]
+    assert [last - first + 1 for first, last in offsets] == rows
+    for (first, last), place in zip(offsets, places, strict=True):
+        assert first == sum(len(piece) for piece in pieces[:place])
+        assert set(input_ids[first : last + 1]) == {prompt[place]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expanded", "offsets"),
+    [
+        ([IMAGE, 1], [IMAGE, IMAGE, 1], [(0, 1)]),
+        ([1, IMAGE], [1, IMAGE, IMAGE], [(1, 2)]),
+        ([IMAGE, IMAGE], [IMAGE] * 5, [(0, 1), (2, 4)]),
+        ([1, IMAGE, 2, IMAGE, 3], [1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE, 3], [(1, 2), (4, 6)]),
+        ([], [], []),
+    ],
+)
+def test_wherever_the_placeholders_stand(prompt, expanded, offsets):
+    rows = [2, 3][: prompt.count(IMAGE)]
+    assert _expand(prompt, {IMAGE: (NAMES[IMAGE], rows)})[:2] == (expanded, offsets)
+
+
+@given(st.lists(tokens, max_size=10), st.sampled_from(sorted(NAMES)), st.sampled_from((-1, 1, 2)))
+def test_another_number_of_items_is_the_users_error(prompt, token, difference):
+    items = items_of(prompt, [1] * len(prompt))
+    count = max(0, prompt.count(token) + difference)
+    if count == prompt.count(token):
+        return
+    items[token] = (NAMES[token], [1] * count)
+    with pytest.raises(
+        MediaError,
+        match=f"{prompt.count(token)} {NAMES[token].name.lower()} placeholders for {count} ",
+    ):
+        _expand(prompt, items)
+
+
+class Tokenizer:
+    """One token a character; the placeholder is `#`, as in `<#>`."""
+
+    def encode(self, text: str) -> list[int]:
+        return [IMAGE if char == "#" else ord(char) % 100 for char in text]
+
+
+def processor(**changes) -> SimpleNamespace:
+    special = SimpleNamespace(image_token="<#>", image_token_regex=re.compile(r"<#+>|<image>"))
+    return SimpleNamespace(
+        **{"_tokenizer": Tokenizer(), "mm_tokens": special, "IM_TOKEN_ID": IMAGE, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "read_as"),
+    [
+        ("a<#>b", 1, "a<#>b"),
+        ("<#><#>", 2, "<#><#>"),
+        ("<image>x", 1, "<#>x"),
+        ("<####>", 1, "<#>"),  # expanded already
+        ("<####>", 4, "<####>"),  # four side by side
+        ("<####> and <image>", 2, "<#> and <#>"),
+        ("none", 0, "none"),
+        ("<#>", 2, "<#>"),  # wrong either way; told later
+    ],
+)
+def test_a_text_is_read_with_one_placeholder_an_image(prompt, images, read_as):
+    items = {IMAGE: (NAMES[IMAGE], [1] * images)}
+    assert _token_ids(processor(), prompt, items) == Tokenizer().encode(read_as)
+
+
+def test_token_ids_are_taken_as_they_are():
+    prompt = [1, IMAGE, IMAGE]
+    ids = _token_ids(processor(), prompt, {})
+    assert ids == prompt
+    assert ids is not prompt
+
+
+def test_a_model_without_a_pattern_is_read_all_the_same():
+    plain = processor(mm_tokens=SimpleNamespace(image_token=None, image_token_regex=None))
+    assert _token_ids(plain, "<####>", {IMAGE: (NAMES[IMAGE], [1])}) == Tokenizer().encode("<####>")
+
+
+def test_the_processor_counts_rows_as_sglangs_does(sglang):
+    modality = sglang("managers.schedule_batch").Modality
+    ours = robust_placeholders(
+        processor(spatial_merge_size=2, VIDEO_TOKEN_ID=VIDEO, audio_token_id=AUDIO)
+    )
+    input_ids, offsets, modalities = ours.build_input_ids(
+        [IMAGE, IMAGE, 1, VIDEO, AUDIO],
+        img_grid_thw=torch.tensor([[1, 2, 4], [1, 4, 4]]),
+        video_grid_thw=torch.tensor([[2, 2, 2]]),
+        audio_seq_lens=torch.tensor([3]),
+    )
+    assert input_ids == [IMAGE] * 6 + [1] + [VIDEO] * 2 + [AUDIO] * 3
+    assert offsets == [(0, 1), (2, 5), (7, 8), (9, 11)]
+    assert modalities == [modality.IMAGE, modality.IMAGE, modality.VIDEO, modality.AUDIO]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_where_the_in_tree_method_works_the_result_is_the_same(sglang, as_text):
+    in_tree = sglang("multimodal.processors.base_processor").BaseMultimodalProcessor
+    prompt = "a<#>b c<#>"
+    options = {"img_grid_thw": torch.tensor([[1, 2, 4], [1, 4, 4]])}
+    plain = processor(spatial_merge_size=2)
+    given_prompt = prompt if as_text else Tokenizer().encode(prompt)
+    theirs = in_tree.build_input_ids(plain, given_prompt, **options)
+    ours = robust_placeholders(plain).build_input_ids(given_prompt, **options)
+    assert ours == theirs

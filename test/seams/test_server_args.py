@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_epd.errors import ConfigError
+from sglang_epd.seams import server_args
+
+SERVED = {
+    "encoder_only": False,
+    "language_only": True,
+    "encoder_transfer_backend": "zmq_to_scheduler",
+    "enable_prefix_mm_cache": False,
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "tokenizer_worker_num": 1,
+    "grpc_mode": False,
+    "smg_grpc_mode": False,
+    "encoder_urls": ["http://encoder:30000"],
+}
+ENCODER = {"encoder_only": True, "language_only": False}
+
+
+@pytest.fixture
+def check(sglang, monkeypatch):
+    monkeypatch.setattr(sglang("arg_groups.overrides"), "resolving_view", lambda args: args)
+
+    def run(**changes) -> None:
+        server_args.check(None, SimpleNamespace(**{**SERVED, **changes}))
+
+    return run
+
+
+def test_the_flags_that_are_served_pass(check):
+    check()
+    check(encoder_transfer_backend="auto", encoder_urls=[])
+    check(**ENCODER, tokenizer_worker_num=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"encoder_transfer_backend": "mooncake"}, "--encoder-transfer-backend mooncake"),
+        ({"enable_prefix_mm_cache": True}, "--enable-prefix-mm-cache"),
+        ({"tp_size": 2}, "--tp-size 2 with --language-only"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"dp_size": 2}, "--dp-size 2"),
+        ({"nnodes": 2}, "--nnodes 2"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),
+        ({**ENCODER, "tp_size": 2}, "--tp-size 2 with --encoder-only"),
+        ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
+        ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
+        ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(check, changes, named):
+    with pytest.raises(ConfigError) as raised:
+        check(**changes)
+    assert named in str(raised.value)
+
+
+def test_without_an_epd_flag_everything_passes(check):
+    check(
+        encoder_only=False,
+        language_only=False,
+        encoder_transfer_backend="mooncake",
+        tp_size=8,
+        encoder_urls=["x"],
+    )

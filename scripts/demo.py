@@ -1,0 +1,263 @@
+"""Shows photographs to an encoder server and a language server, and what each did.
+
+Starts the servers on free ports with a small random checkpoint, asks about one
+photograph and then about three side by side over the OpenAI API, prints each answer as
+it streams in and how long each image spent in each stage of which encoder, and stops
+everything. The model is random, so its answers are words but no sense; that they depend
+on the photographs is checked by `scripts/make_checkpoint.py NAME --check`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import openai
+from PIL import Image
+
+import photographs
+from checkpoints.spec import SPECS
+from make_checkpoint import ensure
+from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+
+_HOST = "127.0.0.1"
+# What a server's log says, and the start-up phase that begins there.
+_PHASES = (
+    ("server_args=", "configured"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "weights loaded"),
+    ("KV Cache is allocated", "KV cache allocated"),
+    ("Uvicorn running", "listening"),
+)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The servers of a demo.
+
+    Attributes:
+        servers: all of them, in the order in which they are named to the user.
+        encoder_url: base URL of the encoder.
+        api_url: base URL that takes chat completions.
+    """
+
+    servers: list[ServerProcess]
+    encoder_url: str
+    api_url: str
+
+
+def plan_fleet(checkpoint: Path, logs: Path, *, pd: bool) -> Fleet:
+    """Describe the servers without starting them.
+
+    Args:
+        checkpoint: the model's folder.
+        logs: folder for the servers' logs.
+        pd: whether prefill and decode are servers of their own, behind a router.
+    """
+    # Nothing is looked up on a hub: the checkpoint is complete.
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    servers: list[ServerProcess] = []
+
+    def add(name: str, module: str, *arguments: str) -> str:
+        port = free_port()
+        command = [sys.executable, "-m", module, "--port", str(port), *arguments]
+        url = f"http://{_HOST}:{port}"
+        log_path = logs / f"{name}.log"
+        servers.append(
+            ServerProcess(name, command, log_path=log_path, ready_url=f"{url}/health", env=env)
+        )
+        return url
+
+    def add_sglang(name: str, *arguments: str) -> str:
+        return add(name, "sglang.launch_server", "--model-path", str(checkpoint), *arguments)
+
+    encoder = add_sglang("encoder", "--encoder-only")
+    language = ("--language-only", "--encoder-urls", encoder)
+    if not pd:
+        return Fleet(servers, encoder, add_sglang("language", *language))
+    bootstrap = str(free_port())
+    prefill = add_sglang(
+        "prefill",
+        *language,
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", bootstrap),
+    )
+    decode = add_sglang("decode", "--disaggregation-mode", "decode")
+    router = add(
+        "router",
+        "sglang_router.launch_router",
+        *("--pd-disaggregation", "--mini-lb", "--host", _HOST),
+        *("--prefill", prefill, bootstrap, "--decode", decode),
+    )
+    return Fleet(servers, encoder, router)
+
+
+@contextlib.contextmanager
+def running(fleet: Fleet, timeout_s: float) -> Iterator[None]:
+    """Start all servers together, wait for all, and stop them whatever happens."""
+    begin = time.monotonic()
+    try:
+        for server in fleet.servers:
+            server.start()
+            print(f"  {'':>7} {server.name:<9} started, pid {server.pid}", flush=True)
+        for server in fleet.servers:
+            remaining_s = timeout_s - (time.monotonic() - begin)
+            server.wait_ready(remaining_s, on_wait=_PhasePrinter(fleet.servers, begin))
+            print(f"  {_since(begin)} {server.name:<9} ready", flush=True)
+        yield
+    finally:
+        stopping = time.monotonic()
+        print("\nStopping the servers", end="", flush=True)
+        stop_all(fleet.servers)
+        print(f": done in {time.monotonic() - stopping:.1f} s")
+
+
+class _PhasePrinter:
+    """Prints a line whenever a server's log enters another phase of its start-up."""
+
+    def __init__(self, servers: list[ServerProcess], begin: float) -> None:
+        self._servers = servers
+        self._begin = begin
+        self._seen = {server.name: self._phase(server) for server in servers}
+
+    def __call__(self, _elapsed_s: float) -> None:
+        for server in self._servers:
+            server.check_running()  # one that died says so at once, not at its turn
+            phase = self._phase(server)
+            if phase != self._seen[server.name]:
+                self._seen[server.name] = phase
+                print(f"  {_since(self._begin)} {server.name:<9} {phase}", flush=True)
+
+    @staticmethod
+    def _phase(server: ServerProcess) -> str:
+        log = server.log_path.read_text(errors="replace") if server.log_path.exists() else ""
+        reached = [phase for text, phase in _PHASES if text in log]
+        return reached[-1] if reached else "importing"
+
+
+def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
+    """Send one chat completion with the photographs `names`, and print what happens."""
+    before = {_identity(item) for item in _encoded(fleet)}
+    print(f"\n{question}")
+    for index, name in enumerate(names):
+        with Image.open(photographs.path(name)) as image:
+            print(f"  image {index}: {name}, {image.width}x{image.height}")
+    parts = [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in names]
+    # No trust_env: the servers are on this machine, whatever proxy is configured.
+    with (
+        httpx.Client(trust_env=False) as http,
+        openai.OpenAI(
+            base_url=f"{fleet.api_url}/v1", api_key="none", max_retries=0, http_client=http
+        ) as client,
+    ):
+        begin = time.monotonic()
+        first = None
+        print("  answer: ", end="", flush=True)
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            timeout=180,
+        )
+        for chunk in stream:
+            text = chunk.choices[0].delta.content if chunk.choices else None
+            if text:
+                first = first or time.monotonic()
+                print(text, end="", flush=True)
+        end = time.monotonic()
+    print(
+        f"\n  first token after {1e3 * ((first or end) - begin):.0f} ms,"
+        f" the whole answer after {1e3 * (end - begin):.0f} ms"
+    )
+    _print_encoded([item for item in _encoded(fleet) if _identity(item) not in before])
+
+
+def _print_encoded(items: list[dict]) -> None:
+    if not items:
+        print("  no encoder was asked: the language server holds these images")
+    for item in sorted(items, key=lambda item: item["index"]):
+        stages = ", ".join(f"{stage} {ms:.1f}" for stage, ms in item.get("ms", {}).items())
+        print(
+            f"  {item['modality'].lower()} {item['index']}: {item.get('tokens')} tokens"
+            f" from encoder {item.get('encoder')} (ms: {stages})"
+        )
+
+
+def _identity(item: dict) -> tuple[object, object]:
+    return item.get("request_id"), item.get("index")
+
+
+def _encoded(fleet: Fleet) -> list[dict]:
+    """What the encoder did lately, oldest first."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{fleet.encoder_url}/v1/status", timeout=10) as response:
+        return list(json.load(response).get("recent", []))
+
+
+def _data_url(name: str) -> str:
+    path = photographs.path(name)
+    kind = "jpeg" if path.suffix == ".jpg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _since(begin: float) -> str:
+    return f"{time.monotonic() - begin:5.1f} s"
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """Turn a signal into an exception, so that the servers are stopped on the way out."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pd", action="store_true", help="prefill and decode apart as well")
+    parser.add_argument("--checkpoint", choices=sorted(SPECS), default="tiny-qwen2_5-vl")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for the start-up")
+    options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+
+    print(f"Making the checkpoint {options.checkpoint}", flush=True)
+    checkpoint = ensure(options.checkpoint)
+    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
+    fleet = plan_fleet(checkpoint, logs, pd=options.pd)
+    print("Its weights are random: what it says of a picture depends on it, but means nothing")
+    print(f"Starting {len(fleet.servers)} servers; their logs are in {logs}", flush=True)
+    try:
+        with running(fleet, options.timeout):
+            ask(fleet, options.checkpoint, "What is in this photograph?", ["coffee"])
+            side_by_side = ["astronaut", "rocket", "cat"]
+            ask(fleet, options.checkpoint, "What do these have in common?", side_by_side)
+    except ServerError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except openai.OpenAIError as error:
+        print(f"\nThe request failed: {error}\nThe logs are in {logs}", file=sys.stderr)
+        return 1
+    shutil.rmtree(logs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

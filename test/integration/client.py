@@ -1,0 +1,92 @@
+"""Requests as users send them, and what is compared of the answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from PIL import Image
+
+TIMEOUT_S = 120.0
+
+
+def data_url(image: Image.Image | bytes, media_type: str = "image/png") -> str:
+    """A data URL of an image (as PNG) or of raw bytes."""
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        image = file.getvalue()
+    return f"data:{media_type};base64,{base64.b64encode(image).decode()}"
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated tokens and, for each, the log-probabilities of the likeliest ones."""
+
+    tokens: list[str]
+    top: list[dict[str, float]]
+    prompt_tokens: int
+
+    def distance(self, other: Generation) -> float:
+        """Largest difference over the tokens that both list at a position."""
+        assert len(self.top) == len(other.top)
+        gaps = [
+            abs(mine[token] - theirs[token])
+            for mine, theirs in zip(self.top, other.top, strict=True)
+            for token in mine.keys() & theirs.keys()
+        ]
+        assert len(gaps) >= 15 * len(self.top), "the two list different tokens"
+        return max(gaps)
+
+
+class Client:
+    """One server's APIs."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body, timeout=TIMEOUT_S, **options)
+
+    def chat(self, *messages: dict[str, Any], **options: Any) -> requests.Response:
+        body = {"model": "default", "messages": list(messages), "temperature": 0, "max_tokens": 16}
+        return self.post("/v1/chat/completions", {**body, **options})
+
+    def answer(self, *messages: dict[str, Any], **options: Any) -> str:
+        """The text of a chat that is to succeed."""
+        response = self.chat(*messages, **options)
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["message"]["content"]
+        return text
+
+    def generation(self, *messages: dict[str, Any], tokens: int = 16) -> Generation:
+        """Greedy generation with top-20 log-probabilities."""
+        response = self.chat(*messages, max_tokens=tokens, logprobs=True, top_logprobs=20)
+        assert response.status_code == 200, response.text
+        body = response.json()
+        content = body["choices"][0]["logprobs"]["content"]
+        return Generation(
+            tokens=[entry["token"] for entry in content],
+            top=[
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content
+            ],
+            prompt_tokens=body["usage"]["prompt_tokens"],
+        )
+
+    def generate(self, **body: Any) -> requests.Response:
+        return self.post("/generate", body)

@@ -1,0 +1,71 @@
+"""Fixtures: real servers, photographs, and a small media server."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from integration.client import Client
+from integration.topology import Machine, Topology
+from photographs import load as load_photograph
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "integration" in item.path.parts:
+            item.add_marker(pytest.mark.servers)
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def machine() -> Iterator[Machine]:
+    machine = Machine()
+    yield machine
+    machine.clear()
+
+
+@pytest.fixture(scope="module")
+def qwen2_5(machine: Machine) -> Topology:
+    return machine.use("qwen2_5")
+
+
+@pytest.fixture(scope="module")
+def language(qwen2_5: Topology) -> Client:
+    """The E+PD server."""
+    return Client(qwen2_5.urls["language"])
+
+
+@pytest.fixture(scope="module")
+def colocated(qwen2_5: Topology) -> Client:
+    """The reference: one server that does all."""
+    return Client(qwen2_5.urls["colocated"])
+
+
+@pytest.fixture(scope="session")
+def photographs() -> list[Image.Image]:
+    """Two real photographs of one size, 600 x 400 px."""
+    return [load_photograph(name).resize((600, 400)) for name in ("coffee", "rocket")]
+
+
+@pytest.fixture
+def media_server() -> Iterator[str]:
+    """URL of a server that answers 404 to everything."""
+
+    class NotFound(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotFound)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()

@@ -1,0 +1,119 @@
+"""What is wrong with one picture is that request's 4xx, and nobody else's trouble."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+
+import pytest
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.topology import Topology
+
+LIMIT_S = 10.0
+
+
+def _png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels to show for it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0"))
+        + chunk(b"IEND", b"")
+    )
+
+
+def _truncated_jpeg(photo: Image.Image) -> bytes:
+    file = io.BytesIO()
+    photo.save(file, "JPEG")
+    return file.getvalue()[: file.tell() // 2]
+
+
+BAD = {
+    "404": (400, "HTTP 404"),
+    "truncated": (400, "truncated"),
+    "text named png": (400, "not an image"),
+    "empty data URL": (400, "empty"),
+    "30,000 px bomb": (413, "900 megapixels"),
+    "local file": (403, "local files"),
+    "link-local address": (403, "not at a public address"),
+    "too thin": (400, "aspect ratio"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_a_4xx_that_names_it(
+    qwen2_5: Topology,
+    language: Client,
+    photographs: list[Image.Image],
+    media_server: str,
+    kind: str,
+    stream: bool,
+) -> None:
+    status, reason = BAD[kind]
+    good = data_url(photographs[0].resize((112, 112)))
+    bad = {
+        "404": f"{media_server}/missing.png",
+        "truncated": data_url(_truncated_jpeg(photographs[0]), "image/jpeg"),
+        "text named png": data_url(b"This is a text."),
+        "empty data URL": "data:image/png;base64,",
+        "30,000 px bomb": data_url(_png_header(30_000, 30_000)),
+        "local file": "file:///etc/hostname",
+        "link-local address": "http://169.254.169.254/latest/meta-data/",
+        "too thin": data_url(Image.new("RGB", (4000, 10))),
+    }[kind]
+    message = user(image_part(good), image_part(bad), text_part("What is this?"))
+
+    begin = time.monotonic()
+    response = language.chat(message, stream=stream)
+
+    assert time.monotonic() - begin < LIMIT_S
+    # A stream's errors before its first token are all 400 in SGLang.
+    assert response.status_code == (400 if stream else status), response.text
+    error = response.json()
+    assert error["object"] == "error"
+    assert "image 2 of 2" in error["message"]
+    assert reason in error["message"]
+    assert language.answer(user(image_part(good), text_part("And this?")))
+    qwen2_5.check_alive()
+
+
+def test_a_batch_with_one_bad_image_fails_alone(
+    language: Client, photographs: list[Image.Image]
+) -> None:
+    good = data_url(photographs[0].resize((112, 112)))
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>What is it?"
+    response = language.generate(
+        text=[prompt, prompt],
+        image_data=[[good], [data_url(b"no picture")]],
+        sampling_params={"max_new_tokens": 4, "temperature": 0},
+    )
+    assert response.status_code == 400
+    assert "not an image" in response.text
+    assert language.answer(user(image_part(good), text_part("Still there?")))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_placeholders_and_images_must_match(
+    language: Client, photographs: list[Image.Image], count: int
+) -> None:
+    good = data_url(photographs[0].resize((112, 112)))
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>" * count
+    response = language.generate(
+        text=f"{prompt}What is it?",
+        image_data=[good],
+        sampling_params={"max_new_tokens": 4, "temperature": 0},
+    )
+    assert response.status_code == 400
+    assert f"{count} image placeholders for 1 image items" in response.text

@@ -1,0 +1,134 @@
+"""Clients that leave, floods, and bytes from nowhere."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import socket
+import time
+
+import pytest
+import requests
+import zmq
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.topology import Topology
+from sglang_epd.language import manifest
+from sglang_epd.wire import Expect
+
+Photographs = list[Image.Image]
+
+
+@pytest.fixture(scope="module")
+def message(photographs: Photographs) -> dict:
+    return user(image_part(data_url(photographs[0].resize((224, 168)))), text_part("What?"))
+
+
+def _status(topology: Topology) -> dict:
+    return requests.get(f"{topology.urls['encoder']}/v1/status", timeout=10).json()
+
+
+def _until(condition, timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.1)
+
+
+def test_a_hundred_requests_at_once(language: Client, message: dict) -> None:
+    expected = language.generation(message)
+    with concurrent.futures.ThreadPoolExecutor(100) as pool:
+        answers = list(pool.map(lambda _: language.generation(message), range(100)))
+    assert max(answer.distance(expected) for answer in answers) < 1e-3
+
+
+def test_clients_that_leave_are_cleaned_up(
+    qwen2_5: Topology, language: Client, message: dict, photographs: Photographs
+) -> None:
+    large = data_url(photographs[0].resize((1280, 960)))
+    body = {
+        "model": "default",
+        "messages": [user(*[image_part(large)] * 4, text_part("What?"))],
+        "max_tokens": 64,
+    }
+    raw = requests.Request("POST", f"{language.url}/v1/chat/completions", json=body).prepare()
+    head = "".join(f"{name}: {value}\r\n" for name, value in raw.headers.items())
+    request = f"POST {raw.path_url} HTTP/1.1\r\nHost: test\r\n{head}\r\n".encode() + raw.body
+    port = qwen2_5.ports["language"]
+    for wait_s in (0.0, 0.05, 0.1, 0.3, 0.6):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(request)
+            time.sleep(wait_s)
+    _until(lambda: _status(qwen2_5)["requests"] == 0)
+    assert _status(qwen2_5)["items"] == 0
+    assert language.answer(message)
+    qwen2_5.check_alive()
+
+
+def test_garbage_on_the_payload_port(qwen2_5: Topology, language: Client, message: dict) -> None:
+    log = qwen2_5.servers["language"].log_path.read_text()
+    endpoint = re.findall(r"encoders deliver to (tcp://\S+)", log)[-1]
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    envelope = b"EPD\x01\x00"
+    for index in range(10_000):
+        frames = [
+            [os.urandom(64)],
+            [envelope + os.urandom(32)],
+            [b"EPD\x09\x00" + os.urandom(8), os.urandom(1024)],
+            [b""],
+            [envelope + b"\x81\xa1t\xa5offer"],
+        ][index % 5]
+        socket.send_multipart(frames)
+    assert language.answer(message)
+    socket.close()
+    context.term()
+    port = int(endpoint.rsplit(":", 1)[1])
+    with socket_to(port) as raw:
+        raw.sendall(os.urandom(4096))
+    assert language.answer(message)
+    qwen2_5.check_alive()
+
+
+def test_garbage_on_the_encode_api(qwen2_5: Topology, language: Client, message: dict) -> None:
+    url = f"{qwen2_5.urls['encoder']}/v1/encode"
+    for body in (b"", b"EPD", b"EPD\x01\x00\x80", b"EPD\x07\x00\x80", os.urandom(100_000)):
+        response = requests.post(url, data=body, timeout=10)
+        assert response.status_code == 400
+    assert language.answer(message)
+
+
+def socket_to(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        ["not base64!"],
+        ["bm90IGEgbWFuaWZlc3Q="],
+        [],
+        # A well-formed one that asks to wait a thousand years.
+        manifest.write(Expect("stolen", 1, 1, 3e10)),
+        manifest.write(Expect("stolen", 1, 1, float("inf"))),
+    ],
+    ids=["no base64", "no manifest", "empty", "a thousand years", "for ever"],
+)
+def test_a_forged_manifest_is_an_error(
+    qwen2_5: Topology, language: Client, forged: list[str]
+) -> None:
+    """SGLang's API lets a user write the fields that a manifest travels in."""
+    response = language.generate(
+        text="Hello",
+        need_wait_for_mm_inputs=True,
+        encoder_urls=forged,
+        sampling_params={"max_new_tokens": 4},
+    )
+    assert response.status_code == 400, response.text
+    assert "manifest" in response.text
+    assert language.answer(user(text_part("Still there?")))
+    qwen2_5.check_alive()

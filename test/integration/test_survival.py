@@ -1,0 +1,106 @@
+"""Two encoders behind a token, one of them registered: they die, freeze and come back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import time
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.topology import START_TIMEOUT_S, TOKEN, Machine, Topology
+
+
+@pytest.fixture(scope="module")
+def topology(machine: Machine) -> Topology:
+    return machine.use("two_encoders")
+
+
+@pytest.fixture(scope="module")
+def message(photographs: list[Image.Image]) -> dict:
+    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
+    return user(*parts, text_part("What are these?"))
+
+
+def _used(topology: Topology, name: str) -> int:
+    """How many items an encoder has delivered."""
+    status = requests.get(f"{topology.urls[name]}/v1/status", timeout=10).json()
+    return sum(item["state"] == "delivered" for item in status["recent"])
+
+
+def _wait_until_used(topology: Topology, name: str, message: dict) -> None:
+    language = Client(topology.urls["language"])
+    before, end = _used(topology, name), time.monotonic() + 60
+    while _used(topology, name) == before:
+        assert time.monotonic() < end, f"{name} is up but not used"
+        language.chat(message)
+        time.sleep(0.5)
+
+
+def test_an_encoder_that_registers_itself_gets_its_share(topology: Topology, message: dict) -> None:
+    for name in ("encoder", "encoder2"):
+        _wait_until_used(topology, name, message)
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer something else"}])
+def test_without_the_token_nothing_is_encoded(topology: Topology, header: dict) -> None:
+    url = f"{topology.urls['encoder']}/v1/encode"
+    assert requests.post(url, data=b"", headers=header, timeout=10).status_code == 401
+    assert requests.delete(f"{url}/x", headers=header, timeout=10).status_code == 401
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    assert requests.post(url, data=b"", headers=allowed, timeout=10).status_code == 400
+
+
+def test_a_killed_encoder_costs_no_request(topology: Topology, message: dict) -> None:
+    language = Client(topology.urls["language"])
+    expected = language.generation(message)
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(language.generation, message) for _ in range(20)]
+        topology.servers["encoder2"].kill()
+        distances = [answer.result().distance(expected) for answer in answers]
+    assert max(distances) < 1e-3
+    # And with the dead one still in the list of URLs.
+    assert language.generation(message).distance(expected) < 1e-3
+
+
+def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
+    topology: Topology, message: dict
+) -> None:
+    language = Client(topology.urls["language"])
+    topology.servers["encoder2"].kill()
+    topology.servers["encoder"].kill()
+    begin = time.monotonic()
+    response = language.chat(message)
+    assert response.status_code == 503, response.text
+    assert time.monotonic() - begin < 10
+    assert language.answer(user(text_part("Still there?")))
+    for name in ("encoder", "encoder2"):
+        topology.servers[name].start()
+    for name in ("encoder", "encoder2"):
+        topology.servers[name].wait_ready(START_TIMEOUT_S)
+        _wait_until_used(topology, name, message)
+
+
+def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, message: dict) -> None:
+    """Both freeze, the client gives up; afterwards everything works again."""
+    language = Client(topology.urls["language"])
+    pids = [topology.servers[name].pid for name in ("encoder", "encoder2")]
+    expected = language.generation(message)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(language.generation, message) for _ in range(4)]
+            time.sleep(1)
+            assert language.answer(user(text_part("Not blocked?")))
+            assert not any(one.done() for one in waiting)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            assert max(one.result().distance(expected) for one in waiting) < 1e-3
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,157 @@
+"""The tiny checkpoints: cached, complete, and sensitive to what they are shown."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+import checkpoints.build
+import make_checkpoint
+import photographs
+from checkpoints.check import Subject, generation, image_dependence
+from checkpoints.spec import SPECS
+
+TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EPD_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module", params=TINY)
+def subject(request: pytest.FixtureRequest, cache: Path) -> Subject:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EPD_CACHE", str(cache))
+        return Subject(make_checkpoint.ensure(request.param))
+
+
+@pytest.fixture(scope="module")
+def photos() -> dict[str, Image.Image]:
+    return {name: photographs.load(name) for name in ("coffee", "rocket", "astronaut", "cat")}
+
+
+def test_answer_depends_on_the_images(subject: Subject, photos: dict[str, Image.Image]) -> None:
+    assert [str(m) for m in image_dependence(subject, photos) if not m.passed] == []
+
+
+def test_greedy_answer_is_varied_and_reproducible(
+    subject: Subject, photos: dict[str, Image.Image]
+) -> None:
+    assert [str(m) for m in generation(subject, photos) if not m.passed] == []
+
+
+def test_prompt_of_several_turns(subject: Subject) -> None:
+    spelled = subject.processor.apply_chat_template(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "This?"}]},
+            {"role": "assistant", "content": "A cat."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "And "},
+                    {"type": "image"},
+                    {"type": "video"},
+                ],
+            },
+        ],
+        add_generation_prompt=True,
+    )
+    assert spelled == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>This?<|im_end|>\n"
+        "<|im_start|>assistant\nA cat.<|im_end|>\n"
+        "<|im_start|>user\nAnd <|vision_start|><|image_pad|><|vision_end|>"
+        "<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_any_text_survives_the_tokenizer(subject: Subject) -> None:
+    tokenizer = subject.processor.tokenizer
+    text = "Grüße, 世界! 🚀\tx = {1: 'a'}\n\n  café"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_video_reaches_the_model(subject: Subject) -> None:
+    frames = np.zeros((8, 3, 112, 112), dtype=np.uint8)
+    metadata = VideoMetadata(total_num_frames=8, fps=2.0, frames_indices=list(range(8)))
+    inputs = subject.processor(
+        text="<|vision_start|><|video_pad|><|vision_end|>",
+        videos=[frames],
+        video_metadata=[metadata],
+        return_tensors="pt",
+    )
+    time, height, width = inputs["video_grid_thw"][0].tolist()
+    assert time == 4
+    pads = int((inputs["input_ids"] == subject.processor.video_token_id).sum())
+    assert pads == time * height * width // 4
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "embeddings"),
+    [(28, 28, 1), (32, 32, 1), (28, 336, 12), (448, 448, 256), (1920, 1080, None)],
+)
+def test_sizes_are_kept_up_to_the_limit(
+    subject: Subject, width: int, height: int, embeddings: int | None
+) -> None:
+    inputs = subject.prompt([Image.new("RGB", (width, height))])
+    tokens = int((inputs["input_ids"] == subject.processor.image_token_id).sum())
+    unit = 2 * subject.processor.image_processor.patch_size
+    if embeddings is None:
+        assert 1150 <= tokens <= 1280
+    else:
+        assert tokens == embeddings or tokens == round(width / unit) * round(height / unit)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_second_call_builds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint.ensure(name)
+    monkeypatch.setattr(checkpoints.build, "build", lambda *_: pytest.fail("built again"))
+    assert make_checkpoint.ensure(name) == folder
+    processor = "Qwen3VLProcessor" if "qwen3" in name else "Qwen2_5_VLProcessor"
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        assert json.loads((folder / file).read_text())["processor_class"] == processor
+
+
+def test_equal_specs_give_equal_files(tmp_path: Path) -> None:
+    spec = SPECS["tiny-qwen2_5-vl"]
+    first = make_checkpoint.ensure(spec.name)
+    checkpoints.build.build(spec, tmp_path)
+    for file in first.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_two_builders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EPD_CACHE", str(tmp_path))
+    both_build = threading.Barrier(2, timeout=10)
+
+    def build(_spec: object, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        both_build.wait()
+
+    monkeypatch.setattr(checkpoints.build, "build", build)
+    results: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(make_checkpoint.ensure(TINY[0])))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert results[0] == results[1]
+    assert list((tmp_path / "checkpoints").iterdir()) == [results[0]]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import sglang_epd
+from sglang_epd import config
+from sglang_epd.config import Settings
+from sglang_epd.dispatch.policies import policy
+from sglang_epd.errors import ConfigError
+from sglang_epd.media import MediaLimits
+
+PACKAGE = Path(sglang_epd.__file__).parent
+
+
+def test_without_variables_the_defaults_hold():
+    settings = Settings.from_env({"PATH": "/bin", "SGLANG_OTHER": "1", "SGLANG_EPD": "off"})
+    assert settings == Settings()
+    assert settings.request_timeout_s > 0
+    policy(settings.dispatch_policy)
+
+
+def test_each_variable_is_read():
+    assert Settings.from_env(
+        {
+            "SGLANG_EPD_TOKEN": "secret",
+            "SGLANG_EPD_REQUEST_TIMEOUT_S": "2.5",
+            "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
+            "SGLANG_EPD_MAX_BODY_MB": "7",
+        }
+    ) == Settings("secret", 2.5, "shuffle", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_EPD_TOKENS", "x"),
+        ("SGLANG_EPD_", "x"),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "soon"),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", ""),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "0"),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "-1"),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "nan"),
+        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "inf"),
+        ("SGLANG_EPD_MAX_BODY_MB", "1.5"),
+        ("SGLANG_EPD_MAX_BODY_MB", "0"),
+        ("SGLANG_EPD_MAX_BODY_MB", "-1"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}\b"):
+        Settings.from_env({name: value})
+
+
+def test_every_variable_that_the_package_reads_is_known():
+    """A variable that one module reads must not be refused by another."""
+    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    names = set(re.findall(r"SGLANG_EPD_(?:[A-Z]+_)*[A-Z]+\b(?!_)", source))
+    assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID"} <= names
+    valid = {
+        "SGLANG_EPD_REQUEST_TIMEOUT_S": "1",
+        "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
+        "SGLANG_EPD_MAX_BODY_MB": "1",
+    }
+    for name in sorted(names):
+        Settings.from_env({name: valid.get(name, "x")})
+
+
+def test_media_variables_are_checked_where_they_are_read():
+    env = {"SGLANG_EPD_MEDIA_NO_SUCH_LIMIT": "1"}
+    Settings.from_env(env)
+    with pytest.raises(ConfigError, match="SGLANG_EPD_MEDIA_NO_SUCH_LIMIT"):
+        MediaLimits.from_env(env)
+
+
+def test_a_token_is_not_shown():
+    assert "secret" not in repr(Settings(token="secret"))
+
+
+def test_the_prefix_is_one_of_ours():
+    assert config.PREFIX == "SGLANG_EPD_"

@@ -1,0 +1,182 @@
+"""Imports go one way, and SGLang is touched where it is said to be.
+
+    plugin, cli
+    seams
+    encoder, language
+    dispatch, transfer, cache, store, observability, namespace
+    wire, media, config, errors, deferred
+    platform                      stands by itself beside all of them
+
+A package may import what stands below it. Packages of one row do not import each other,
+but for the lowest row, where everybody may import `errors`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sglang_epd
+
+ROOT = Path(sglang_epd.__file__).parent
+LAYERS = (
+    {"plugin", "cli"},
+    {"seams"},
+    {"encoder", "language", "sim"},
+    {"dispatch", "transfer", "cache", "store", "observability", "namespace"},
+    {"wire", "media", "config", "errors", "deferred"},
+)
+RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
+# Same row, and allowed.
+SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors")}
+# Who may import sglang; only platform while it is being imported itself.
+SGLANG = {"plugin.py", "encoder/engine.py", "encoder/server.py"}
+SGLANG_PACKAGES = {"seams", "platform"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: by whom, and whether while the importer itself is imported."""
+
+    importer: str
+    line: int
+    module: str
+    at_import: bool
+
+    @property
+    def package(self) -> str:
+        """The importer's own package or module of ours."""
+        return self.importer.split("/")[0].removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.module}"
+
+
+def _walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, at_import
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _walk(child, at_import and not inside)
+
+
+def imports(root: Path = ROOT) -> list[Import]:
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        importer = path.relative_to(root).as_posix()
+        for node, at_import in _walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                assert isinstance(node, ast.ImportFrom)
+                assert not node.level, f"{importer}:{node.lineno}: relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [Import(importer, node.lineno, name, at_import) for name in names]
+    return found
+
+
+ALL = imports()
+
+
+def ours() -> Iterator[tuple[Import, str]]:
+    """Imports from one package of ours into another, with the latter's name."""
+    for found in ALL:
+        top, *rest = found.module.split(".")
+        if top == "sglang_epd" and rest and rest[0] != found.package:
+            yield found, rest[0]
+
+
+def test_every_package_has_its_layer():
+    packages = {path.stem for path in ROOT.iterdir() if path.name[0] not in "_."}
+    assert packages - {"py", "platform"} <= set(RANK), "add it to LAYERS, where it belongs"
+
+
+def test_imports_go_down_only():
+    upward = [
+        str(found)
+        for found, imported in ours()
+        if found.package not in ("__init__", "platform")
+        and imported != "platform"
+        and RANK[imported] >= RANK[found.package]
+        and (found.package, imported) not in SIDEWAYS
+    ]
+    assert not upward
+
+
+def test_the_platform_stands_by_itself():
+    others = [
+        str(found)
+        for found, imported in ours()
+        if imported == "platform" or (found.package == "platform" and imported != "deferred")
+    ]
+    assert not others
+
+
+def _sglang() -> list[Import]:
+    return [found for found in ALL if found.module.split(".")[0] == "sglang"]
+
+
+def test_only_the_adapters_touch_sglang():
+    strangers = [
+        str(found)
+        for found in _sglang()
+        if found.importer not in SGLANG and found.package not in SGLANG_PACKAGES
+    ]
+    assert not strangers
+    assert {found.package for found in _sglang()} >= {"seams", "platform", "encoder"}
+
+
+def test_only_the_platform_imports_sglang_while_it_is_imported():
+    early = [str(found) for found in _sglang() if found.at_import and found.package != "platform"]
+    assert not early
+
+
+def test_nothing_is_pickled_on_a_wire():
+    picklers = [
+        str(found)
+        for found in ALL
+        if found.module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+    ]
+    assert not picklers
+
+
+def test_the_walk_sees_imports_wherever_they_stand(tmp_path):
+    (tmp_path / "wire").mkdir()
+    (tmp_path / "wire" / "here.py").write_text(
+        "import sglang_epd.encoder.app\n"
+        "if True:\n    from sglang_epd import plugin\n"
+        "def later():\n    import sglang.srt\n"
+        "class Body:\n    from sglang import now\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import sglang.types\n"
+    )
+    found = {(seen.module, seen.at_import) for seen in imports(tmp_path)}
+    assert found == {
+        ("sglang_epd.encoder.app", True),
+        ("sglang_epd.plugin", True),
+        ("sglang.srt", False),
+        ("sglang.now", True),
+        ("typing.TYPE_CHECKING", True),
+    }
+    assert {seen.package for seen in imports(tmp_path)} == {"wire"}
+
+
+def test_the_dependencies_are_declared():
+    """Whatever is imported from outside is in pyproject.toml."""
+    text = (ROOT.parents[1] / "pyproject.toml").read_text()
+    names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+    brought = {"yarl": "aiohttp", "starlette": "fastapi", "huggingface_hub": "sglang"}
+    undeclared = set()
+    for found in ALL:
+        top = found.module.split(".")[0]
+        if top == "sglang_epd" or top in sys.stdlib_module_names:
+            continue
+        if f'"{names.get(top, brought.get(top, top))}' not in text.replace("_", "-"):
+            undeclared.add(top)
+    assert not undeclared

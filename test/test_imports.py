@@ -4,7 +4,7 @@
     seams
     encoder, language
     dispatch, transfer, cache, store, observability, namespace
-    wire, media, config, errors, deferred
+    wire, media, config, errors, deferred, tally
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -27,7 +27,7 @@ LAYERS = (
     {"seams"},
     {"encoder", "language", "sim"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace"},
-    {"wire", "media", "config", "errors", "deferred"},
+    {"wire", "media", "config", "errors", "deferred", "tally"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.

@@ -11,14 +11,26 @@ import torch
 import zmq
 
 from sglang_epd import wire
+from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer import receiver as receiver_module
-from sglang_epd.transfer.ledger import Settled
+from sglang_epd.transfer.arena import Arena
+from sglang_epd.transfer.claims import Claims
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.wire.tensors import tensor_frame
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame
 
-PATIENCE_MS = 5_000
+PATIENCE_S = 10.0
+BUDGET = 1 << 20
+READERS = 3
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4)
+
+
+def until(condition: Callable[[], object], message: str = "it did not come to pass") -> None:
+    """Wait for what nobody signals."""
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit, message
+        time.sleep(0.002)
 
 
 class Peer:
@@ -34,7 +46,7 @@ class Peer:
         self.socket.send_multipart([head, *frames])
 
     def receive(self) -> wire.Message:
-        assert self.socket.poll(PATIENCE_MS), "no answer"
+        assert self.socket.poll(PATIENCE_S * 1e3), "no answer"
         return wire.decode_message(self.socket.recv())
 
     def ask(self, message: wire.Message | bytes, *frames: bytes | memoryview) -> wire.Message:
@@ -42,24 +54,78 @@ class Peer:
         return self.receive()
 
     def offer(
-        self, ticket: str = "t", item: int = 0, layout: wire.Layout = LAYOUT
-    ) -> wire.Grant | wire.Decline:
-        nbytes = layout.embedding.elements * 4
-        answer = self.ask(wire.Offer(ticket, item, bytes([item]) * 32, layout, nbytes))
-        assert isinstance(answer, wire.Grant | wire.Decline)
-        return answer
+        self,
+        ticket: str = "t",
+        item: int = 0,
+        layout: wire.Layout = LAYOUT,
+        process: str = "",
+        remote: bool = False,
+    ) -> wire.Message:
+        nbytes = spec_bytes(layout.embedding)
+        key = bytes([item]) * 32
+        return self.ask(wire.Offer(ticket, item, key, layout, nbytes, process, remote))
 
-    def grant(self, ticket: str = "t", item: int = 0) -> int:
-        answer = self.offer(ticket, item)
+    def grant(self, ticket: str = "t", item: int = 0, **more: object) -> wire.Grant:
+        answer = self.offer(ticket, item, **more)
         assert isinstance(answer, wire.Grant), answer
-        return answer.grant
-
-    def deliver(
-        self, grant: int, ticket: str = "t", item: int = 0, embedding: torch.Tensor = EMBEDDING
-    ) -> wire.Ack:
-        answer = self.ask(wire.Payload(ticket, item, grant), tensor_frame(embedding))
-        assert isinstance(answer, wire.Ack)
         return answer
+
+    def deliver(self, grant: wire.Grant, embedding: torch.Tensor = EMBEDDING) -> wire.Message:
+        """Send a payload on the channel, in one frame."""
+        payload = wire.Payload(grant.ticket, grant.item, grant.grant)
+        return self.ask(payload, tensor_frame(embedding))
+
+    def flush(self) -> None:
+        """Come back when all that was sent before has been read."""
+        answer = self.ask(wire.Payload("flush", 0, 0))
+        assert answer == wire.Ack("flush", 0, 0, "not_granted")
+
+
+class Scheduler:
+    """A scheduler's end, as its thread uses it."""
+
+    def __init__(self, control_path: Path, first_reader: int = 0, readers: int = 1) -> None:
+        self.claims = Claims(control_path, first_reader, readers)
+        self.arena: Arena = self.claims.connect(PATIENCE_S)
+        self._settled: list[wire.Settled] = []
+
+    def expecting(self, name: str = "r", ticket: str = "t", **more: object) -> wire.Expect:
+        """Claim a ticket's items under a name, and see that the receiver knows."""
+        values = {"items": 1, "consumers": 1, "ttl_s": 60.0, **more}
+        expect = wire.Expect(ticket, **values)
+        self.claims.claim(name, expect)
+        self.flush()
+        return expect
+
+    def flush(self) -> None:
+        """Come back when all that was sent before has been read."""
+        self.claims.socket.send(wire.encode_message(wire.Hello()))
+        while True:
+            assert self.claims.socket.poll(PATIENCE_S * 1e3), "no answer"
+            frame = self.claims.socket.recv()
+            message = wire.decode_message(frame, wire.messages.MAX_CONTROL_BYTES)
+            if isinstance(message, wire.Welcome):
+                return
+            self._settled.append(message)
+
+    def settle(self, count: int = 1) -> list[wire.Settled]:
+        """Wait until so many claims have settled."""
+        limit = time.monotonic() + PATIENCE_S
+        while len(self._settled) < count:
+            left_s = max(0.0, limit - time.monotonic())
+            assert self.claims.socket.poll(left_s * 1e3), f"{len(self._settled)} of {count}"
+            self._settled += self.claims.take()
+        settled, self._settled = self._settled[:count], self._settled[count:]
+        return settled
+
+    def tensors(self, reader: int = 0) -> list[torch.Tensor]:
+        """The embeddings of the next claim that settles."""
+        (settled,) = self.settle()
+        assert not settled.code, settled
+        return [self.arena.read(item, reader) for item in settled.items]
+
+    def close(self) -> None:
+        self.claims.close()
 
 
 @pytest.fixture
@@ -73,12 +139,36 @@ def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "_HOLD_S", 0.05)
 
 
+class Forgetful(dict):
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def mapped_as_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process maps the arenas that it has made as another process would."""
+    monkeypatch.setattr(arena_module, "_made_here", Forgetful())
+
+
 @pytest.fixture
-def receiver(control_path: Path) -> Iterator[Receiver]:
-    receiver = Receiver("127.0.0.1", "127.0.0.1", control_path, max_item_bytes=1 << 20)
-    receiver.start()
-    yield receiver
-    receiver.stop()
+def start_receiver(control_path: Path) -> Iterator[Callable[..., Receiver]]:
+    """Start a receiver with other settings than `receiver`'s."""
+    started: list[Receiver] = []
+
+    def start(**more: object) -> Receiver:
+        settings = {"budget_bytes": BUDGET, "readers": READERS, **more}
+        started.append(Receiver("127.0.0.1", "127.0.0.1", control_path, **settings))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for receiver in started:
+        receiver.stop()
+
+
+@pytest.fixture
+def receiver(start_receiver: Callable[..., Receiver]) -> Receiver:
+    return start_receiver()
 
 
 @pytest.fixture
@@ -89,45 +179,50 @@ def context() -> Iterator[zmq.Context]:
 
 
 @pytest.fixture
-def encoder(connect: Callable[[], Peer]) -> Peer:
-    return connect()
-
-
-@pytest.fixture
-def tokenizer(receiver: Receiver, context: zmq.Context, control_path: Path) -> Iterator[Peer]:
-    peer = Peer(context, f"ipc://{control_path}")
-    yield peer
-    peer.socket.close()
-
-
-@pytest.fixture
-def connect(receiver: Receiver, context: zmq.Context) -> Iterator[Callable[[], Peer]]:
-    """One more encoder at each call."""
+def dial(context: zmq.Context) -> Iterator[Callable[[str], Peer]]:
     peers: list[Peer] = []
 
-    def connect() -> Peer:
-        peers.append(Peer(context, receiver.endpoint))
+    def dial(endpoint: str) -> Peer:
+        peers.append(Peer(context, endpoint))
         return peers[-1]
 
-    yield connect
+    yield dial
     for peer in peers:
         peer.socket.close()
 
 
 @pytest.fixture
-def settle(receiver: Receiver) -> Callable[[int], list[Settled]]:
-    """Wait, as an idle scheduler does, until so many claims have settled."""
+def connect(dial: Callable[[str], Peer]) -> Callable[[Receiver], Peer]:
+    """One more encoder at each call."""
+    return lambda receiver: dial(receiver.endpoint)
 
-    def wait(count: int) -> list[Settled]:
-        settled: list[Settled] = []
-        until = time.monotonic() + PATIENCE_MS / 1000
-        while len(settled) < count:
-            left_ms = max(0.0, until - time.monotonic()) * 1000
-            assert receiver.wake_socket.poll(left_ms), f"{len(settled)} of {count} settled"
-            settled += receiver.take_settled()
-        return settled
 
-    return wait
+@pytest.fixture
+def encoder(receiver: Receiver, connect: Callable[[Receiver], Peer]) -> Peer:
+    return connect(receiver)
+
+
+@pytest.fixture
+def tokenizer(receiver: Receiver, dial: Callable[[str], Peer], control_path: Path) -> Peer:
+    return dial(f"ipc://{control_path}")
+
+
+@pytest.fixture
+def connect_scheduler(control_path: Path) -> Iterator[Callable[..., Scheduler]]:
+    schedulers: list[Scheduler] = []
+
+    def connect(first_reader: int = 0, readers: int = 1) -> Scheduler:
+        schedulers.append(Scheduler(control_path, first_reader, readers))
+        return schedulers[-1]
+
+    yield connect
+    for scheduler in schedulers:
+        scheduler.close()
+
+
+@pytest.fixture
+def scheduler(receiver: Receiver, connect_scheduler: Callable[..., Scheduler]) -> Scheduler:
+    return connect_scheduler()
 
 
 @pytest.fixture

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import torch
 import zmq
 
 from sglang_epd import wire
-from sglang_epd.errors import EncodeError, RequestCancelledError, UnavailableError
+from sglang_epd.errors import EncodeError, UnavailableError
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import messages
+from transfer.conftest import EMBEDDING, PATIENCE_S, until
 
-PATIENCE_S = 5.0
+EXPECT = wire.Expect("t", 1, 1, 60.0)
 
 
 @pytest.fixture
@@ -20,6 +22,38 @@ async def control(control_path) -> AsyncIterator[Control]:
     control = Control(control_path)
     yield control
     control.close()
+
+
+@pytest.fixture
+def router(control_path, context) -> Iterator[zmq.Socket]:
+    """A receiver that says what the test wants."""
+    control_path.parent.mkdir()
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{control_path}")
+    yield router
+    router.close()
+
+
+async def heard(router: zmq.Socket, kind: type[wire.Message]) -> tuple[bytes, wire.Message]:
+    """The next message of a kind, and whose it is."""
+    while True:
+        assert await asyncio.to_thread(router.poll, PATIENCE_S * 1e3)
+        peer, frame = router.recv_multipart()
+        message = wire.decode_message(frame)
+        if isinstance(message, kind):
+            return peer, message
+
+
+def say(router: zmq.Socket, peer: bytes, message: wire.Message) -> None:
+    router.send_multipart([peer, wire.encode_message(message)])
+
+
+async def deliver(encoder) -> None:
+    await asyncio.to_thread(lambda: encoder.deliver(encoder.grant()))
+
+
+async def until_free(receiver) -> None:
+    await asyncio.to_thread(until, lambda: not receiver._reservations.held_bytes)
 
 
 async def test_the_endpoint_is_the_receivers(receiver, control):
@@ -31,13 +65,19 @@ async def test_the_endpoint_is_asked_once(receiver, control):
     assert {*first, await control.endpoint(0.0)} == {receiver.endpoint}
 
 
+async def test_the_arena_is_mapped_once(receiver, control):
+    arena = await control.arena(PATIENCE_S)
+    assert arena.address == receiver._arena.address
+    assert await control.arena(0.0) is arena
+
+
 async def test_all_who_ask_in_vain_are_told_within_their_own_time(control):
     started = time.monotonic()
     outcomes = await asyncio.gather(
         *(control.endpoint(0.1) for _ in range(20)), return_exceptions=True
     )
     assert {type(outcome) for outcome in outcomes} == {UnavailableError}
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 2
 
 
 async def test_a_receiver_that_comes_later_is_found(control, request):
@@ -48,25 +88,90 @@ async def test_a_receiver_that_comes_later_is_found(control, request):
 
 
 async def test_an_expected_request_can_be_delivered(receiver, control, encoder):
-    await control.expect(wire.Expect("t", 1, 1, 60.0))
-    await control.endpoint(PATIENCE_S)  # what went before has been read
+    await control.endpoint(PATIENCE_S)
+    await control.expect(EXPECT)
+    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
     assert isinstance(encoder.offer(), wire.Grant)
 
 
-async def test_a_failure_reaches_who_waits(receiver, control, settle):
-    receiver.claim("r", wire.Expect("t", 1, 1, 60.0))
+async def test_a_failure_reaches_who_waits(scheduler, control):
+    await asyncio.to_thread(scheduler.expecting)
     await control.fail("t", EncodeError("no encoder could"))
-    (settled,) = await asyncio.to_thread(settle, 1)
-    assert type(settled.error) is EncodeError
-    assert settled.error.message == "no encoder could"
+    (settled,) = await asyncio.to_thread(scheduler.settle)
+    assert (settled.code, settled.message) == ("EncodeError", "no encoder could")
 
 
-async def test_a_cancelled_request_takes_nothing_more(receiver, control, settle, encoder):
-    receiver.claim("r", wire.Expect("t", 1, 1, 60.0))
+async def test_a_cancelled_request_takes_nothing_more(scheduler, control, encoder):
+    await asyncio.to_thread(scheduler.expecting)
     await control.cancel("t")
-    (settled,) = await asyncio.to_thread(settle, 1)
-    assert type(settled.error) is RequestCancelledError
+    (settled,) = await asyncio.to_thread(scheduler.settle)
+    assert settled.code == "RequestCancelledError"
     assert encoder.offer().reason == messages.DECLINE_CANCELLED
+
+
+async def test_items_can_be_claimed_here_too(receiver, control, encoder):
+    claim = asyncio.create_task(control.claim(EXPECT, 2))
+    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    await deliver(encoder)
+    (item,) = (await claim).items
+    arena = await control.arena(PATIENCE_S)
+    tensor = arena.read(item, 2)
+    assert torch.equal(tensor, EMBEDDING)
+    del tensor
+    await until_free(receiver)
+
+
+async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
+    claims = [
+        asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0), 0))
+        for number in range(5)
+    ]
+    await asyncio.to_thread(until, lambda: receiver._ledger.claimed == 5)
+    for number in reversed(range(5)):
+        await control.fail(f"t{number}", EncodeError(f"{number}"))
+    settled = await asyncio.gather(*claims)
+    assert [message.message for message in settled] == [str(number) for number in range(5)]
+
+
+async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder):
+    claim = asyncio.create_task(control.claim(EXPECT, 0))
+    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    claim.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claim
+    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+    assert encoder.offer().reason == messages.DECLINE_CANCELLED
+    await control.expect(wire.Expect("next", 1, 1, 60.0))
+    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
+    assert not control._claims
+
+
+@pytest.mark.parametrize("moment", ["before it came", "as it came"])
+async def test_items_that_came_after_all_are_given_back(
+    receiver, control, encoder, moment, monkeypatch
+):
+    """Nobody else would ever say that they were dropped."""
+    claim = asyncio.create_task(control.claim(EXPECT, 1))
+    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    if moment == "as it came":
+        # The outcome is there and the task has not gone on yet.
+        settle = control._on_settled
+        monkeypatch.setattr(control, "_on_settled", lambda m: (settle(m), claim.cancel()))
+        await deliver(encoder)
+        with pytest.raises(asyncio.CancelledError):
+            await claim
+    else:
+        # It has settled at the receiver, and nobody has read it here.
+        control._reader.cancel()
+        await asyncio.gather(control._reader, return_exceptions=True)
+        await deliver(encoder)
+        claim.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claim
+        control._reader = None
+        control._listen()
+    await until_free(receiver)
+    assert not control._claims
 
 
 @pytest.mark.timeout(30)
@@ -81,38 +186,41 @@ async def test_a_receiver_that_reads_nothing_blocks_nobody(control, caplog):
 
 
 def test_it_may_be_made_before_the_event_loop_runs(receiver, control_path):
-    control = Control(control_path)
-    try:
-        assert asyncio.run(control.endpoint(PATIENCE_S)) == receiver.endpoint
-    finally:
+    async def ask() -> str:
+        endpoint = await control.endpoint(PATIENCE_S)
         control.close()
+        await asyncio.sleep(0)
+        return endpoint
+
+    control = Control(control_path)
+    assert asyncio.run(ask()) == receiver.endpoint
 
 
-async def test_another_answer_than_a_welcome_is_refused(control_path, context):
-    control_path.parent.mkdir()
-    router = context.socket(zmq.ROUTER)
-    router.bind(f"ipc://{control_path}")
-    control = Control(control_path)
-    try:
-        asked = asyncio.create_task(control.endpoint(PATIENCE_S))
-        peer, _ = await asyncio.to_thread(router.recv_multipart)
-        router.send_multipart([peer, wire.encode_message(wire.Hello())])
-        with pytest.raises(Exception, match="expected Welcome, got Hello"):
-            await asked
-    finally:
-        control.close()
+async def test_what_is_no_answer_is_passed_over(router, control, caplog):
+    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
+    peer, _ = await heard(router, wire.Hello)
+    router.send_multipart([peer, b"garbage"])
+    say(router, peer, wire.Hello())
+    say(router, peer, wire.Settled("nobody's"))
+    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
+    say(router, peer, wire.Welcome("tcp://elsewhere", "", 0, b"", 1))
+    assert await asked == "tcp://here"
+    assert "not a sglang-epd message" in caplog.text
+    assert "Hello from the receiver" in caplog.text
 
 
 async def test_nothing_is_left_after_close(receiver, control_path, resources):
     async def live_once():
         control = Control(control_path)
-        await control.endpoint(PATIENCE_S)
+        await control.arena(PATIENCE_S)
         control.close()
+        await asyncio.sleep(0)
 
     await live_once()
-    before = resources()
+    tasks, before = len(asyncio.all_tasks()), resources()
     for _ in range(5):
         await live_once()
     after = resources()
+    assert len(asyncio.all_tasks()) <= tasks + 1
     assert after[1] == before[1]
     assert after[0] - before[0] <= 5  # the receiver's ends, which close a moment later

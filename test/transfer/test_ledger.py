@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
-import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,17 +23,68 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
+from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import TRANSITIONS, ItemState, Ledger, _Item
+from sglang_epd.transfer.reservations import QUARANTINE_S, Block, Reservations
 from sglang_epd.wire import messages
 
-MAX_ITEM_BYTES = 100
+PAGE = ALIGNMENT
+PAGES = 8
+SLOTS = 16
+READERS = 3
+GRANT_TTL_S = 3.0
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (1, 4)), [[1, 2, 2]])
 KEY = b"k" * 32
 FOREVER = 1e12
 
 
-def offer(ticket: str, item: int, nbytes: int = 16) -> wire.Offer:
-    return wire.Offer(ticket, item, KEY, LAYOUT, nbytes)
+class Books:
+    """A ledger with memory that is not there, and everything it asks of the world."""
+
+    def __init__(self, pages: int = PAGES, **more: object) -> None:
+        self.drops = np.zeros((SLOTS, READERS), np.uint32)
+        self.dead: set[str] = set()
+        self.seen: bool | None = None
+        self.reservations = Reservations(
+            pages * PAGE,
+            SLOTS,
+            READERS,
+            drops=lambda slots: self.drops[slots],
+            reset=self._reset,
+            writer_lives=lambda process: False if process in self.dead else self.seen,
+        )
+        self.ledger = Ledger(self.reservations, GRANT_TTL_S, **more)
+
+    def _reset(self, slot: int) -> None:
+        self.drops[slot] = 0
+
+
+def offer(ticket: str, item: int, pages: int = 1, process: str = "") -> wire.Offer:
+    return wire.Offer(ticket, item, KEY, LAYOUT, pages * PAGE, process)
+
+
+def claiming(name: str, expect: wire.Expect, first: int = 0, readers: int = 1) -> wire.Claim:
+    return wire.Claim(name, expect, first, readers)
+
+
+@dataclass
+class Memory:
+    """The model of one grant's bytes, for as long as anybody may touch them."""
+
+    block: Block
+    ticket: str
+    item: int
+    foreign: bool
+    writer: str
+    until: float
+    readings: list[int] = field(default_factory=list)
+    quarantined: bool = False
+    # Somebody may yet be handed it.
+    wanted: bool = True
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.block.offset, self.block.offset + self.block.nbytes
 
 
 @dataclass
@@ -45,9 +97,9 @@ class Ticket:
     error: type[Exception] | None = None
     consumers: int = 0
     deadline: float = 0.0
-    waiting: list[str] = field(default_factory=list)
+    waiting: dict[str, wire.Claim] = field(default_factory=dict)
     live: dict[int, int] = field(default_factory=dict)
-    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:
@@ -59,14 +111,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(MAX_ITEM_BYTES)
+        self.books = Books()
+        self.ledger = self.books.ledger
         self.now = 0.0
-        self.rids = itertools.count()
+        self.names = itertools.count()
         self.tickets: list[Ticket] = []
         self.outstanding: set[str] = set()
-        # What take_settled owes: claim -> its items, or the class of its error.
-        self.due: dict[str, list[torch.Tensor] | type[Exception]] = {}
-        self.grants: list[wire.Grant] = []
+        # What take_outcomes owes: claimant -> grants of its items, or the class of its error.
+        self.due: dict[str, list[int] | type[Exception]] = {}
+        # All bytes that anybody may write to or read, by grant; and every grant there ever was.
+        self.memory: dict[int, Memory] = {}
+        self.grants: list[Memory] = []
 
     # The model.
 
@@ -74,27 +129,50 @@ class LedgerMachine(RuleBasedStateMachine):
         complete = len(ticket.received) == ticket.expect.items
         if ticket.error is None and not complete:
             return
-        for rid in ticket.waiting:
-            self.due[rid] = ticket.error or [
-                ticket.received[item] for item in range(ticket.expect.items)
-            ]
+        for name, claim in ticket.waiting.items():
+            if ticket.error is not None:
+                self.due[name] = ticket.error
+                continue
+            grants = [ticket.received[item] for item in range(ticket.expect.items)]
+            self.due[name] = grants
+            for grant in grants:
+                readers = range(claim.first_reader, claim.first_reader + claim.readers)
+                self.memory[grant].readings += readers
         ticket.consumers -= len(ticket.waiting)
         ticket.waiting.clear()
         if ticket.consumers <= 0:
             self.end(ticket)
 
+    def revoke(self, grant: int) -> None:
+        memory = self.memory[grant]
+        if memory.foreign:
+            memory.quarantined = True
+            memory.until = self.now + QUARANTINE_S
+        else:
+            del self.memory[grant]
+
+    def release(self, ticket: Ticket) -> None:
+        for grant in ticket.live.values():
+            self.revoke(grant)
+        for grant in ticket.received.values():
+            self.memory[grant].wanted = False
+        ticket.live.clear()
+        ticket.received.clear()
+
     def fail_model(self, ticket: Ticket, error: type[Exception]) -> None:
+        if not ticket.opened:
+            # Remembered for whoever comes later.
+            ticket.opened = ticket.ended = True
+            ticket.error = error
         if not ticket.open or ticket.error is not None:
             return
         ticket.error = error
-        ticket.live.clear()
-        ticket.received.clear()
+        self.release(ticket)
         self.settle(ticket)
 
     def end(self, ticket: Ticket) -> None:
         ticket.ended = True
-        ticket.live.clear()
-        ticket.received.clear()
+        self.release(ticket)
 
     def open_model(self, ticket: Ticket) -> None:
         if not ticket.opened:
@@ -105,129 +183,214 @@ class LedgerMachine(RuleBasedStateMachine):
     def pick(self, index: int) -> Ticket:
         return self.tickets[index % len(self.tickets)]
 
+    def refusal(self, ticket: Ticket, item: int, pages: int) -> str | None:
+        if not ticket.opened:
+            return messages.DECLINE_UNKNOWN
+        if ticket.error is not None:
+            return messages.DECLINE_CANCELLED
+        if ticket.ended:
+            return messages.DECLINE_DUPLICATE
+        if item >= ticket.expect.items:
+            return messages.DECLINE_UNKNOWN
+        if item in ticket.received:
+            return messages.DECLINE_DUPLICATE
+        held = {**ticket.live, **ticket.received}
+        others = sum(self.memory[held[other]].block.nbytes for other in held if other != item)
+        return messages.DECLINE_TOO_LARGE if others + pages * PAGE > PAGES * PAGE else None
+
     # What happens.
 
     @initialize(
         shapes=st.lists(
             st.tuples(st.integers(1, 3), st.integers(1, 3), st.floats(1, 20)),
             min_size=1,
-            max_size=3,
+            max_size=4,
         )
     )
     def plan(self, shapes):
         for number, (items, consumers, ttl_s) in enumerate(shapes):
             self.tickets.append(Ticket(wire.Expect(f"t{number}", items, consumers, ttl_s)))
 
-    @rule(index=st.integers(0, 2))
+    @rule(index=st.integers(0, 3))
     def expect(self, index):
         ticket = self.pick(index)
         self.ledger.expect(ticket.expect, self.now)
         self.open_model(ticket)
 
-    @rule(index=st.integers(0, 2))
-    def claim(self, index):
+    @rule(index=st.integers(0, 3), first=st.integers(0, 1), readers=st.integers(1, 2))
+    def claim(self, index, first, readers):
         ticket = self.pick(index)
-        rid = f"r{next(self.rids)}"
-        self.outstanding.add(rid)
+        name = f"c{next(self.names)}"
+        self.outstanding.add(name)
         self.open_model(ticket)
-        self.ledger.claim(rid, ticket.expect, self.now)
+        claim = claiming(name, ticket.expect, first, readers)
+        self.ledger.claim(name, claim, self.now)
         if ticket.ended:
-            self.due[rid] = ticket.error or ProtocolError
+            self.due[name] = ticket.error or ProtocolError
         elif len(ticket.waiting) >= ticket.consumers:
-            self.due[rid] = ProtocolError
+            self.due[name] = ProtocolError
         else:
-            ticket.waiting.append(rid)
+            ticket.waiting[name] = claim
             self.settle(ticket)
 
-    @rule(index=st.integers(0, 2), item=st.integers(0, 3), nbytes=st.sampled_from((16, 16, 101)))
-    def offer(self, index, item, nbytes):
+    @rule(
+        index=st.integers(0, 3),
+        item=st.integers(0, 3),
+        pages=st.sampled_from((1, 1, 1, 2, 3, 8, 9)),
+        landing=st.sampled_from(("inline", "shared", "remote")),
+        writer=st.sampled_from(("", "one", "other")),
+    )
+    def offer(self, index, item, pages, landing, writer):
         ticket = self.pick(index)
-        answer = self.ledger.offer(offer(ticket.expect.ticket, item, nbytes))
-        assert (answer.ticket, answer.item) == (ticket.expect.ticket, item)
-        wanted = (
-            ticket.open
-            and ticket.error is None
-            and item < ticket.expect.items
-            and item not in ticket.received
-            and nbytes <= MAX_ITEM_BYTES
-        )
-        assert isinstance(answer, wire.Grant) == wanted
-        if wanted:
-            assert answer.grant not in {grant.grant for grant in self.grants}
-            self.grants.append(answer)
-            ticket.live[item] = answer.grant
+        name = ticket.expect.ticket
+        refusal = self.refusal(ticket, item, pages)
+        before = ticket.live.get(item)
+        answer = self.ledger.offer(offer(name, item, pages, writer), self.now, landing=landing)
+        if refusal is not None:
+            assert answer == wire.Decline(name, item, refusal)
+            return
+        if not isinstance(answer, Block):
+            assert answer == wire.Wait(name, item)
+            return
+        assert answer.grant not in {memory.block.grant for memory in self.grants}
+        assert answer.nbytes == pages * PAGE
+        begin, end = answer.offset, answer.offset + answer.nbytes
+        for other in self.memory.values():
+            assert end <= other.span[0] or other.span[1] <= begin, "somebody else's bytes"
+            assert other.block.slot != answer.slot, "somebody else's counters"
+        if before is not None:
+            self.revoke(before)
+        until = min(self.now + GRANT_TTL_S, ticket.deadline)
+        memory = Memory(answer, name, item, landing != "inline", writer, until)
+        self.memory[answer.grant] = memory
+        self.grants.append(memory)
+        ticket.live[item] = answer.grant
+
+    def named(self, index: int) -> tuple[Memory, Ticket]:
+        memory = self.grants[index % len(self.grants)]
+        return memory, next(t for t in self.tickets if t.expect.ticket == memory.ticket)
+
+    def late(self, grant: int) -> None:
+        """Its encoder said that it writes no more."""
+        if grant in self.memory and self.memory[grant].quarantined:
+            del self.memory[grant]
 
     @precondition(lambda self: self.grants)
-    @rule(index=st.integers(0), stray=st.sampled_from((0, 0, 0, 0, 1)))
-    def payload(self, index, stray):
-        granted = self.grants[index % len(self.grants)]
-        ticket = next(t for t in self.tickets if t.expect.ticket == granted.ticket)
-        message = wire.Payload(granted.ticket, granted.item, granted.grant + stray * 1000)
-        embedding = torch.zeros(1, 4)
-        if ticket.live.get(granted.item) == message.grant:
-            self.ledger.fill(message, embedding)
-            del ticket.live[granted.item]
-            ticket.received[granted.item] = embedding
+    @rule(index=st.integers(0))
+    def payload(self, index):
+        memory, ticket = self.named(index)
+        grant = memory.block.grant
+        taken = self.ledger.fill(wire.Payload(memory.ticket, memory.item, grant), self.now)
+        assert taken == (ticket.live.get(memory.item) == grant)
+        if taken:
+            ticket.received[memory.item] = ticket.live.pop(memory.item)
             self.settle(ticket)
         else:
-            with pytest.raises(ProtocolError):
-                self.ledger.fill(message, embedding)
+            self.late(grant)
 
-    @rule(index=st.integers(0, 2))
+    @precondition(lambda self: self.grants)
+    @rule(index=st.integers(0))
+    def withdraw(self, index):
+        memory, ticket = self.named(index)
+        grant = memory.block.grant
+        taken = self.ledger.withdraw(wire.Withdraw(memory.ticket, memory.item, grant))
+        assert taken == (ticket.live.get(memory.item) == grant)
+        if taken:
+            del ticket.live[memory.item], self.memory[grant]
+        else:
+            self.late(grant)
+
+    @precondition(lambda self: self.grants)
+    @rule(index=st.integers(0), kind=st.sampled_from(("ticket", "item", "grant")))
+    def stray(self, index, kind):
+        """Somebody names a grant that is not its own: nothing comes of it."""
+        memory, _ = self.named(index)
+        ticket, item, grant = memory.ticket, memory.item, memory.block.grant
+        if kind == "ticket":
+            ticket = "another"
+        elif kind == "item":
+            # The ticket's owner may end a quarantine of its own by any name.
+            if memory.quarantined:
+                return
+            item += 1
+        else:
+            grant += 1000
+        assert self.ledger.granted(wire.Payload(ticket, item, grant)) is None
+        assert not self.ledger.fill(wire.Payload(ticket, item, grant), self.now)
+        assert not self.ledger.withdraw(wire.Withdraw(ticket, item, grant))
+
+    @precondition(lambda self: any(memory.readings for memory in self.memory.values()))
+    @rule(index=st.integers(0), reading=st.integers(0))
+    def drop(self, index, reading):
+        """A reader drops an item, on whatever thread and at whatever time."""
+        read = [memory for memory in self.memory.values() if memory.readings]
+        memory = read[index % len(read)]
+        reader = memory.readings.pop(reading % len(memory.readings))
+        self.books.drops[memory.block.slot, reader] += 1
+
+    @rule(writer=st.sampled_from(("one", "other")))
+    def die(self, writer):
+        self.books.dead.add(writer)
+
+    @rule(index=st.integers(0, 3))
     def fail(self, index):
         ticket = self.pick(index)
-        self.ledger.fail(ticket.expect.ticket, EncodeError("no encoder could"))
+        self.ledger.fail(ticket.expect.ticket, EncodeError("no encoder could"), self.now)
         self.fail_model(ticket, EncodeError)
 
-    @rule(index=st.integers(0, 2))
+    @rule(index=st.integers(0, 3))
     def cancel(self, index):
         ticket = self.pick(index)
-        self.ledger.cancel(ticket.expect.ticket)
+        self.ledger.cancel(ticket.expect.ticket, self.now)
+        self.fail_model(ticket, RequestCancelledError)
         if ticket.open:
-            self.fail_model(ticket, RequestCancelledError)
             self.end(ticket)
 
     @precondition(lambda self: self.outstanding)
     @rule(index=st.integers(0))
     def abandon(self, index):
-        rid = sorted(self.outstanding)[index % len(self.outstanding)]
-        self.ledger.abandon(rid)
+        name = sorted(self.outstanding)[index % len(self.outstanding)]
+        self.ledger.abandon(name, self.now)
         for ticket in self.tickets:
-            if rid not in ticket.waiting:
+            if name not in ticket.waiting:
                 continue
-            ticket.waiting.remove(rid)
+            del ticket.waiting[name]
             ticket.consumers -= 1
-            self.due[rid] = RequestCancelledError
+            self.due[name] = RequestCancelledError
             if ticket.consumers <= 0:
                 self.fail_model(ticket, RequestCancelledError)
                 self.end(ticket)
 
-    @rule(elapsed=st.floats(0, 8))
+    @rule(elapsed=st.floats(0, 8) | st.just(QUARANTINE_S))
     def expire(self, elapsed):
         self.now += elapsed
-        over = [ticket for ticket in self.tickets if ticket.open and ticket.deadline <= self.now]
-        assert self.ledger.expire(self.now) == len(over)
-        for ticket in over:
-            self.fail_model(ticket, DeadlineError)
-            self.end(ticket)
+        self.ledger.expire(self.now)
+        for ticket in self.tickets:
+            if ticket.open and ticket.deadline <= self.now:
+                self.fail_model(ticket, DeadlineError)
+                self.end(ticket)
+            elif ticket.open:
+                for item, grant in list(ticket.live.items()):
+                    if self.memory[grant].until <= self.now:
+                        self.revoke(grant)
+                        del ticket.live[item]
 
     # What must hold after each of them.
 
     @invariant()
     def every_claim_settles_once_and_rightly(self):
-        for settled in self.ledger.take_settled():
-            assert settled.rid in self.outstanding
-            self.outstanding.remove(settled.rid)
-            outcome = self.due.pop(settled.rid)
-            if isinstance(outcome, list):
-                assert settled.error is None
-                assert all(
-                    item.embedding is embedding
-                    for item, embedding in zip(settled.items, outcome, strict=True)
-                )
+        for outcome in self.ledger.take_outcomes():
+            assert outcome.claimant in self.outstanding
+            self.outstanding.remove(outcome.claimant)
+            owed = self.due.pop(outcome.claimant)
+            if isinstance(owed, list):
+                assert outcome.error is None
+                where = [(item.slot, item.offset, item.nbytes) for item in outcome.items]
+                blocks = [self.memory[grant].block for grant in owed]
+                assert where == [(block.slot, block.offset, block.nbytes) for block in blocks]
             else:
-                assert type(settled.error) is outcome
-                assert not settled.items
+                assert type(outcome.error) is owed
+                assert not outcome.items
         assert not self.due
 
     @invariant()
@@ -235,38 +398,222 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check_integrity()
         open_tickets = [ticket for ticket in self.tickets if ticket.open]
         assert len(self.ledger) == len(open_tickets)
-        assert self.ledger.waiting == sum(len(ticket.waiting) for ticket in open_tickets)
-        assert self.ledger.held_bytes == 16 * sum(len(ticket.received) for ticket in open_tickets)
+        assert self.ledger.claimed == sum(len(ticket.waiting) for ticket in open_tickets)
+
+    @invariant()
+    def what_nobody_touches_is_free_and_nothing_else(self):
+        reservations = self.books.reservations
+        reservations.reclaim(self.now)
+        for grant, memory in list(self.memory.items()):
+            if memory.quarantined:
+                over = memory.until <= self.now or memory.writer in self.books.dead
+            else:
+                over = not memory.wanted and not memory.readings
+            if over:
+                del self.memory[grant]
+        assert reservations.held_bytes == sum(m.block.nbytes for m in self.memory.values())
+        assert reservations.quarantined == sum(m.quarantined for m in self.memory.values())
+        assert len(reservations) == len(self.memory)
 
     def teardown(self):
         self.ledger.expire(FOREVER)
-        left = {settled.rid for settled in self.ledger.take_settled()}
-        assert left == self.outstanding
-        assert (len(self.ledger), self.ledger.waiting, self.ledger.held_bytes) == (0, 0, 0)
+        assert {outcome.claimant for outcome in self.ledger.take_outcomes()} == self.outstanding
+        assert (len(self.ledger), self.ledger.claimed) == (0, 0)
+        for memory in self.memory.values():
+            for reader in memory.readings:
+                self.books.drops[memory.block.slot, reader] += 1
+        self.books.reservations.reclaim(FOREVER + QUARANTINE_S)
         self.ledger.check_integrity()
+        reservations = self.books.reservations
+        assert (reservations.held_bytes, len(reservations), reservations.quarantined) == (0, 0, 0)
+        blocks = [reservations.grant(1) for _ in range(PAGES)]
+        assert all(blocks), "all memory can be used again"
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+# Progress.
+
+
+class Traffic:
+    """Requests whose encoders offer in any order, and whose readers drop in any order.
+
+    Asks again for what waits as the receiver does: only when there is news.
+    """
+
+    def __init__(self, requests: list[list[int]], rng: random.Random, pages: int = 16) -> None:
+        self.books = Books(pages)
+        self.ledger = self.books.ledger
+        self.requests = requests
+        self.rng = rng
+        self.offers: list[wire.Offer] = []
+        self.held: list[wire.Offer] = []
+        self.granted: dict[tuple[str, int], Block] = {}
+        self.reading: list[wire.Landed] = []
+        self.done: set[str] = set()
+        self.seen_news = -1
+        for number, items in enumerate(requests):
+            expect = wire.Expect(f"t{number}", len(items), 1, 1e6)
+            self.ledger.claim(f"t{number}", claiming(f"t{number}", expect), 0.0)
+            self.offers += [offer(f"t{number}", at, pages) for at, pages in enumerate(items)]
+        rng.shuffle(self.offers)
+
+    def ask(self, message: wire.Offer) -> None:
+        answer = self.ledger.offer(message, 0.0)
+        if isinstance(answer, Block):
+            self.granted[message.ticket, message.item] = answer
+        else:
+            assert isinstance(answer, wire.Wait), answer
+            self.held.append(message)
+
+    def go_on(self) -> None:
+        while self.held and self.ledger.news != self.seen_news:
+            self.seen_news = self.ledger.news
+            held = sorted(self.held, key=lambda message: self.ledger.age(message.ticket))
+            self.held = []
+            for message in held:
+                self.ask(message)
+
+    def step(self) -> bool:
+        """Whether anything was left that could happen."""
+        choices = [
+            *(["offer"] if self.offers else []),
+            *(["fill"] if self.granted else []),
+            *(["drop"] if self.reading else []),
+        ]
+        if not choices:
+            return False
+        match self.rng.choice(choices):
+            case "offer":
+                self.ask(self.offers.pop())
+            case "fill":
+                ticket, item = self.rng.choice(sorted(self.granted))
+                block = self.granted.pop((ticket, item))
+                assert self.ledger.fill(wire.Payload(ticket, item, block.grant), 0.0)
+            case "drop":
+                landed = self.reading.pop(self.rng.randrange(len(self.reading)))
+                self.books.drops[landed.slot, 0] += 1
+                self.books.reservations.reclaim(0.0)
+        for outcome in self.ledger.take_outcomes():
+            assert outcome.error is None
+            self.done.add(outcome.claimant)
+            self.reading += outcome.items
+        self.go_on()
+        self.ledger.check_integrity()
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        assert not self.held, f"{len(self.held)} offers wait for ever"
+        assert len(self.done) == len(self.requests)
+        assert self.books.reservations.held_bytes == 0
+
+
+single = st.lists(st.integers(1, 16), min_size=1, max_size=1)
+several = st.lists(st.integers(1, 6), min_size=2, max_size=4).filter(lambda items: sum(items) <= 8)
+seeds = st.integers(0, 2**32).map(random.Random)
+
+
+@given(st.lists(single, min_size=1, max_size=12), seeds)
+def test_requests_of_one_item_are_all_served(requests, rng):
+    Traffic(requests, rng).run()
+
+
+@settings(max_examples=150)
+@given(st.lists(several, min_size=2, max_size=8), seeds)
+def test_requests_of_at_most_half_of_the_memory_never_block_each_other(requests, rng):
+    Traffic(requests, rng).run()
+
+
+@settings(max_examples=150)
+@given(st.lists(single | several, min_size=2, max_size=12), seeds)
+def test_large_items_and_requests_of_several_never_block_each_other(requests, rng):
+    Traffic(requests, rng).run()
+
+
+def test_scattered_items_do_not_keep_a_large_one_out_for_ever():
+    """Items of requests that wait must not lie where the others' largest would have to."""
+    rng = random.Random(0)
+    traffic = Traffic([[4, 1], *([1] for _ in range(10)), [1, 1, 1], [1, 1, 1]], rng, pages=10)
+    singles = [message for message in traffic.offers if 1 <= int(message.ticket[1:]) <= 10]
+    for message in singles:
+        traffic.ask(message)
+    places = sorted(traffic.granted.items(), key=lambda granted: granted[1].offset)
+    # A page is freed at a time, and taken by a request that has more to come.
+    for at, ticket in ((3, "t11"), (6, "t12")):
+        (name, item), block = places[at]
+        assert traffic.ledger.fill(wire.Payload(name, item, block.grant), 0.0)
+        del traffic.granted[name, item]
+        (outcome,) = traffic.ledger.take_outcomes()
+        traffic.done.add(name)
+        traffic.books.drops[outcome.items[0].slot, 0] += 1
+        traffic.books.reservations.reclaim(0.0)
+        traffic.ask(offer(ticket, 0))
+    asked = {(message.ticket, message.item) for message in traffic.held} | set(traffic.granted)
+    traffic.offers = [
+        message
+        for message in traffic.offers
+        if message not in singles and (message.ticket, message.item) not in asked
+    ]
+    traffic.run()
+
+
+def test_a_request_that_failed_stands_in_nobodys_way():
+    """It stays in the books while not all of its samples have asked for it."""
+    traffic = Traffic([[1], *([2, 2, 2] for _ in range(4))], random.Random(1), pages=12)
+    traffic.ledger._entries["t0"].consumers = 2
+    traffic.offers = [message for message in traffic.offers if message.ticket != "t0"]
+    traffic.ledger.fail("t0", EncodeError("x"), 0.0)
+    traffic.ledger.take_outcomes()
+    while traffic.step():
+        pass
+    assert traffic.done == {"t1", "t2", "t3", "t4"}
+
+
+def test_a_request_that_never_offers_stands_in_nobodys_way():
+    traffic = Traffic([[2, 2, 2] for _ in range(4)], random.Random(2), pages=12)
+    traffic.offers = [message for message in traffic.offers if message.ticket != "t0"]
+    while traffic.step():
+        pass
+    assert traffic.done == {"t1", "t2", "t3"}
+
+
+# One thing at a time.
 
 
 @pytest.fixture
-def ledger():
-    return Ledger(MAX_ITEM_BYTES)
+def books() -> Books:
+    return Books()
 
 
-def opened(ledger: Ledger, items: int = 1, consumers: int = 1) -> wire.Expect:
-    expect = wire.Expect("t", items, consumers, 10.0)
+@pytest.fixture
+def ledger(books: Books) -> Ledger:
+    return books.ledger
+
+
+def opened(
+    ledger: Ledger, items: int = 1, consumers: int = 1, ticket: str = "t", ttl_s: float = 10.0
+) -> wire.Expect:
+    expect = wire.Expect(ticket, items, consumers, ttl_s)
     ledger.expect(expect, 0.0)
     return expect
 
 
-def deliver(ledger: Ledger, item: int = 0) -> torch.Tensor:
-    granted = ledger.offer(offer("t", item))
-    assert isinstance(granted, wire.Grant)
-    embedding = torch.rand(1, 4)
-    ledger.fill(wire.Payload("t", item, granted.grant), embedding)
-    return embedding
+def granted(
+    ledger: Ledger, item: int = 0, pages: int = 1, ticket: str = "t", landing: str = "inline"
+) -> Block:
+    block = ledger.offer(offer(ticket, item, pages, "encoder"), 0.0, landing=landing)
+    assert isinstance(block, Block), block
+    return block
+
+
+def deliver(ledger: Ledger, item: int = 0, pages: int = 1, ticket: str = "t") -> Block:
+    block = granted(ledger, item, pages, ticket)
+    assert ledger.fill(wire.Payload(ticket, item, block.grant), 0.0)
+    return block
 
 
 @pytest.mark.parametrize("before", ItemState)
@@ -290,54 +637,81 @@ def test_nothing_comes_back_from_a_final_state():
 
 def test_items_are_handed_over_in_their_order_and_with_their_identity(ledger):
     expect = opened(ledger, items=2)
-    ledger.claim("r", expect, 0.0)
+    ledger.claim("r", claiming("r", expect), 0.0)
     second, first = deliver(ledger, 1), deliver(ledger, 0)
-    (settled,) = ledger.take_settled()
-    assert [item.embedding for item in settled.items] == [first, second]
-    assert all((item.key, item.layout) == (KEY, LAYOUT) for item in settled.items)
+    (outcome,) = ledger.take_outcomes()
+    assert [item.offset for item in outcome.items] == [first.offset, second.offset]
+    assert all((item.key, item.layout) == (KEY, LAYOUT) for item in outcome.items)
+    assert ledger.take_outcomes() == []
 
 
-def test_every_sample_of_a_request_gets_the_items(ledger):
+def test_every_sample_of_a_request_gets_the_items(books, ledger):
     expect = opened(ledger, consumers=3)
-    ledger.claim("warm-up", expect, 0.0)
-    deliver(ledger)
-    assert ledger.held_bytes == 16
-    ledger.claim("sample 1", expect, 1.0)
-    ledger.claim("sample 2", expect, 2.0)
-    assert [settled.rid for settled in ledger.take_settled()] == ["warm-up", "sample 1", "sample 2"]
-    assert (len(ledger), ledger.held_bytes) == (0, 0)
+    ledger.claim("warm-up", claiming("warm-up", expect), 0.0)
+    block = deliver(ledger)
+    books.drops[block.slot, 0] += 1  # the warm-up is over before the samples come
+    books.reservations.reclaim(1.0)
+    for name in ("sample 1", "sample 2"):
+        ledger.claim(name, claiming(name, expect), 2.0)
+    outcomes = ledger.take_outcomes()
+    assert [outcome.claimant for outcome in outcomes] == ["warm-up", "sample 1", "sample 2"]
+    assert all(outcome.items == outcomes[0].items for outcome in outcomes)
+    assert len(ledger) == 0
+    assert books.reservations.held_bytes == PAGE
+    books.drops[block.slot, 0] += 2
+    books.reservations.reclaim(3.0)
+    assert books.reservations.held_bytes == 0
 
 
 def test_a_claim_may_overtake_its_expectation(ledger):
     expect = wire.Expect("t", 1, 1, 10.0)
-    ledger.claim("r", expect, 0.0)
+    ledger.claim("r", claiming("r", expect), 0.0)
     ledger.expect(expect, 5.0)
     deliver(ledger)
-    assert [settled.error for settled in ledger.take_settled()] == [None]
+    assert [outcome.error for outcome in ledger.take_outcomes()] == [None]
 
 
 def test_a_late_expectation_does_not_open_an_ended_ticket_again(ledger):
     expect = opened(ledger)
-    ledger.cancel("t")
+    ledger.cancel("t", 0.0)
     ledger.expect(expect, 1.0)
     assert len(ledger) == 0
 
 
-def test_the_second_of_two_grants_is_the_good_one(ledger):
+def test_word_of_the_end_may_overtake_the_announcement(ledger):
+    ledger.fail("t", EncodeError("no encoder could"), 0.0)
+    expect = opened(ledger)
+    ledger.claim("r", claiming("r", expect), 0.0)
+    assert len(ledger) == 0
+    (outcome,) = ledger.take_outcomes()
+    assert str(outcome.error) == "no encoder could"
+    assert ledger.offer(offer("t", 0), 0.0).reason == messages.DECLINE_CANCELLED
+
+
+def test_the_second_of_two_grants_is_the_good_one(books, ledger):
     opened(ledger)
-    old = ledger.offer(offer("t", 0))
-    new = ledger.offer(offer("t", 0))
-    with pytest.raises(ProtocolError):
-        ledger.fill(wire.Payload("t", 0, old.grant), torch.zeros(1, 4))
-    ledger.fill(wire.Payload("t", 0, new.grant), torch.zeros(1, 4))
-    assert ledger.held_bytes == 16
+    old, new = granted(ledger), granted(ledger)
+    assert not ledger.fill(wire.Payload("t", 0, old.grant), 0.0)
+    assert ledger.fill(wire.Payload("t", 0, new.grant), 0.0)
+    assert books.reservations.held_bytes == PAGE
+
+
+def test_an_encoder_that_writes_by_itself_keeps_its_memory_until_it_says_so(books, ledger):
+    opened(ledger)
+    old, new = granted(ledger, landing="shared"), granted(ledger, landing="shared")
+    assert old.offset != new.offset
+    assert books.reservations.quarantined == 1
+    assert ledger.granted(wire.Payload("t", 0, old.grant)) is None
+    assert not ledger.fill(wire.Payload("t", 0, old.grant), 0.0)
+    assert books.reservations.quarantined == 0
+    assert ledger.granted(wire.Payload("t", 0, new.grant)) is new
 
 
 @pytest.mark.parametrize(
     ("happened", "reason"),
     [
-        (lambda ledger: ledger.cancel("t"), messages.DECLINE_CANCELLED),
-        (lambda ledger: ledger.fail("t", EncodeError("x")), messages.DECLINE_CANCELLED),
+        (lambda ledger: ledger.cancel("t", 0.0), messages.DECLINE_CANCELLED),
+        (lambda ledger: ledger.fail("t", EncodeError("x"), 0.0), messages.DECLINE_CANCELLED),
         (lambda ledger: ledger.expire(11.0), messages.DECLINE_CANCELLED),
         (deliver, messages.DECLINE_DUPLICATE),
     ],
@@ -345,7 +719,7 @@ def test_the_second_of_two_grants_is_the_good_one(ledger):
 def test_an_encoder_is_told_why_it_is_declined(ledger, happened, reason):
     opened(ledger)
     happened(ledger)
-    assert ledger.offer(offer("t", 0)) == wire.Decline("t", 0, reason)
+    assert ledger.offer(offer("t", 0), 0.0) == wire.Decline("t", 0, reason)
 
 
 @pytest.mark.parametrize(
@@ -353,85 +727,226 @@ def test_an_encoder_is_told_why_it_is_declined(ledger, happened, reason):
     [
         (offer("another", 0), messages.DECLINE_UNKNOWN),
         (offer("t", 1), messages.DECLINE_UNKNOWN),
-        (offer("t", 0, MAX_ITEM_BYTES + 1), messages.DECLINE_TOO_LARGE),
+        (offer("t", 0, PAGES + 1), messages.DECLINE_TOO_LARGE),
     ],
 )
 def test_what_was_never_asked_for_is_declined(ledger, refused, reason):
     opened(ledger)
-    assert ledger.offer(refused).reason == reason
+    assert ledger.offer(refused, 0.0).reason == reason
+
+
+def test_a_request_of_more_than_the_memory_is_declined_at_once(ledger):
+    opened(ledger, items=2)
+    granted(ledger, 0, pages=PAGES // 2)
+    answer = ledger.offer(offer("t", 1, PAGES // 2 + 1), 0.0)
+    assert answer == wire.Decline("t", 1, messages.DECLINE_TOO_LARGE)
+    granted(ledger, 1, pages=PAGES // 2)
+
+
+def test_an_item_offered_again_counts_once(ledger):
+    opened(ledger)
+    granted(ledger, 0, pages=PAGES // 2)
+    granted(ledger, 0, pages=PAGES // 2)
+    assert ledger.offer(offer("t", 0, PAGES), 0.0) == wire.Wait("t", 0)
 
 
 @pytest.mark.parametrize("item", [-1, 1, 2**63 - 1])
 def test_a_payload_for_an_item_that_does_not_exist_is_refused(ledger, item):
     opened(ledger)
-    ledger.offer(offer("t", 0))
-    with pytest.raises(ProtocolError):
-        ledger.fill(wire.Payload("t", item, 1), torch.zeros(1, 4))
+    block = granted(ledger)
+    assert not ledger.fill(wire.Payload("t", item, block.grant), 0.0)
+    assert not ledger.withdraw(wire.Withdraw("t", item, block.grant))
+
+
+def test_an_offer_that_waits_is_granted_when_memory_is_freed(ledger):
+    for ticket in ("a", "b"):
+        opened(ledger, ticket=ticket)
+    block = granted(ledger, ticket="a", pages=PAGES)
+    news = ledger.news
+    assert ledger.offer(offer("b", 0), 0.0) == wire.Wait("b", 0)
+    assert ledger.news == news
+    ledger.withdraw(wire.Withdraw("a", 0, block.grant))
+    assert ledger.news > news
+    granted(ledger, ticket="b")
+
+
+def test_the_oldest_that_waits_goes_first(ledger):
+    for ticket in ("full", "old", "young"):
+        opened(ledger, ticket=ticket)
+    block = granted(ledger, ticket="full", pages=PAGES - 1)
+    assert ledger.offer(offer("old", 0, 2), 0.0) == wire.Wait("old", 0)
+    assert ledger.offer(offer("young", 0), 0.0) == wire.Wait("young", 0), "it would fit"
+    ledger.withdraw(wire.Withdraw("full", 0, block.grant))
+    assert ledger.offer(offer("young", 0), 0.0) == wire.Wait("young", 0)
+    granted(ledger, ticket="old", pages=2)
+    granted(ledger, ticket="young")
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda ledger: ledger.cancel("old", 0.0),
+        lambda ledger: ledger.fail("old", EncodeError("x"), 0.0),
+        lambda ledger: ledger.abandon("old", 0.0),
+    ],
+)
+def test_a_request_that_is_over_holds_up_nobody(ledger, over):
+    opened(ledger, ticket="full")
+    granted(ledger, ticket="full", pages=PAGES - 1)
+    expect = opened(ledger, ticket="old")
+    ledger.claim("old", claiming("old", expect), 0.0)
+    opened(ledger, ticket="young")
+    assert ledger.offer(offer("old", 0, 2), 0.0) == wire.Wait("old", 0)
+    assert ledger.offer(offer("young", 0), 0.0) == wire.Wait("young", 0)
+    news = ledger.news
+    over(ledger)
+    assert ledger.news > news
+    granted(ledger, ticket="young")
+
+
+def test_a_request_with_items_to_come_leaves_room_for_others(ledger):
+    opened(ledger, items=3, ticket="first")
+    opened(ledger, items=3, ticket="second")
+    granted(ledger, 0, pages=PAGES // 2, ticket="first")
+    assert ledger.offer(offer("second", 0, PAGES // 2 + 1), 0.0) == wire.Wait("second", 0)
+
+
+def test_a_grant_that_expires_leaves_the_item_open(books, ledger):
+    opened(ledger)
+    old = granted(ledger)
+    ledger.expire(GRANT_TTL_S - 0.1)
+    assert ledger.granted(wire.Payload("t", 0, old.grant)) is old
+    news = ledger.news
+    ledger.expire(GRANT_TTL_S)
+    assert ledger.news > news
+    assert not ledger.fill(wire.Payload("t", 0, old.grant), GRANT_TTL_S)
+    assert books.reservations.held_bytes == 0
+    deliver(ledger)
+
+
+def test_a_revoked_grant_is_news_though_nothing_is_free(ledger):
+    """What its request held counts no more, so others may have their turn."""
+    opened(ledger)
+    granted(ledger, landing="shared")
+    news = ledger.news
+    ledger.expire(GRANT_TTL_S)
+    assert ledger.news > news
+
+
+def test_no_grant_outlives_its_request(ledger):
+    opened(ledger, ttl_s=1.0)
+    assert granted(ledger).until == 1.0
+
+
+def test_a_withdrawn_grant_leaves_the_item_open(books, ledger):
+    opened(ledger)
+    block = granted(ledger, landing="shared")
+    assert ledger.withdraw(wire.Withdraw("t", 0, block.grant))
+    assert books.reservations.held_bytes == 0
+    assert not ledger.withdraw(wire.Withdraw("t", 0, block.grant))
+    deliver(ledger)
 
 
 def test_whoever_comes_after_a_failure_is_told_the_same(ledger):
     expect = opened(ledger, consumers=2)
-    ledger.claim("early", expect, 0.0)
-    ledger.fail("t", EncodeError("no encoder could"))
-    ledger.claim("late", expect, 1.0)
-    ledger.claim("uninvited", expect, 1.0)
-    assert [(s.rid, str(s.error)) for s in ledger.take_settled()] == [
-        (rid, "no encoder could") for rid in ("early", "late", "uninvited")
+    ledger.claim("early", claiming("early", expect), 0.0)
+    ledger.fail("t", EncodeError("no encoder could"), 0.0)
+    for name in ("late", "uninvited"):
+        ledger.claim(name, claiming(name, expect), 1.0)
+    assert [(o.claimant, str(o.error)) for o in ledger.take_outcomes()] == [
+        (name, "no encoder could") for name in ("early", "late", "uninvited")
     ]
 
 
-def test_a_failure_releases_what_had_been_received(ledger):
+def test_a_failure_releases_what_had_been_received(books, ledger):
     opened(ledger, items=2)
     deliver(ledger)
-    ledger.fail("t", EncodeError("x"))
-    assert ledger.held_bytes == 0
+    ledger.fail("t", EncodeError("x"), 0.0)
+    assert books.reservations.held_bytes == 0
 
 
 def test_the_deadline_error_counts_what_is_missing(ledger):
     expect = opened(ledger, items=3)
-    ledger.claim("r", expect, 0.0)
+    ledger.claim("r", claiming("r", expect), 0.0)
     deliver(ledger)
-    assert ledger.expire(9.9) == 0
-    assert ledger.expire(10.0) == 1
-    (settled,) = ledger.take_settled()
-    assert isinstance(settled.error, DeadlineError)
-    assert str(settled.error).startswith("2 of 3 ")
+    ledger.expire(9.9)
+    assert not ledger.take_outcomes()
+    ledger.expire(10.0)
+    (outcome,) = ledger.take_outcomes()
+    assert isinstance(outcome.error, DeadlineError)
+    assert str(outcome.error).startswith("2 of 3 ")
+    assert "budget" not in str(outcome.error)
+
+
+def test_the_deadline_error_names_the_budget_where_that_was_short(ledger):
+    opened(ledger, ticket="full", ttl_s=100.0)
+    granted(ledger, ticket="full", pages=PAGES)
+    expect = opened(ledger)
+    ledger.claim("r", claiming("r", expect), 0.0)
+    ledger.offer(offer("t", 0), 0.0)
+    ledger.expire(10.0)
+    (outcome,) = ledger.take_outcomes()
+    assert "1 waited for memory (the receive budget)" in str(outcome.error)
+
+
+def test_only_requests_that_miss_something_count_as_expired():
+    books = Books()
+    ledger = books.ledger
+    opened(ledger, consumers=2, ticket="complete")
+    deliver(ledger, ticket="complete")
+    opened(ledger, consumers=2, ticket="failed")
+    ledger.fail("failed", EncodeError("x"), 0.0)
+    opened(ledger, ticket="late")
+    ledger.expire(10.0)
+    assert len(ledger) == 0
+    assert ledger._tally.counts["expired_requests", ""] == 1
 
 
 def test_more_claims_than_announced_are_refused(ledger):
     expect = opened(ledger)
-    ledger.claim("r", expect, 0.0)
-    ledger.claim("uninvited", expect, 0.0)
-    (refused,) = ledger.take_settled()
-    assert refused.rid == "uninvited"
+    ledger.claim("r", claiming("r", expect), 0.0)
+    ledger.claim("uninvited", claiming("uninvited", expect), 0.0)
+    (refused,) = ledger.take_outcomes()
+    assert refused.claimant == "uninvited"
     assert isinstance(refused.error, ProtocolError)
+
+
+def test_a_claimant_asks_once(ledger):
+    expect = opened(ledger, consumers=2)
+    for _ in range(2):
+        ledger.claim("r", claiming("r", expect), 0.0)
+    (refused,) = ledger.take_outcomes()
+    assert isinstance(refused.error, ProtocolError)
+    deliver(ledger)
+    (taken,) = ledger.take_outcomes()
+    assert taken.error is None
 
 
 def test_abandoning_one_sample_leaves_the_others(ledger):
     expect = opened(ledger, consumers=2)
-    ledger.claim("a", expect, 0.0)
-    ledger.claim("b", expect, 0.0)
-    ledger.abandon("a")
+    for name in ("a", "b"):
+        ledger.claim(name, claiming(name, expect), 0.0)
+    ledger.abandon("a", 0.0)
     deliver(ledger)
-    outcomes = {settled.rid: settled.error for settled in ledger.take_settled()}
+    outcomes = {outcome.claimant: outcome.error for outcome in ledger.take_outcomes()}
     assert isinstance(outcomes["a"], RequestCancelledError)
     assert outcomes["b"] is None
     assert len(ledger) == 0
 
 
 def test_only_so_many_ended_tickets_are_remembered():
-    ledger = Ledger(remembered=3)
+    ledger = Books(remembered=3).ledger
     for number in range(10):
-        ledger.expect(wire.Expect(f"t{number}", 1, 1, 1.0), 0.0)
-        ledger.cancel(f"t{number}")
+        opened(ledger, ticket=f"t{number}")
+        ledger.cancel(f"t{number}", 0.0)
     ledger.check_integrity()
-    reasons = [ledger.offer(offer(f"t{number}", 0)).reason for number in range(10)]
+    reasons = [ledger.offer(offer(f"t{number}", 0), 0.0).reason for number in range(10)]
     assert reasons == [messages.DECLINE_UNKNOWN] * 7 + [messages.DECLINE_CANCELLED] * 3
 
 
 def test_books_that_do_not_add_up_are_noticed(ledger):
     expect = opened(ledger)
-    ledger.claim("r", expect, 0.0)
+    ledger.claim("r", claiming("r", expect), 0.0)
     ledger._entries["t"].consumers = 0
     with pytest.raises(AssertionError, match="without consumers"):
         ledger.check_integrity()

@@ -1,214 +1,591 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+import os
+import pickle
 import random
 import socket
 import stat
+import subprocess
+import sys
 import time
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from sglang_epd import wire
-from sglang_epd.errors import (
-    DeadlineError,
-    EpdError,
-    MediaForbiddenError,
-    ProtocolError,
-    RequestCancelledError,
-)
+from sglang_epd.errors import EpdError
+from sglang_epd.transfer import host
 from sglang_epd.transfer import receiver as receiver_module
+from sglang_epd.transfer.arena import SLOTS, Address, Arena
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.wire import messages, seal
+from sglang_epd.wire.tensors import tensor_frame
+from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, READERS, until
 
-LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (2, 4)), [[1, 2, 4]])
-EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4)
 FRAME = bytes(32)
+CHUNK = messages.MAX_CHUNK_BYTES
+# All of the budget, in three chunks.
+LARGE_BUDGET = 3 * CHUNK
+HALF_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 32, 4)), [])
+FULL_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
+OVER_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16 + 1, 4)), [])
 
 
-def expecting(items: int = 1, consumers: int = 1, ttl_s: float = 60.0) -> wire.Expect:
-    return wire.Expect("t", items, consumers, ttl_s)
+def held(receiver: Receiver) -> int:
+    return receiver._reservations.held_bytes
 
 
-def test_an_item_arrives(receiver, encoder, settle):
-    receiver.claim("r", expecting())
+def rows(nbytes: int) -> tuple[wire.Layout, torch.Tensor]:
+    """An embedding of that many bytes, and its layout."""
+    embedding = torch.arange(nbytes // 4, dtype=torch.float32).reshape(-1, 4)
+    spec = wire.TensorSpec("float32", tuple(embedding.shape))
+    return wire.Layout("IMAGE", spec, []), embedding
+
+
+class Engine:
+    """A transfer engine whose remote writes are copies within this process."""
+
+    session = "here:1"
+
+    def __init__(self) -> None:
+        self.registered: tuple[int, int] | None = None
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered = address, nbytes
+
+    def write(self, address: int, data: bytes) -> None:
+        begin, nbytes = self.registered
+        assert begin <= address <= address + len(data) <= begin + nbytes
+        ctypes.memmove(address, data, len(data))
+
+
+@pytest.fixture
+def writer():
+    """The name of another process of this machine, and that process."""
+    code = "from sglang_epd.transfer import host; print(host.this_process(), flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process.stdout.readline().strip(), process
+    process.kill()
+    process.communicate()
+
+
+# The ways in which payloads land.
+
+
+def test_an_item_arrives(receiver, encoder, scheduler):
+    scheduler.expecting()
     grant = encoder.grant()
-    assert encoder.deliver(grant) == wire.Ack("t", 0, grant)
-    (settled,) = settle(1)
-    assert (settled.rid, settled.error) == ("r", None)
+    assert grant.landing == wire.Inline()
+    assert 0 < grant.ttl_s <= 30
+    assert encoder.deliver(grant) == wire.Ack("t", 0, grant.grant)
+    (settled,) = scheduler.settle()
+    assert (settled.claim, settled.code) == ("r", "")
     (item,) = settled.items
     assert (item.key, item.layout) == (bytes(32), LAYOUT)
-    assert torch.equal(item.embedding, EMBEDDING)
-    assert not receiver.dropped
+    assert torch.equal(scheduler.arena.read(item, 0), EMBEDDING)
+    counts = receiver.tally.counts
+    assert counts["payloads", "inline"] == counts["offers", ""] == counts["grants", ""] == 1
+    assert counts["received_bytes", ""] == EMBEDDING.nbytes
+    assert not any(counts["dropped", kind] for _, kind in counts)
 
 
-def test_two_items_arrive_from_two_encoders(receiver, connect, settle):
-    receiver.claim("r", expecting(items=2))
-    first, second = connect(), connect()
+def test_a_large_item_arrives_in_chunks(start_receiver, connect, connect_scheduler):
+    receiver = start_receiver(budget_bytes=LARGE_BUDGET)
+    encoder, scheduler = connect(receiver), connect_scheduler()
+    layout, embedding = rows(2 * CHUNK + 4096)
+    scheduler.expecting()
+    grant = encoder.grant(layout=layout)
+    frame = tensor_frame(embedding)
+    for begin in range(0, len(frame), CHUNK):
+        end = min(begin + CHUNK, len(frame))
+        last = end == len(frame)
+        checksum = blake3(frame).digest() if last else b""
+        part = wire.Payload("t", 0, grant.grant, begin, last, checksum)
+        encoder.send(part, frame[begin:end])
+    assert encoder.receive() == wire.Ack("t", 0, grant.grant)
+    assert torch.equal(scheduler.tensors()[0], embedding)
+
+
+def test_an_item_is_written_into_shared_memory(receiver, encoder, scheduler):
+    scheduler.expecting()
+    grant = encoder.grant(process=host.this_process())
+    landing = grant.landing
+    arena = Arena.open(Address(landing.path, landing.size, landing.seal))
+    place = arena.span(landing.offset - arena.data_offset, EMBEDDING.nbytes)
+    place[:] = np.frombuffer(tensor_frame(EMBEDDING), np.uint8)
+    checksum = blake3(tensor_frame(EMBEDDING)).digest()
+    done = wire.Payload("t", 0, grant.grant, checksum=checksum)
+    assert encoder.ask(done) == wire.Ack("t", 0, grant.grant)
+    (tensor,) = scheduler.tensors()
+    assert torch.equal(tensor, EMBEDDING)
+    place[:] = 0
+    assert not tensor.any(), "nothing was copied on the way"
+    assert receiver.tally.counts["payloads", "shared"] == 1
+
+
+def test_an_item_is_written_by_a_transfer_engine(start_receiver, connect, connect_scheduler):
+    engine = Engine()
+    receiver = start_receiver(engine=engine)
+    encoder, scheduler = connect(receiver), connect_scheduler()
+    scheduler.expecting()
+    grant = encoder.grant(remote=True, process=host.this_process())
+    assert isinstance(grant.landing, wire.Remote)
+    assert grant.landing.session == engine.session
+    engine.write(grant.landing.address, bytes(tensor_frame(EMBEDDING)))
+    assert not encoder.ask(wire.Payload("t", 0, grant.grant)).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert receiver.tally.counts["payloads", "remote"] == 1
+
+
+def test_an_encoder_without_an_engine_delivers_otherwise(
+    start_receiver, connect, connect_scheduler
+):
+    receiver = start_receiver(engine=Engine())
+    encoder, scheduler = connect(receiver), connect_scheduler()
+    scheduler.expecting(items=2)
+    assert isinstance(encoder.grant(item=0, process="elsewhere/1/1").landing, wire.Inline)
+    shared = encoder.grant(item=1, process=host.this_process())
+    assert isinstance(shared.landing, wire.Shared)
+    encoder.ask(wire.Payload("t", 1, shared.grant))
+    assert receiver.tally.counts["payloads", "shared"] == 1
+    assert receiver.tally.counts["payloads", "remote"] == 0
+
+
+def test_an_encoder_that_cannot_map_the_memory_sends_frames_all_the_same(
+    receiver, encoder, scheduler
+):
+    scheduler.expecting()
+    grant = encoder.grant(process=host.this_process())
+    assert isinstance(grant.landing, wire.Shared)
+    assert not encoder.deliver(grant).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert receiver.tally.counts["payloads", "inline"] == 1
+
+
+def test_two_items_arrive_from_two_encoders(receiver, connect, scheduler):
+    scheduler.expecting(items=2)
+    first, second = connect(receiver), connect(receiver)
     grant_0, grant_1 = first.grant(item=0), second.grant(item=1)
-    second.deliver(grant_1, item=1, embedding=EMBEDDING + 100)
-    assert not receiver.wake_socket.poll(0)
-    first.deliver(grant_0, item=0)
-    (settled,) = settle(1)
-    assert torch.equal(settled.items[0].embedding, EMBEDDING)
-    assert torch.equal(settled.items[1].embedding, EMBEDDING + 100)
+    second.deliver(grant_1, EMBEDDING + 100)
+    scheduler.flush()
+    assert not scheduler._settled
+    first.deliver(grant_0)
+    tensors = scheduler.tensors()
+    assert torch.equal(tensors[0], EMBEDDING)
+    assert torch.equal(tensors[1], EMBEDDING + 100)
 
 
-def test_an_item_that_is_here_is_not_sent_again(receiver, encoder, connect, settle):
-    receiver.claim("r", expecting(items=2))
+def test_every_rank_reads_the_same_bytes_and_all_must_drop_them(
+    receiver, encoder, connect_scheduler
+):
+    scheduler = connect_scheduler(first_reader=1, readers=2)
+    scheduler.expecting()
     encoder.deliver(encoder.grant())
-    assert connect().offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
-    encoder.deliver(encoder.grant(item=1), item=1)
-    assert settle(1)[0].error is None
-    assert connect().offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+    (item,) = scheduler.settle()[0].items
+    first, second = (scheduler.arena.read(item, reader) for reader in (1, 2))
+    assert first.data_ptr() == second.data_ptr()
+    del first
+    gc.collect()
+    receiver._reservations.reclaim(0.0)
+    assert held(receiver)
+    del second
+    gc.collect()
+    until(lambda: not held(receiver))
 
 
-def test_an_offer_may_overtake_the_announcement(receiver, encoder, connect, settle, monkeypatch):
+# Memory.
+
+
+def test_an_offer_waits_until_a_reader_drops_what_it_read(receiver, connect, scheduler):
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    first, second = connect(receiver), connect(receiver)
+    embedding = torch.ones(BUDGET // 16, 4)
+    grant = first.grant("a", layout=FULL_LAYOUT)
+    assert second.offer("b") == wire.Wait("b", 0)
+    assert not first.deliver(grant, embedding).error
+    tensors = scheduler.tensors()
+    second.flush()
+    assert not second.socket.poll(20), "it is still being read"
+    tensors.clear()
+    gc.collect()
+    answer = second.receive()
+    assert isinstance(answer, wire.Grant)
+    assert not second.deliver(answer).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert receiver.tally.counts["waits", ""] == 1
+
+
+def test_the_budget_is_never_exceeded(receiver, connect, scheduler):
+    """Many requests at once, all served, each by an encoder of its own."""
+    count, most = 8, 0
+    encoders = [connect(receiver) for _ in range(count)]
+    for number, encoder in enumerate(encoders):
+        scheduler.expecting(f"r{number}", f"t{number}")
+        size = wire.TensorSpec("float32", (BUDGET // 16 // (1 + number % 4), 4))
+        layout = wire.Layout("IMAGE", size, [])
+        nbytes = size.elements * 4
+        encoder.send(wire.Offer(f"t{number}", 0, bytes(32), layout, nbytes))
+    served = set()
+    while len(served) < count:
+        for number, encoder in enumerate(encoders):
+            if number in served or not encoder.socket.poll(5):
+                continue
+            answer = encoder.receive()
+            most = max(most, held(receiver))
+            if isinstance(answer, wire.Wait):
+                continue
+            assert isinstance(answer, wire.Grant)
+            embedding = torch.full((BUDGET // 16 // (1 + number % 4), 4), float(number))
+            assert not encoder.deliver(answer, embedding).error
+            (settled,) = scheduler.settle()
+            (item,) = settled.items
+            assert scheduler.arena.read(item, 0).min() == number
+            gc.collect()
+            served.add(number)
+    assert 0 < most <= BUDGET
+    until(lambda: not held(receiver))
+    receiver._ledger.check_integrity()
+
+
+def test_an_item_or_a_request_larger_than_the_budget_is_declined_at_once(
+    receiver, encoder, scheduler
+):
+    scheduler.expecting(items=2)
+    too_large = messages.DECLINE_TOO_LARGE
+    assert encoder.offer(layout=OVER_LAYOUT) == wire.Decline("t", 0, too_large)
+    encoder.grant(item=0, layout=FULL_LAYOUT)
+    assert encoder.offer(item=1) == wire.Decline("t", 1, too_large)
+    assert receiver.tally.counts["declines", too_large] == 2
+    assert receiver.tally.counts["waits", ""] == 0
+
+
+def test_a_withdrawn_grant_makes_room(receiver, connect, scheduler):
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    first, second = connect(receiver), connect(receiver)
+    grant = first.grant("a", layout=FULL_LAYOUT)
+    assert second.offer("b") == wire.Wait("b", 0)
+    first.send(wire.Withdraw("a", 0, grant.grant))
+    assert isinstance(second.receive(), wire.Grant)
+    assert receiver.tally.counts["withdrawals", ""] == 1
+    assert isinstance(first.offer("a"), wire.Grant), "the item is still wanted"
+
+
+def test_a_request_that_waits_is_told_when_it_is_over(receiver, connect, scheduler, tokenizer):
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    first, second = connect(receiver), connect(receiver)
+    first.grant("a", layout=FULL_LAYOUT)
+    assert second.offer("b") == wire.Wait("b", 0)
+    tokenizer.send(wire.Cancel("b"))
+    assert second.receive() == wire.Decline("b", 0, messages.DECLINE_CANCELLED)
+
+
+def test_an_unused_grant_expires_and_its_late_payload_is_dropped(
+    start_receiver, connect, connect_scheduler
+):
+    receiver = start_receiver(grant_ttl_s=0.05)
+    encoder, scheduler = connect(receiver), connect_scheduler()
+    scheduler.expecting()
+    grant = encoder.grant()
+    until(lambda: receiver.tally.counts["expired_grants", ""])
+    assert held(receiver) == 0
+    assert encoder.deliver(grant) == wire.Ack("t", 0, grant.grant, messages.ACK_NOT_GRANTED)
+    assert receiver.tally.counts["dropped", "not_granted"] == 1
+    while encoder.deliver(encoder.grant()).error:
+        pass  # a slow machine
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+def test_a_frozen_encoder_keeps_its_memory_until_it_is_gone(
+    start_receiver, connect, connect_scheduler, writer
+):
+    name, process = writer
+    receiver = start_receiver(grant_ttl_s=0.05)
+    frozen, other, scheduler = connect(receiver), connect(receiver), connect_scheduler()
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    assert isinstance(frozen.grant("a", layout=FULL_LAYOUT, process=name).landing, wire.Shared)
+    until(lambda: receiver._reservations.quarantined)
+    assert other.offer("b") == wire.Wait("b", 0)
+    other.flush()
+    assert not other.socket.poll(100), "it might yet write there"
+    process.kill()
+    process.wait()
+    assert isinstance(other.receive(), wire.Grant)
+
+
+def test_a_frozen_encoder_that_thaws_gives_its_memory_back(
+    start_receiver, connect, connect_scheduler
+):
+    receiver = start_receiver(grant_ttl_s=0.05)
+    frozen, other, scheduler = connect(receiver), connect(receiver), connect_scheduler()
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    grant = frozen.grant("a", layout=FULL_LAYOUT, process=host.this_process())
+    until(lambda: receiver._reservations.quarantined)
+    assert other.offer("b") == wire.Wait("b", 0)
+    # Whoever only guesses the grant's number gives nothing back.
+    other.send(wire.Withdraw("b", 0, grant.grant))
+    other.flush()
+    assert receiver._reservations.quarantined == 1
+    late = frozen.ask(wire.Payload("a", 0, grant.grant))
+    assert late == wire.Ack("a", 0, grant.grant, messages.ACK_NOT_GRANTED)
+    assert isinstance(other.receive(), wire.Grant)
+
+
+def test_a_second_encoder_takes_over_and_the_first_ones_payload_is_dropped(
+    receiver, connect, scheduler
+):
+    scheduler.expecting()
+    frozen, replacement = connect(receiver), connect(receiver)
+    old, new = frozen.grant(), replacement.grant()
+    assert frozen.deliver(old, -EMBEDDING).error == messages.ACK_NOT_GRANTED
+    assert not replacement.deliver(new).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert receiver.tally.counts["dropped", "not_granted"] == 1
+
+
+def test_idle_memory_goes_back_to_the_system(receiver, encoder, scheduler, monkeypatch):
+    def in_use() -> int:
+        return os.stat(receiver._arena.address.path).st_blocks * 512
+
+    scheduler.expecting()
+    nothing = in_use()
+    grant = encoder.grant(layout=FULL_LAYOUT)
+    assert not encoder.deliver(grant, torch.ones(BUDGET // 16, 4)).error
+    tensors = scheduler.tensors()
+    monkeypatch.setattr(receiver_module, "_IDLE_S", 0.0)
+    encoder.flush()
+    assert in_use() >= BUDGET, "it is being read"
+    assert tensors[0].min() == 1
+    tensors.clear()
+    gc.collect()
+    until(lambda: in_use() <= nothing + (64 << 10))
+    scheduler.expecting("again", "again")
+    assert not encoder.deliver(encoder.grant("again")).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+def test_registered_memory_is_not_given_back(start_receiver, connect, monkeypatch):
+    monkeypatch.setattr(receiver_module, "_IDLE_S", 0.0)
+    monkeypatch.setattr(receiver_module, "_HOUSEKEEPING_S", 0.0)
+    receiver = start_receiver(engine=Engine())
+    receiver._arena.data[:] = 1
+    encoder = connect(receiver)
+    for _ in range(5):
+        encoder.flush()
+    assert receiver._arena.data.all()
+
+
+# Offers.
+
+
+def test_an_item_that_is_here_is_not_sent_again(receiver, encoder, connect, scheduler):
+    scheduler.expecting(items=2)
+    encoder.deliver(encoder.grant())
+    again = connect(receiver)
+    assert again.offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+    encoder.deliver(encoder.grant(item=1))
+    assert not scheduler.settle()[0].code
+    assert again.offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+
+
+def test_an_offer_may_overtake_the_announcement(receiver, encoder, scheduler, monkeypatch):
     """They come over two sockets; the request must not wait for ever for a declined item."""
     monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)
     encoder.send(wire.Offer("t", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
-    # Another question answered: the offer was seen, and nothing is known of its ticket.
-    receiver.claim("other", wire.Expect("known", 1, 1, 60.0))
-    assert isinstance(connect().offer("known"), wire.Grant)
+    encoder.flush()  # the offer was seen, and nothing is known of its ticket
     assert not encoder.socket.poll(0)
-    receiver.claim("r", expecting())
+    scheduler.expecting()
     answer = encoder.receive()
     assert isinstance(answer, wire.Grant)
-    encoder.deliver(answer.grant)
-    assert settle(1)[0].error is None
+    encoder.deliver(answer)
+    assert not scheduler.settle()[0].code
 
 
-def test_an_offer_of_nothing_known_is_declined_in_the_end(encoder):
+def test_an_offer_of_nothing_known_is_declined_in_the_end_and_counted_once(receiver, encoder):
     assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_UNKNOWN)
+    assert receiver.tally.counts["declines", messages.DECLINE_UNKNOWN] == 1
 
 
-def test_few_offers_of_nothing_known_are_held(encoder, monkeypatch):
-    monkeypatch.setattr(receiver_module, "_MAX_HELD", 3)
+def test_few_offers_of_nothing_known_are_held(receiver, encoder, monkeypatch):
+    monkeypatch.setattr(receiver_module, "_MAX_HELD_UNKNOWN", 3)
     monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)
     for number in range(3):
         encoder.send(wire.Offer(f"t{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
     assert encoder.offer("t3") == wire.Decline("t3", 0, messages.DECLINE_UNKNOWN)
 
 
-def test_a_late_payload_under_an_old_grant_is_dropped(receiver, encoder, connect, settle):
-    receiver.claim("r", expecting())
-    frozen, replacement = encoder, connect()
-    old = frozen.grant()
-    new = replacement.grant()
-    assert frozen.deliver(old, embedding=-EMBEDDING).error
-    assert receiver.dropped["payload"] == 1
-    assert replacement.deliver(new).error == ""
-    assert torch.equal(settle(1)[0].items[0].embedding, EMBEDDING)
-
-
-@pytest.mark.parametrize("grant", [0, 1, -1, 2**63])
-def test_a_payload_without_a_grant_is_dropped(receiver, encoder, tokenizer, grant):
-    receiver.claim("r", expecting())
-    assert encoder.deliver(grant).error == "no such grant"
-    assert receiver.dropped["payload"] == 1
-
-
-@pytest.mark.parametrize("frames", [[], [FRAME, FRAME], [FRAME[1:]], [FRAME + b"x"], [b""]])
-def test_a_malformed_payload_is_dropped_and_the_grant_stays_good(receiver, encoder, settle, frames):
-    receiver.claim("r", expecting())
-    grant = encoder.grant()
-    assert encoder.ask(wire.Payload("t", 0, grant), *frames).error
-    assert encoder.deliver(grant).error == ""
-    assert settle(1)[0].error is None
-
-
-def test_an_offer_whose_size_and_shape_disagree_is_not_answered(receiver, encoder, settle):
-    receiver.claim("r", expecting())
+def test_an_offer_whose_size_and_shape_disagree_is_not_answered(receiver, encoder, scheduler):
+    scheduler.expecting()
     encoder.send(wire.Offer("t", 0, b"k" * 32, LAYOUT, nbytes=1 << 40))
     encoder.deliver(encoder.grant())  # the next answer is the next offer's
-    assert settle(1)[0].error is None
-    assert receiver.dropped == {"ProtocolError": 1}
+    assert not scheduler.settle()[0].code
+    assert receiver.tally.counts["dropped", "ProtocolError"] == 1
 
 
-def test_an_offer_of_an_unknown_dtype_is_not_answered(receiver, encoder):
-    receiver.claim("r", expecting())
+def test_an_offer_of_an_unknown_dtype_is_not_answered(receiver, encoder, scheduler):
+    scheduler.expecting()
     spec = wire.TensorSpec("int8", (2, 4))
     encoder.send(wire.Offer("t", 0, b"k" * 32, wire.Layout("IMAGE", spec, []), nbytes=8))
     encoder.grant()
-    assert receiver.dropped == {"ProtocolError": 1}
+    assert receiver.tally.counts["dropped", "ProtocolError"] == 1
 
 
-def test_an_embedding_of_more_than_the_limit_is_declined(receiver, encoder):
-    receiver.claim("r", expecting())
-    large = wire.Layout("IMAGE", wire.TensorSpec("float32", (1 << 18, 2)), [])
-    assert encoder.offer(layout=large).reason == messages.DECLINE_TOO_LARGE
+# Payloads that are not what was granted.
 
 
-def test_encoders_cannot_speak_for_the_tokenizer(receiver, encoder, settle):
-    receiver.claim("r", expecting())
-    for forbidden in (
+@pytest.mark.parametrize("grant", [0, 1, -1, 2**63])
+def test_a_payload_without_a_grant_is_dropped(receiver, encoder, scheduler, grant):
+    scheduler.expecting()
+    answer = encoder.ask(wire.Payload("t", 0, grant), FRAME)
+    assert answer == wire.Ack("t", 0, grant, messages.ACK_NOT_GRANTED)
+    assert receiver.tally.counts["dropped", "not_granted"] == 1
+
+
+@pytest.mark.parametrize("ticket", ["", "another", "T"])
+def test_nobody_delivers_under_a_ticket_that_it_was_not_told(receiver, encoder, scheduler, ticket):
+    scheduler.expecting()
+    grant = encoder.grant()
+    stray = encoder.ask(wire.Payload(ticket, 0, grant.grant), FRAME)
+    assert stray.error == messages.ACK_NOT_GRANTED
+    assert not encoder.deliver(grant).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+def test_a_replayed_payload_changes_nothing(receiver, encoder, scheduler):
+    scheduler.expecting(items=2)
+    grant = encoder.grant()
+    encoder.deliver(grant)
+    assert encoder.deliver(grant, -EMBEDDING).error == messages.ACK_NOT_GRANTED
+    encoder.deliver(encoder.grant(item=1))
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("frames", "what"),
+    [
+        ([], {}),
+        ([FRAME, FRAME], {}),
+        ([FRAME[1:]], {}),
+        ([FRAME + b"x"], {}),
+        ([b""], {}),
+        ([FRAME[:16]], {"offset": 16}),
+        ([FRAME], {"offset": 1}),
+        ([FRAME], {"offset": 2**63}),
+        ([FRAME], {"checksum": b"not the digest of anything"}),
+        ([FRAME + b"x"], {"last": False}),
+        ([FRAME[:16], FRAME[16:]], {"last": False}),
+    ],
+)
+def test_a_malformed_payload_is_dropped_and_the_item_can_be_offered_again(
+    receiver, encoder, scheduler, frames, what
+):
+    scheduler.expecting()
+    grant = encoder.grant()
+    answer = encoder.ask(wire.Payload("t", 0, grant.grant, **what), *frames)
+    assert answer == wire.Ack("t", 0, grant.grant, messages.ACK_MALFORMED)
+    assert receiver.tally.counts["dropped", "payload"] == 1
+    assert held(receiver) == 0
+    assert encoder.deliver(grant).error == messages.ACK_NOT_GRANTED
+    assert not encoder.deliver(encoder.grant()).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+@pytest.mark.parametrize("second", [0, 8, 15, 17, 24])
+def test_chunks_come_in_order_without_gaps_or_overlaps(receiver, encoder, scheduler, second):
+    scheduler.expecting()
+    grant = encoder.grant()
+    encoder.send(wire.Payload("t", 0, grant.grant, 0, last=False), FRAME[:16])
+    answer = encoder.ask(wire.Payload("t", 0, grant.grant, second, last=True), FRAME[:16])
+    assert answer.error == messages.ACK_MALFORMED
+    assert not encoder.deliver(encoder.grant()).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+def test_another_grants_chunks_do_not_count(receiver, encoder, scheduler):
+    """What was written under an old grant of an item is not there under the next."""
+    scheduler.expecting()
+    old = encoder.grant()
+    encoder.send(wire.Payload("t", 0, old.grant, 0, last=False), FRAME[:16])
+    new = encoder.grant()
+    rest = wire.Payload("t", 0, new.grant, 16, last=True)
+    assert encoder.ask(rest, FRAME[:16]).error == messages.ACK_MALFORMED
+
+
+def test_a_damaged_payload_in_shared_memory_is_noticed(receiver, encoder, scheduler):
+    scheduler.expecting()
+    grant = encoder.grant(process=host.this_process())
+    digest = blake3(tensor_frame(EMBEDDING)).digest()
+    answer = encoder.ask(wire.Payload("t", 0, grant.grant, checksum=digest))
+    assert answer.error == messages.ACK_MALFORMED
+    assert isinstance(encoder.offer(), wire.Grant)
+
+
+# Whoever else is on the network.
+
+
+def test_encoders_cannot_speak_for_the_rest_of_the_server(receiver, encoder, scheduler):
+    expect = scheduler.expecting()
+    forbidden = (
         wire.Hello(),
         wire.Cancel("t"),
         wire.Fail("t", "EncodeError", "x"),
         wire.Expect("t2", 1, 1, 60.0),
-        wire.Grant("t", 0, 1),
+        wire.Claim("theirs", expect, 0, 1),
+        wire.Abandon("r"),
+        wire.Settled("r", (), "EncodeError", "x"),
+        wire.Grant("t", 0, 1, 1.0, wire.Inline()),
+        wire.Wait("t", 0),
+        wire.Decline("t", 0, "unknown"),
         wire.Ack("t", 0, 1),
-        wire.Welcome("tcp://elsewhere"),
-    ):
-        encoder.send(forbidden)
+        wire.Welcome("tcp://elsewhere", "", 0, b"", 1),
+    )
+    for message in forbidden:
+        encoder.send(message)
     assert encoder.offer("t2") == wire.Decline("t2", 0, messages.DECLINE_UNKNOWN)
     encoder.deliver(encoder.grant())
-    assert settle(1)[0].error is None
-    assert receiver.dropped == {"ProtocolError": 7}
+    assert not scheduler.settle()[0].code
+    assert receiver.tally.counts["dropped", "ProtocolError"] == len(forbidden)
 
 
-def test_the_tokenizer_does_not_speak_for_encoders(receiver, encoder, tokenizer):
-    receiver.claim("r", expecting())
+def test_the_tokenizer_does_not_speak_for_encoders(receiver, tokenizer):
     tokenizer.send(wire.Offer("t", 0, b"k" * 32, LAYOUT, nbytes=32))
     tokenizer.send(wire.Payload("t", 0, 1), FRAME)
-    assert tokenizer.ask(wire.Hello()) == wire.Welcome(receiver.endpoint)
-    assert receiver.dropped == {"ProtocolError": 2}
+    tokenizer.send(wire.Withdraw("t", 0, 1))
+    address = receiver._arena.address
+    assert tokenizer.ask(wire.Hello()) == wire.Welcome(
+        receiver.endpoint, address.path, address.size, address.seal, READERS
+    )
+    assert receiver.tally.counts["dropped", "ProtocolError"] == 3
 
 
-def test_what_the_tokenizer_expects_can_be_delivered_before_it_is_claimed(
-    receiver, encoder, tokenizer, settle
-):
-    tokenizer.send(expecting())
-    tokenizer.ask(wire.Hello())  # what went before has been read
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"EPD\x02\x00" + b"\x81\xa1t\xa5hello",  # another major version
+        pickle.dumps({"ticket": "t"}),
+        b"\x80\x04\x95",
+        b"EPD",
+        b"",
+    ],
+)
+def test_what_is_not_our_protocol_is_dropped(receiver, encoder, scheduler, frame):
+    scheduler.expecting()
+    encoder.socket.send_multipart([frame])
     encoder.deliver(encoder.grant())
-    receiver.claim("r", expecting())
-    assert settle(1)[0].error is None
-
-
-def test_a_failure_reaches_who_waits_with_its_class(receiver, tokenizer, settle):
-    receiver.claim("r", expecting())
-    tokenizer.send(wire.Fail("t", "MediaForbiddenError", "image 1 of 1: no"))
-    (settled,) = settle(1)
-    assert type(settled.error) is MediaForbiddenError
-    assert settled.error.message == "image 1 of 1: no"
-
-
-def test_a_failure_of_an_unknown_class_is_a_failure(receiver, tokenizer, settle):
-    receiver.claim("r", expecting())
-    tokenizer.send(wire.Fail("t", "AddedLaterError", "x"))
-    assert type(settle(1)[0].error) is EpdError
-
-
-def test_a_cancelled_request_ends_and_takes_nothing_more(receiver, encoder, tokenizer, settle):
-    receiver.claim("r", expecting())
-    tokenizer.send(wire.Cancel("t"))
-    assert isinstance(settle(1)[0].error, RequestCancelledError)
-    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
-
-
-def test_an_abandoned_claim_is_told_so(receiver, encoder, settle):
-    receiver.claim("r", expecting())
-    receiver.abandon("r")
-    assert isinstance(settle(1)[0].error, RequestCancelledError)
-    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
-
-
-def test_nobody_waits_past_the_deadline(receiver, settle):
-    started = time.monotonic()
-    receiver.claim("r", expecting(ttl_s=0.05))
-    assert isinstance(settle(1)[0].error, DeadlineError)
-    assert 0.05 <= time.monotonic() - started < 2
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert receiver.tally.counts["dropped", "ProtocolError"] == 1
 
 
 def garbage(rng: random.Random) -> list[bytes]:
@@ -229,9 +606,9 @@ def garbage(rng: random.Random) -> list[bytes]:
     return [bytes(frame[: rng.randrange(len(frame))])]
 
 
-def test_ten_thousand_frames_of_garbage_do_no_harm(receiver, connect, settle, caplog):
-    receiver.claim("r", expecting())
-    hostile, honest = connect(), connect()
+def test_ten_thousand_frames_of_garbage_do_no_harm(receiver, connect, scheduler, caplog):
+    scheduler.expecting()
+    hostile, honest = connect(receiver), connect(receiver)
     rng = random.Random(0)
     with caplog.at_level(logging.DEBUG):
         for _ in range(10_000):
@@ -239,9 +616,10 @@ def test_ten_thousand_frames_of_garbage_do_no_harm(receiver, connect, settle, ca
         # The last one is answered after all the others were read.
         hostile.offer("no such ticket")
         honest.deliver(honest.grant())
-    assert settle(1)[0].error is None
-    assert sum(receiver.dropped.values()) == 10_000
-    assert set(receiver.dropped) == {"ProtocolError"}
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    counts = receiver.tally.counts
+    assert counts["dropped", "ProtocolError"] == 10_000
+    assert counts["dropped", "internal"] == 0
     assert len(caplog.records) == 1, "one line a kind, whatever is sent"
 
 
@@ -253,72 +631,139 @@ def test_bytes_that_are_not_even_zmq_do_no_harm(receiver, encoder):
     assert isinstance(encoder.offer(), wire.Decline)
 
 
-def test_a_peer_that_sends_frames_over_the_limit_is_disconnected(receiver, connect):
-    hostile, honest = connect(), connect()
-    hostile.send(wire.Payload("t", 0, 1), bytes((1 << 20) + 1))
-    assert isinstance(honest.offer(), wire.Decline)
-    assert not receiver.dropped
+def test_a_peer_that_sends_frames_over_the_limit_is_disconnected(receiver, connect, scheduler):
+    scheduler.expecting()
+    hostile, honest = connect(receiver), connect(receiver)
+    grant = honest.grant()
+    hostile.send(wire.Payload("t", 0, grant.grant), bytes(CHUNK + 1))
+    assert not honest.deliver(grant).error
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+    assert not any(name == "dropped" for name, _ in receiver.tally.counts)
 
 
 def test_a_surprise_in_one_message_does_not_end_the_thread(receiver, encoder, monkeypatch, caplog):
-    def surprise(_offer):
+    def surprise(*_, **__):
         raise KeyError("a bug of ours")
 
     with monkeypatch.context() as patch:
         patch.setattr(receiver._ledger, "offer", surprise)
         encoder.send(wire.Offer("t", 0, b"k" * 32, LAYOUT, 32))
-        encoder.ask(wire.Payload("t", 0, 1))
-    assert receiver.dropped["internal"] == 1
+        encoder.flush()
+    assert receiver.tally.counts["dropped", "internal"] == 1
     assert "Could not handle a message" in caplog.text
     assert isinstance(encoder.offer(), wire.Decline)
 
 
-def test_the_scheduler_is_woken_when_something_settled_and_only_then(receiver, encoder, settle):
-    receiver.claim("r", expecting())
-    grant = encoder.grant()
-    assert not receiver.wake_socket.poll(0)
-    assert receiver.take_settled() == []
-    encoder.deliver(grant)
-    settle(1)
-    encoder.offer()  # one more turn of the thread: a second ring would be here by now
-    assert not receiver.wake_socket.poll(0)
-    assert receiver.take_settled() == []
+def test_a_surprise_in_housekeeping_does_not_end_the_thread(receiver, encoder, monkeypatch, caplog):
+    def surprise(_now):
+        raise KeyError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver._ledger, "expire", surprise)
+        until(lambda: "The receiver stumbled" in caplog.text)
+    assert receiver.tally.counts["dropped", "internal"]
+    assert isinstance(encoder.offer(), wire.Decline)
 
 
-@pytest.mark.timeout(30)
-def test_a_busy_scheduler_never_blocks_nor_is_blocked(receiver, encoder, settle):
-    """Neither direction's wake-ups wait for the other side to read them."""
-    count = 3000
+# The rest of the server.
+
+
+def test_what_the_tokenizer_expects_can_be_delivered_before_it_is_claimed(
+    receiver, encoder, tokenizer, scheduler
+):
+    expect = wire.Expect("t", 1, 1, 60.0)
+    tokenizer.send(expect)
+    tokenizer.ask(wire.Hello())  # what went before has been read
+    encoder.deliver(encoder.grant())
+    scheduler.claims.claim("r", expect)
+    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
+
+
+def test_a_failure_reaches_who_waits_with_its_class(scheduler, tokenizer):
+    scheduler.expecting()
+    tokenizer.send(wire.Fail("t", "MediaForbiddenError", "image 1 of 1: no"))
+    assert scheduler.settle() == [
+        wire.Settled("r", (), "MediaForbiddenError", "image 1 of 1: no"),
+    ]
+
+
+def test_a_failure_of_an_unknown_class_is_a_failure(scheduler, tokenizer):
+    scheduler.expecting()
+    tokenizer.send(wire.Fail("t", "AddedLaterError", "x"))
+    assert scheduler.settle()[0].code == EpdError.__name__
+
+
+def test_a_cancelled_request_ends_and_takes_nothing_more(encoder, tokenizer, scheduler):
+    scheduler.expecting()
+    tokenizer.send(wire.Cancel("t"))
+    assert scheduler.settle()[0].code == "RequestCancelledError"
+    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
+
+
+def test_an_abandoned_claim_is_told_so(encoder, scheduler):
+    scheduler.expecting()
+    scheduler.claims.abandon("r")
+    assert scheduler.settle()[0].code == "RequestCancelledError"
+    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
+
+
+def test_schedulers_name_their_claims_without_asking_each_other(
+    receiver, encoder, connect_scheduler
+):
+    one, other = connect_scheduler(0), connect_scheduler(1)
+    one.expecting("r", "a")
+    other.expecting("r", "b")
+    one.claims.abandon("r")
+    assert one.settle()[0].code == "RequestCancelledError"
+    encoder.deliver(encoder.grant("b"))
+    assert torch.equal(other.tensors(1)[0], EMBEDDING)
+
+
+def test_nobody_waits_past_the_deadline(receiver, scheduler):
+    started = time.monotonic()
+    scheduler.expecting(ttl_s=0.05)
+    assert scheduler.settle()[0].code == "DeadlineError"
+    assert 0.05 <= time.monotonic() - started < 5
+    assert receiver.tally.counts["expired_requests", ""] == 1
+
+
+def test_an_uninvited_claim_is_refused(scheduler):
+    scheduler.expecting()
+    scheduler.expecting("uninvited")
+    (settled,) = scheduler.settle()
+    assert (settled.claim, settled.code) == ("uninvited", "ProtocolError")
+
+
+@pytest.mark.parametrize(("first", "readers"), [(READERS, 1), (0, READERS + 1), (2**40, 1)])
+def test_a_claim_for_readers_that_do_not_exist_is_dropped(
+    receiver, connect_scheduler, first, readers
+):
+    scheduler = connect_scheduler(first, readers)
+    scheduler.expecting()
+    assert receiver.tally.counts["dropped", "ProtocolError"] == 1
+    assert len(receiver._ledger) == 0
+
+
+def test_many_claims_and_abandonments_block_nobody(scheduler, encoder):
+    count = 1000
     for number in range(count):
-        ticket = f"t{number}"
-        receiver.claim(f"r{number}", wire.Expect(ticket, 1, 1, 60.0))
-        receiver.abandon(f"r{number}")
-    assert len({settled.rid for settled in settle(count)}) == count
-    encoder.offer()
-
-
-@pytest.mark.timeout(30)
-def test_claims_made_before_the_thread_runs_wait_for_it(control_path):
-    receiver = Receiver("127.0.0.1", "127.0.0.1", control_path)
-    for number in range(5000):
-        receiver.claim(f"r{number}", expecting(ttl_s=1e-3, consumers=5000))
-    receiver.start()
-    try:
-        settled = []
-        while len(settled) < 5000:
-            assert receiver.wake_socket.poll(5000)
-            settled += receiver.take_settled()
-    finally:
-        receiver.stop()
+        scheduler.claims.claim(f"r{number}", wire.Expect(f"t{number}", 1, 1, 60.0))
+        scheduler.claims.abandon(f"r{number}")
+    assert len({settled.claim for settled in scheduler.settle(count)}) == count
+    encoder.flush()
 
 
 def test_only_this_user_reaches_the_control_channel(receiver, control_path):
     assert stat.S_IMODE(control_path.parent.stat().st_mode) == 0o700
 
 
+def test_slots_are_enough_for_small_items():
+    assert SLOTS >= 4 * messages.MAX_ITEMS
+
+
 def test_an_ipv6_address_is_bracketed(control_path):
     try:
-        receiver = Receiver("::1", "::1", control_path)
+        receiver = Receiver("::1", "::1", control_path, budget_bytes=BUDGET)
     except Exception as error:
         pytest.skip(f"no IPv6 here: {error}")
     receiver.start()
@@ -328,28 +773,18 @@ def test_an_ipv6_address_is_bracketed(control_path):
 
 def test_nothing_is_left_after_stop(control_path, resources):
     def live_once():
-        receiver = Receiver("127.0.0.1", "127.0.0.1", control_path)
+        receiver = Receiver("127.0.0.1", "127.0.0.1", control_path, budget_bytes=BUDGET)
         receiver.start()
-        receiver.claim("r", expecting())
         receiver.stop()
+        assert not receiver._thread.is_alive()
+        path = receiver._arena.address.path
+        del receiver
+        gc.collect()
+        return path
 
-    live_once()  # what the process sets up once and keeps
+    path = live_once()  # what the process sets up once and keeps
+    assert not os.path.lexists(path)
     before = resources()
-    for _ in range(5):
+    for _ in range(3):
         live_once()
     assert resources() == before
-
-
-def test_the_error_of_a_dropped_payload_says_what_was_wrong(receiver, encoder):
-    receiver.claim("r", expecting())
-    grant = encoder.grant()
-    answer = encoder.ask(wire.Payload("t", 0, grant), FRAME[1:])
-    assert answer == wire.Ack("t", 0, grant, "tensor frame of 31 bytes, 32 were granted")
-
-
-def test_an_uninvited_claim_is_refused(receiver, settle):
-    receiver.claim("r", expecting())
-    receiver.claim("uninvited", expecting())
-    (settled,) = settle(1)
-    assert settled.rid == "uninvited"
-    assert isinstance(settled.error, ProtocolError)

@@ -32,31 +32,94 @@ layouts = st.builds(
     grid=st.lists(st.lists(st.integers(0, 2**32), max_size=3), max_size=3),
     extra=st.dictionaries(st.text(max_size=4), json_like, max_size=2),
 )
-any_message = st.one_of(
+landings = st.one_of(
+    st.just(wire.Inline()),
+    st.builds(
+        wire.Shared,
+        path=st.text(max_size=24),
+        size=numbers,
+        seal=st.binary(max_size=32),
+        offset=numbers,
+    ),
+    st.builds(wire.Remote, session=st.text(max_size=24), address=numbers),
+)
+keys = st.binary(min_size=messages.KEY_BYTES, max_size=messages.KEY_BYTES)
+expects = st.builds(
+    wire.Expect,
+    ticket=tickets,
+    items=st.integers(1, messages.MAX_ITEMS),
+    consumers=st.integers(1, 2**31),
+    ttl_s=seconds,
+)
+landed = st.builds(
+    wire.Landed,
+    key=st.binary(max_size=8),
+    layout=layouts,
+    nbytes=numbers,
+    slot=numbers,
+    offset=numbers,
+)
+by_encoders = st.one_of(
     st.builds(
         wire.Offer,
         ticket=tickets,
         item=item_numbers,
-        key=st.binary(min_size=messages.KEY_BYTES, max_size=messages.KEY_BYTES),
+        key=keys,
         layout=layouts,
         nbytes=numbers,
+        process=st.text(max_size=24),
+        remote=st.booleans(),
+        renewal=st.booleans(),
     ),
-    st.builds(wire.Grant, ticket=tickets, item=numbers, grant=numbers),
-    st.builds(wire.Decline, ticket=tickets, item=numbers, reason=st.text(max_size=8)),
-    st.builds(wire.Payload, ticket=tickets, item=numbers, grant=numbers),
-    st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
-    st.just(wire.Hello()),
-    st.builds(wire.Welcome, endpoint=st.text(max_size=24)),
     st.builds(
-        wire.Expect,
+        wire.Payload,
         ticket=tickets,
-        items=st.integers(1, messages.MAX_ITEMS),
-        consumers=st.integers(1, 2**31),
-        ttl_s=seconds,
+        item=numbers,
+        grant=numbers,
+        offset=st.integers(0, 2**63),
+        last=st.booleans(),
+        checksum=st.binary(max_size=32),
     ),
+    st.builds(wire.Withdraw, ticket=tickets, item=numbers, grant=numbers),
+)
+to_encoders = st.one_of(
+    st.builds(wire.Wait, ticket=tickets, item=numbers),
+    st.builds(
+        wire.Grant, ticket=tickets, item=numbers, grant=numbers, ttl_s=seconds, landing=landings
+    ),
+    st.builds(wire.Decline, ticket=tickets, item=numbers, reason=st.text(max_size=8)),
+    st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
+)
+within_a_server = st.one_of(
+    st.just(wire.Hello()),
+    st.builds(
+        wire.Welcome,
+        endpoint=st.text(max_size=24),
+        path=st.text(max_size=24),
+        size=numbers,
+        seal=st.binary(max_size=32),
+        readers=numbers,
+    ),
+    expects,
+    st.builds(
+        wire.Claim,
+        claim=st.text(max_size=8),
+        expect=expects,
+        first_reader=st.integers(0, 2**31),
+        readers=st.integers(1, 2**31),
+    ),
+    st.builds(
+        wire.Settled,
+        claim=st.text(max_size=8),
+        items=st.lists(landed, max_size=2).map(tuple),
+        code=st.text(max_size=8),
+        message=st.text(max_size=8),
+    ),
+    st.builds(wire.Abandon, claim=st.text(max_size=8)),
     st.builds(wire.Fail, ticket=tickets, code=st.text(max_size=8), message=st.text(max_size=8)),
     st.builds(wire.Cancel, ticket=tickets),
 )
+any_message = by_encoders | to_encoders | within_a_server
 
 
 def _item(number: int, modality: str, inline: bool, content: bytes) -> wire.EncodeItem:
@@ -92,7 +155,30 @@ replies = st.builds(
             message=st.text(max_size=8),
             tokens=numbers,
             ms=st.dictionaries(st.text(max_size=4), st.floats(0, 1e9), max_size=2),
+            layout=st.none() | layouts,
+            key=st.binary(max_size=messages.KEY_BYTES),
         ),
         max_size=3,
     ),
+)
+described = st.builds(
+    wire.ItemLayout,
+    key=keys,
+    layout=st.builds(
+        wire.Layout,
+        modality=st.sampled_from(messages.MODALITIES),
+        embedding=st.builds(
+            wire.TensorSpec,
+            dtype=st.just("float32"),
+            shape=st.tuples(st.integers(1, 2**22), st.integers(1, 2**40)),
+        ),
+        grid=st.lists(
+            st.lists(st.integers(1, 128), min_size=1, max_size=3), min_size=1, max_size=3
+        ),
+    ),
+)
+layout_replies = st.builds(
+    wire.LayoutReply,
+    items=st.lists(described, max_size=3),
+    error=st.none() | st.builds(wire.http.ErrorReply, code=st.text(), message=st.text()),
 )

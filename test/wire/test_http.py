@@ -8,13 +8,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import EncodeItem, EncodeReply, EncodeRequest, ReplyTo, seal
+from sglang_epd.wire import (
+    EncodeItem,
+    EncodeReply,
+    EncodeRequest,
+    ItemLayout,
+    ItemOutcome,
+    Layout,
+    LayoutReply,
+    ReplyTo,
+    TensorSpec,
+    seal,
+)
 from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
 from sglang_epd.wire.messages import MAX_ITEMS
-from wire.strategies import replies, requests
+from wire.strategies import layout_replies, replies, requests
 
 LIMIT = 1 << 20
-KINDS = (EncodeRequest, EncodeReply, ErrorReply)
+KINDS = (EncodeRequest, EncodeReply, ErrorReply, LayoutReply)
 ITEM = EncodeItem(0, "IMAGE", "image 1 of 1", data=b"png")
 REQUEST = EncodeRequest("r", "ns", 5.0, ReplyTo("tcp://127.0.0.1:1", "ticket"), [ITEM])
 
@@ -23,7 +34,9 @@ def body_of(struct: msgspec.Struct) -> dict:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(struct))
 
 
-@given(requests | replies | st.builds(ErrorReply, code=st.text(), message=st.text()))
+@given(
+    requests | replies | layout_replies | st.builds(ErrorReply, code=st.text(), message=st.text())
+)
 def test_every_body_comes_back_as_it_was(body):
     assert decode_body(encode_body(body), type(body), LIMIT) == body
 
@@ -98,3 +111,35 @@ def test_a_request_out_of_bounds_is_refused(change):
         decode_body(
             seal(msgspec.msgpack.encode({**body_of(REQUEST), **change})), EncodeRequest, LIMIT
         )
+
+
+def test_an_outcome_of_an_older_encoder_has_no_layout():
+    older = {"request_id": "r", "encoder": "e", "outcomes": [{"item": 0, "state": "delivered"}]}
+    reply = decode_body(seal(msgspec.msgpack.encode(older)), EncodeReply, LIMIT)
+    assert reply.outcomes == [ItemOutcome(0, "delivered", layout=None, key=b"")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"key": b"short"}, "key of 5 bytes"),
+        ({"modality": "SMELL"}, "no such modality"),
+        ({"shape": ()}, "embedding shape"),
+        ({"shape": (6,)}, "embedding shape"),
+        ({"shape": (0, 4)}, "embedding shape"),
+        ({"shape": (1 << 40, 4)}, "embedding shape"),
+        ({"grid": []}, "the grid"),
+        ({"grid": [[]]}, "the grid"),
+        ({"grid": [[1, 2, -3]]}, "the grid"),
+        ({"grid": [[2] * 1000]}, "the grid"),
+        ({"grid": [[1, 2, 3], [1, 1 << 20, 1 << 20]]}, "patches"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(changed, why):
+    told = {"key": bytes(32), "modality": "IMAGE", "shape": (6, 4), "grid": [[1, 2, 3]], **changed}
+    layout = Layout(told["modality"], TensorSpec("float32", told["shape"]), told["grid"])
+    with pytest.raises(ValueError, match=why):
+        ItemLayout(told["key"], layout)
+    sent = msgspec.msgpack.encode({"items": [{"key": told["key"], "layout": layout}]})
+    with pytest.raises(ProtocolError, match=why):
+        decode_body(seal(sent), LayoutReply, LIMIT)

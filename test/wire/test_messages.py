@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_epd import wire
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire import messages, seal
-from wire.strategies import any_message
+from wire.strategies import any_message, landings
 
 OFFER = wire.Offer(
     "ticket",
@@ -18,6 +18,15 @@ OFFER = wire.Offer(
     24,
 )
 EXPECT = wire.Expect("ticket", 1, 1, 10.0)
+CLAIM = wire.Claim("claim", EXPECT, first_reader=0, readers=1)
+PAYLOAD = wire.Payload("ticket", 0, 1)
+# Fields that a message may leave out.
+OPTIONAL = {
+    field.name
+    for kind in wire.Message.__subclasses__()
+    for field in msgspec.structs.fields(kind)
+    if not field.required
+}
 
 
 def body_of(message: wire.Message) -> dict:
@@ -87,8 +96,8 @@ def test_a_field_of_another_type_is_refused(message, data):
 
 @given(any_message, st.data())
 def test_a_missing_field_is_refused(message, data):
-    required = [name for name in body_of(message) if name not in ("error", "extra")]
     body = body_of(message)
+    required = [name for name in body if name not in OPTIONAL]
     del body[data.draw(st.sampled_from(required))]
     with pytest.raises(ProtocolError):
         wire.decode_message(frame_of(body))
@@ -139,5 +148,63 @@ def test_an_offer_out_of_bounds_is_refused(change):
 )
 def test_an_expectation_out_of_bounds_is_refused(change):
     assert wire.decode_message(frame_of(body_of(EXPECT))) == EXPECT
+    changed = {**body_of(EXPECT), **change}
     with pytest.raises(ProtocolError, match="expect"):
-        wire.decode_message(frame_of({**body_of(EXPECT), **change}))
+        wire.decode_message(frame_of(changed))
+    with pytest.raises(ProtocolError, match="expect"):
+        wire.decode_message(frame_of({**body_of(CLAIM), "expect": changed}))
+
+
+@pytest.mark.parametrize("change", [{"first_reader": -1}, {"readers": 0}, {"readers": -1}])
+def test_a_claim_out_of_bounds_is_refused(change):
+    assert wire.decode_message(frame_of(body_of(CLAIM))) == CLAIM
+    with pytest.raises(ProtocolError, match="claim"):
+        wire.decode_message(frame_of({**body_of(CLAIM), **change}))
+
+
+def test_a_payload_has_no_negative_place():
+    assert wire.decode_message(frame_of(body_of(PAYLOAD))) == PAYLOAD
+    with pytest.raises(ProtocolError, match="negative offset"):
+        wire.decode_message(frame_of({**body_of(PAYLOAD), "offset": -1}))
+
+
+@given(landings)
+def test_a_grant_says_which_way_the_payload_is_to_come(landing):
+    grant = wire.Grant("ticket", 0, 1, 5.0, landing)
+    back = wire.decode_message(wire.encode_message(grant))
+    assert type(back.landing) is type(landing)
+    assert back == grant
+
+
+@pytest.mark.parametrize("landing", [{}, {"type": "carrier pigeon"}, {"type": "shared"}, None])
+def test_an_unknown_way_is_refused(landing):
+    body = body_of(wire.Grant("ticket", 0, 1, 5.0, wire.Inline()))
+    with pytest.raises(ProtocolError):
+        wire.decode_message(frame_of({**body, "landing": landing}))
+
+
+def test_what_an_older_minor_version_leaves_out_is_filled_in():
+    body = {name: value for name, value in body_of(OFFER).items() if name not in OPTIONAL}
+    back = wire.decode_message(frame_of(body))
+    assert (back.process, back.remote, back.renewal) == ("", False, False)
+
+
+def test_the_control_channel_takes_more_than_the_payload_channel():
+    layout = wire.Layout("VIDEO", OFFER.layout.embedding, [], {"times": "x" * 1000})
+    landed = wire.Landed(OFFER.key, layout, 24, slot=1, offset=4096)
+    settled = wire.Settled("claim", (landed,) * 300)
+    frame = wire.encode_message(settled)
+    assert wire.decode_message(frame, messages.MAX_CONTROL_BYTES) == settled
+    with pytest.raises(ProtocolError, match="limit"):
+        wire.decode_message(frame)
+
+
+def test_every_header_fits_where_chunks_do():
+    """The receiver's sockets refuse frames longer than either."""
+    assert messages.MAX_HEADER_BYTES <= messages.MAX_CHUNK_BYTES <= messages.MAX_CONTROL_BYTES
+
+
+def test_everything_exported_is_there():
+    assert all(hasattr(wire, name) for name in wire.__all__)
+    kinds = {kind.__name__ for kind in wire.Message.__subclasses__()}
+    assert kinds | {"Landed", "Inline", "Shared", "Remote"} <= set(wire.__all__)

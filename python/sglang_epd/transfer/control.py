@@ -1,8 +1,10 @@
-"""The tokenizer's end of the control channel to its own scheduler process."""
+"""The tokenizer's end of the control channel to this server's receiver."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from sglang_epd.errors import EpdError, ProtocolError, UnavailableError
+from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.wire import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -26,36 +29,60 @@ class Control:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{control_path}")
-        self._endpoint: str | None = None
-        self._lock = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._welcome: asyncio.Future[wire.Welcome] | None = None
+        self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
+        self._names = itertools.count()
+        self._arena: Arena | None = None
 
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
 
         Raises:
-            UnavailableError: the scheduler did not answer in time.
+            UnavailableError: the receiver did not answer in time.
         """
-        try:
-            async with asyncio.timeout(timeout_s), self._lock:
-                if self._endpoint is None:
-                    await self._send(wire.Hello())
-                    reply = wire.decode_message(await self._socket.recv())
-                    if not isinstance(reply, wire.Welcome):
-                        raise ProtocolError(f"expected Welcome, got {type(reply).__name__}")
-                    self._endpoint = reply.endpoint
-                return self._endpoint
-        except TimeoutError:
-            raise UnavailableError(
-                f"the scheduler's receiver did not answer within {timeout_s:g} s"
-            ) from None
+        return (await self._welcomed(timeout_s)).endpoint
+
+    async def arena(self, timeout_s: float) -> Arena:
+        """The memory that payloads land in; mapped once.
+
+        Raises:
+            UnavailableError: the receiver did not answer in time.
+        """
+        welcome = await self._welcomed(timeout_s)
+        if self._arena is None:
+            address = Address(welcome.path, welcome.size, welcome.seal, welcome.readers)
+            self._arena = Arena.open(address)
+        return self._arena
 
     async def expect(self, message: wire.Expect) -> None:
         """Announce a request before any encoder is asked for its items.
 
         Raises:
-            UnavailableError: the scheduler's receiver reads nothing any more.
+            UnavailableError: the receiver reads nothing any more.
         """
         await self._send(message)
+
+    async def claim(self, expect: wire.Expect, reader: int) -> wire.Settled:
+        """Wait for a ticket's items, to be read by this process as reader `reader`.
+
+        Items that come after the call was cancelled are given back.
+        """
+        await self.arena(expect.ttl_s)
+        claim = str(next(self._names))
+        outcome: asyncio.Future[wire.Settled] = asyncio.get_running_loop().create_future()
+        self._claims[claim] = outcome, reader
+        try:
+            await self._send(wire.Claim(claim, expect, reader, 1))
+            return await outcome
+        except asyncio.CancelledError:
+            if outcome.done() and not outcome.cancelled():
+                # They came in the moment of the cancellation.
+                self._give_back(outcome.result(), reader)
+            else:
+                outcome.cancel()
+                await self._tell(wire.Abandon(claim))
+            raise
 
     async def fail(self, ticket: str, error: EpdError) -> None:
         """End a request that no encoder could serve."""
@@ -66,9 +93,57 @@ class Control:
         await self._tell(wire.Cancel(ticket))
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
         self._context.destroy(linger=0)
 
-    async def _tell(self, message: wire.Fail | wire.Cancel) -> None:
+    async def _welcomed(self, timeout_s: float) -> wire.Welcome:
+        self._listen()
+        if self._welcome is None:
+            self._welcome = asyncio.get_running_loop().create_future()
+        if not self._welcome.done():
+            # Asked again by everybody who waits: the first may have come too early.
+            await self._send(wire.Hello())
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+        raise UnavailableError(f"this server's receiver did not answer within {timeout_s:g} s")
+
+    def _listen(self) -> None:
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(
+                self._read(), name="read the receiver"
+            )
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
+                if isinstance(message, wire.Welcome):
+                    if self._welcome is not None and not self._welcome.done():
+                        self._welcome.set_result(message)
+                elif isinstance(message, wire.Settled):
+                    self._on_settled(message)
+                else:
+                    raise ProtocolError(f"{type(message).__name__} from the receiver")
+            except ProtocolError as error:
+                logger.warning("Dropped a message of the receiver: %s", error)
+
+    def _on_settled(self, message: wire.Settled) -> None:
+        if message.claim not in self._claims:
+            raise ProtocolError(f"an outcome of {message.claim!r}, which was not claimed")
+        outcome, reader = self._claims.pop(message.claim)
+        if not outcome.done():
+            outcome.set_result(message)
+            return
+        self._give_back(message, reader)
+
+    def _give_back(self, message: wire.Settled, reader: int) -> None:
+        assert self._arena is not None
+        for item in message.items:
+            self._arena.drop(item.slot, reader)
+
+    async def _tell(self, message: wire.Fail | wire.Cancel | wire.Abandon) -> None:
         try:
             await self._send(message)
         except UnavailableError as error:
@@ -79,4 +154,4 @@ class Control:
         try:
             await self._socket.send(wire.encode_message(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise UnavailableError("the scheduler's receiver does not read") from None
+            raise UnavailableError("this server's receiver does not read") from None

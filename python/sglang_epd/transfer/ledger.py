@@ -1,19 +1,19 @@
 """What a language server expects, has granted and has received.
 
-One entry a request (by ticket), one record an item. Synchronous and without a
-clock: the caller passes `now` in seconds of any monotonic clock.
+One entry a request (by ticket), one record an item. Synchronous and without a clock:
+the caller passes `now` in seconds of any monotonic clock.
 
-Owns the decision to grant or decline, who waits for a request, and when an entry
-ends. Does not own sockets, the scheduler's requests, or retries (the dispatcher's).
+Owns the decision to grant, decline or let wait, who claims a request, and when an entry
+ends. Does not own memory (`reservations`), sockets, the scheduler's requests, or
+retries (the dispatcher's).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-
-import torch
 
 from sglang_epd.errors import (
     DeadlineError,
@@ -21,6 +21,9 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
+from sglang_epd.tally import Tally
+from sglang_epd.transfer.extents import ALIGNMENT, aligned
+from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
 
 
@@ -33,42 +36,36 @@ class ItemState(Enum):
 
 
 _S = ItemState
-# A second grant replaces the first when an item is dispatched again because its
-# encoder froze or died after the offer; the first encoder's late payload names the
-# old grant and is dropped.
+# A second grant replaces the first when an item is dispatched again because its encoder
+# froze or died after the offer; the first encoder's late payload names the old grant and
+# is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
+# nobody had offered it.
 TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
     _S.PLANNED: frozenset({_S.GRANTED, _S.FAILED, _S.CANCELLED}),
-    _S.GRANTED: frozenset({_S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
+    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
     _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),
 }
 
-
-@dataclass(frozen=True)
-class ReceivedItem:
-    """An item's identity, layout and embedding [tokens, width], on the host."""
-
-    key: bytes
-    layout: wire.Layout
-    embedding: torch.Tensor
+# Who claimed; the receiver finds the way back by it.
+Claimant = Hashable
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A waiting scheduler request can go on: with its items, or with an error."""
+class Outcome:
+    """What a claimant is to be told."""
 
-    rid: str
-    items: tuple[ReceivedItem, ...] = ()
+    claimant: Claimant
+    items: tuple[wire.Landed, ...] = ()
     error: EpdError | None = None
 
 
 @dataclass
 class _Item:
     state: ItemState = ItemState.PLANNED
-    grant: int = 0
     offer: wire.Offer | None = None
-    received: ReceivedItem | None = None
+    block: Block | None = None
 
     def move(self, state: ItemState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -78,224 +75,378 @@ class _Item:
 
 @dataclass
 class _Entry:
+    age: int
     items: list[_Item]
     consumers: int
     deadline: float
-    waiting: list[str] = field(default_factory=list)
+    claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
+    # Items whose offer waits for memory.
+    waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None
 
     @property
     def complete(self) -> bool:
         return all(item.state is _S.RECEIVED for item in self.items)
 
+    @property
+    def open_items(self) -> int:
+        """Items that no memory was granted to yet."""
+        return sum(item.block is None for item in self.items)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where its memory begins and ends."""
+        blocks = [item.block for item in self.items if item.block is not None]
+        return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
+
+    def begins_below(self, offset: int) -> bool:
+        return any(begin < offset for begin, _ in self.places)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.places)
+
 
 class Ledger:
     """The receiver's books.
 
     Args:
-        max_item_bytes: an offer of more is declined for good.
+        reservations: the memory that grants are made of.
+        grant_ttl_s: how long an encoder may take from the grant to the payload.
+        tally: counts what happens.
         remembered: how many ended tickets are remembered, to tell a late offer
             why it is declined.
     """
 
-    def __init__(self, max_item_bytes: int = 2 << 30, remembered: int = 4096) -> None:
-        self._max_item_bytes = max_item_bytes
+    def __init__(
+        self,
+        reservations: Reservations,
+        grant_ttl_s: float = 30.0,
+        tally: Tally | None = None,
+        remembered: int = 4096,
+    ) -> None:
+        self.reservations = reservations
+        self._grant_ttl_s = grant_ttl_s
+        self._tally = tally or Tally()
         self._remembered = remembered
+        # In order of age.
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
-        self._settled: list[Settled] = []
-        self._next_grant = 1
+        self._waiting: dict[str, _Entry] = {}
+        self._outcomes: list[Outcome] = []
+        self._next_age = 0
+        # Grows when an offer that waits may be answered otherwise.
+        self._turns = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
-    def waiting(self) -> int:
-        """Scheduler requests that wait for items."""
-        return sum(len(entry.waiting) for entry in self._entries.values())
+    def news(self) -> int:
+        """Grows whenever asking again for an offer that waits may be worth it."""
+        return self.reservations.freed + self._turns
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of embeddings received and not yet handed over."""
-        return sum(
-            item.received.embedding.nbytes
-            for entry in self._entries.values()
-            for item in entry.items
-            if item.received is not None
-        )
+    def claimed(self) -> int:
+        """Claims that wait for items."""
+        return sum(len(entry.claims) for entry in self._entries.values())
+
+    def age(self, ticket: str) -> int:
+        """Sorts tickets, oldest first; those that are not open come first."""
+        entry = self._entries.get(ticket)
+        return -1 if entry is None else entry.age
 
     def expect(self, message: wire.Expect, now: float) -> None:
         """Open an entry; nothing happens if the ticket is open or has ended."""
         if message.ticket in self._entries or message.ticket in self._ended:
             return
         self._entries[message.ticket] = _Entry(
+            age=self._next_age,
             items=[_Item() for _ in range(message.items)],
             consumers=message.consumers,
             deadline=now + message.ttl_s,
         )
+        self._next_age += 1
 
-    def claim(self, rid: str, message: wire.Expect, now: float) -> None:
-        """A scheduler request asks for the ticket's items.
+    def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
+        """Somebody asks for a ticket's items.
 
-        The request may overtake its own `Expect`, so the claim opens the entry too.
+        A request may overtake its own `Expect`, so the claim opens the entry too.
         """
-        self.expect(message, now)
-        entry = self._entries.get(message.ticket)
+        ticket = message.expect.ticket
+        self.expect(message.expect, now)
+        entry = self._entries.get(ticket)
         if entry is None:
-            error = self._ended.get(message.ticket)
-            self._settled.append(
-                Settled(rid, error=error or ProtocolError("the request's items are gone"))
-            )
-            return
-        if len(entry.waiting) >= entry.consumers:
+            error = self._ended.get(ticket) or ProtocolError("the request's items are gone")
+            self._outcomes.append(Outcome(claimant, error=error))
+        elif len(entry.claims) >= entry.consumers or claimant in entry.claims:
             error = ProtocolError("more requests claim the items than were announced")
-            self._settled.append(Settled(rid, error=error))
-            return
-        entry.waiting.append(rid)
-        self._settle(message.ticket)
+            self._outcomes.append(Outcome(claimant, error=error))
+        else:
+            entry.claims[claimant] = message
+            self._settle(ticket, now)
 
-    def offer(self, message: wire.Offer) -> wire.Grant | wire.Decline:
-        """Decide on an encoder's offer."""
+    def offer(
+        self, message: wire.Offer, now: float, *, landing: str = "inline"
+    ) -> Block | wire.Decline | wire.Wait:
+        """Decide on an encoder's offer; a block is a grant.
+
+        Args:
+            landing: the way its payload is to come.
+        """
         entry = self._entries.get(message.ticket)
-        if entry is None:
-            reason = wire.DECLINE_UNKNOWN
-            if message.ticket in self._ended:
-                complete = self._ended[message.ticket] is None
-                reason = wire.DECLINE_DUPLICATE if complete else wire.DECLINE_CANCELLED
+        reason = self._refusal(entry, message)
+        if reason is not None:
+            if entry is not None:
+                self._stop_waiting(message.ticket, entry, message.item)
             return wire.Decline(message.ticket, message.item, reason)
-        if entry.error is not None:
-            return wire.Decline(message.ticket, message.item, wire.DECLINE_CANCELLED)
-        if message.item >= len(entry.items):
-            return wire.Decline(message.ticket, message.item, wire.DECLINE_UNKNOWN)
-        if message.nbytes > self._max_item_bytes:
-            return wire.Decline(message.ticket, message.item, wire.DECLINE_TOO_LARGE)
+        assert entry is not None
         item = entry.items[message.item]
-        if item.state is _S.RECEIVED:
-            return wire.Decline(message.ticket, message.item, wire.DECLINE_DUPLICATE)
+        block = self._room(entry, message)
+        if block is None:
+            entry.waiting.add(message.item)
+            self._waiting[message.ticket] = entry
+            return wire.Wait(message.ticket, message.item)
+        self._stop_waiting(message.ticket, entry, message.item)
+        if item.block is not None:
+            self._revoke(item, now)
         item.move(_S.GRANTED)
-        item.offer = message
-        item.grant = self._next_grant
-        self._next_grant += 1
-        return wire.Grant(message.ticket, message.item, item.grant)
+        item.offer, item.block = message, block
+        block.ticket, block.writer, block.landing = message.ticket, message.process, landing
+        block.until = min(now + self._grant_ttl_s, entry.deadline)
+        if not entry.open_items:
+            self._turns += 1
+        self._tally.add("grants")
+        return block
 
-    def granted_offer(self, message: wire.Payload) -> wire.Offer:
-        """The offer under which a payload may be taken.
-
-        Raises:
-            ProtocolError: nothing was granted under that ticket, item and grant.
-        """
+    def granted(self, message: wire.Payload | wire.Withdraw) -> Block | None:
+        """The block that a payload belongs in, if its grant is live."""
         item = self._granted(message)
-        if item is None or item.offer is None:
-            raise ProtocolError("no such grant")
-        return item.offer
+        return None if item is None else item.block
 
-    def fill(self, message: wire.Payload, embedding: torch.Tensor) -> None:
-        """Take the payload of a live grant.
-
-        Raises:
-            ProtocolError: nothing was granted under that ticket, item and grant.
-        """
-        offer = self.granted_offer(message)
+    def fill(self, message: wire.Payload, now: float) -> bool:
+        """All of a payload is in its block; False if there is no such grant."""
         item = self._granted(message)
-        assert item is not None
+        if item is None:
+            self.reservations.settle_late(message.grant, message.ticket)
+            return False
+        assert item.block is not None
         item.move(_S.RECEIVED)
-        item.received = ReceivedItem(offer.key, offer.layout, embedding)
-        self._settle(message.ticket)
+        self.reservations.fill(item.block)
+        self._tally.add("received_bytes", amount=item.block.nbytes)
+        self._settle(message.ticket, now)
+        return True
 
-    def fail(self, ticket: str, error: EpdError) -> None:
+    def withdraw(self, message: wire.Payload | wire.Withdraw) -> bool:
+        """An encoder will not use a grant; the item is as if it had not been offered.
+
+        Returns:
+            Whether there was such a grant.
+        """
+        item = self._granted(message)
+        if item is None:
+            self.reservations.settle_late(message.grant, message.ticket)
+            return False
+        assert item.block is not None
+        item.move(_S.PLANNED)
+        self.reservations.free(item.block)
+        item.offer = item.block = None
+        return True
+
+    def fail(self, ticket: str, error: EpdError, now: float) -> None:
         """End the request with `error`; whoever claims it later is told the same."""
         entry = self._entries.get(ticket)
+        if entry is None and ticket not in self._ended:
+            # Word of its end was faster than its announcement.
+            self._remember(ticket, error)
         if entry is None or entry.error is not None:
             return
         ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
         for item in entry.items:
+            self._release(item, now)
             item.move(ended)
-            item.received = item.offer = None
         entry.error = error
-        self._settle(ticket)
+        entry.waiting.clear()
+        self._waiting.pop(ticket, None)
+        self._turns += 1
+        self._settle(ticket, now)
 
-    def cancel(self, ticket: str) -> None:
+    def cancel(self, ticket: str, now: float) -> None:
         """The tokenizer's request is over; nobody will claim it."""
-        self.fail(ticket, RequestCancelledError("the client went away"))
+        self.fail(ticket, RequestCancelledError("the client went away"), now)
         self._end(ticket)
 
-    def abandon(self, rid: str) -> None:
-        """A scheduler request stops waiting, and is told so."""
+    def abandon(self, claimant: Claimant, now: float) -> None:
+        """A claimant does not want its items any more, and is told so."""
         error = RequestCancelledError("the request was aborted")
         for ticket, entry in list(self._entries.items()):
-            if rid not in entry.waiting:
+            if entry.claims.pop(claimant, None) is None:
                 continue
-            entry.waiting.remove(rid)
             entry.consumers -= 1
-            self._settled.append(Settled(rid, error=error))
+            self._outcomes.append(Outcome(claimant, error=error))
             if entry.consumers <= 0:
-                self.fail(ticket, error)
+                self.fail(ticket, error, now)
                 self._end(ticket)
 
-    def expire(self, now: float) -> int:
-        """End the entries past their deadline; returns how many."""
-        expired = [ticket for ticket, entry in self._entries.items() if now >= entry.deadline]
-        for ticket in expired:
-            entry = self._entries[ticket]
-            missing = sum(item.state is not _S.RECEIVED for item in entry.items)
-            self.fail(
-                ticket,
-                DeadlineError(
+    def expire(self, now: float) -> None:
+        """End the entries past their deadline, and the grants past theirs."""
+        for ticket, entry in list(self._entries.items()):
+            if now >= entry.deadline:
+                missing = sum(item.state is not _S.RECEIVED for item in entry.items)
+                text = (
                     f"{missing} of {len(entry.items)} multimodal items had not arrived "
                     "from the encoders at the request's deadline"
-                ),
-            )
-            self._end(ticket)
-        return len(expired)
+                )
+                if entry.waiting:
+                    text += f"; {len(entry.waiting)} waited for memory (the receive budget)"
+                if missing and entry.error is None:
+                    self._tally.add("expired_requests")
+                self.fail(ticket, DeadlineError(text), now)
+                self._end(ticket)
+                continue
+            for item in entry.items:
+                if item.state is _S.GRANTED and item.block and now >= item.block.until:
+                    self._tally.add("expired_grants")
+                    self._revoke(item, now)
+                    item.move(_S.PLANNED)
 
-    def take_settled(self) -> list[Settled]:
-        """Requests that can go on, each handed out once."""
-        settled, self._settled = self._settled, []
-        return settled
+    def take_outcomes(self) -> list[Outcome]:
+        """What claimants are to be told, each handed out once."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
+        self.reservations.check_integrity()
+        blocks = set()
         for ticket, entry in self._entries.items():
             assert ticket not in self._ended, "an open ticket is also ended"
             assert entry.consumers > 0, "an entry without consumers is kept"
-            assert len(entry.waiting) <= entry.consumers, "more claims than consumers"
+            assert len(entry.claims) <= entry.consumers, "more claims than consumers"
+            assert bool(entry.waiting) == (ticket in self._waiting), "lost count of who waits"
             for item in entry.items:
-                held = item.received is not None
-                assert held == (item.state is _S.RECEIVED), "embedding held in a wrong state"
-            if entry.waiting:
-                assert not entry.complete, "a complete request still waits"
-                assert entry.error is None, "a failed request still waits"
+                holds = item.state in (_S.GRANTED, _S.RECEIVED)
+                assert (item.block is not None) == holds, "a block in a wrong state"
+                if item.block is not None:
+                    assert item.block.grant not in blocks, "two items hold one block"
+                    blocks.add(item.block.grant)
+            if entry.claims:
+                assert not entry.complete, "a complete request is still waited for"
+                assert entry.error is None, "a failed request is still waited for"
         assert len(self._ended) <= self._remembered
 
-    def _granted(self, message: wire.Payload) -> _Item | None:
+    def _refusal(self, entry: _Entry | None, message: wire.Offer) -> str | None:
+        error = self._ended.get(message.ticket) if entry is None else entry.error
+        if error is not None:
+            return wire.DECLINE_CANCELLED
+        if entry is None:
+            ended = message.ticket in self._ended
+            return wire.DECLINE_DUPLICATE if ended else wire.DECLINE_UNKNOWN
+        if message.item >= len(entry.items):
+            return wire.DECLINE_UNKNOWN
+        state = entry.items[message.item].state
+        if state is _S.RECEIVED or (state is _S.GRANTED and message.renewal):
+            return wire.DECLINE_DUPLICATE
+        before = entry.items[message.item].block
+        others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
+        if others + aligned(message.nbytes) > self.reservations.size:
+            return wire.DECLINE_TOO_LARGE
+        return None
+
+    def _room(self, entry: _Entry, message: wire.Offer) -> Block | None:
+        """Memory for an offer, if it is its turn.
+
+        Requests that hold some of their items while they wait for memory for the others
+        could block each other. So those that would still have items to come take the
+        upper half of the memory, and leave the lower half to requests that will end by
+        themselves. One of them at a time takes from the lower half too, packed from its
+        beginning: so it comes to its end if it needs at most half of the memory, however
+        the others' items lie. Requests that hold nothing yet go by age, those that do
+        before them.
+        """
+        if not entry.places and self._waiting:
+            oldest = min(other.age for other in self._waiting.values())
+            if entry.age > oldest:
+                return None
+        still_open = entry.open_items - (entry.items[message.item].block is None)
+        if not still_open:
+            return self.reservations.grant(message.nbytes)
+        half = self.reservations.size // 2 // ALIGNMENT * ALIGNMENT
+        upper = half, self.reservations.size
+        block = self.reservations.grant(message.nbytes, high=True, within=upper)
+        if block is not None:
+            return block
+        others = (other for other in self._entries.values() if other.open_items)
+        if entry is not next((other for other in others if other.begins_below(half)), entry):
+            return None
+        packed = max((end for begin, end in entry.places if begin < half), default=0)
+        place = packed, packed + aligned(message.nbytes)
+        return self.reservations.grant(message.nbytes, within=place)
+
+    def _stop_waiting(self, ticket: str, entry: _Entry, item: int) -> None:
+        entry.waiting.discard(item)
+        if not entry.waiting:
+            self._waiting.pop(ticket, None)
+
+    def _granted(self, message: wire.Payload | wire.Withdraw) -> _Item | None:
         entry = self._entries.get(message.ticket)
         if entry is None or not 0 <= message.item < len(entry.items):
             return None
         item = entry.items[message.item]
-        live = item.state is _S.GRANTED and item.grant == message.grant
+        live = item.state is _S.GRANTED and item.block and item.block.grant == message.grant
         return item if live else None
 
-    def _settle(self, ticket: str) -> None:
-        """Hand the outcome, if there is one, to everybody who waits for it."""
+    def _revoke(self, item: _Item, now: float) -> None:
+        assert item.block is not None
+        self.reservations.revoke(item.block, now)
+        item.offer = item.block = None
+        self._turns += 1
+
+    def _release(self, item: _Item, now: float) -> None:
+        """The item's memory is not wanted any more, whatever state it is in."""
+        if item.block is None:
+            return
+        if item.state is _S.RECEIVED:
+            self.reservations.close(item.block)
+        else:
+            self.reservations.revoke(item.block, now)
+        item.offer = item.block = None
+
+    def _settle(self, ticket: str, now: float) -> None:
+        """Tell the outcome, if there is one, to everybody who claimed it."""
         entry = self._entries[ticket]
         if entry.error is None and not entry.complete:
             return
-        items = tuple(item.received for item in entry.items if item.received is not None)
-        for rid in entry.waiting:
-            self._settled.append(
-                Settled(rid, error=entry.error)
-                if entry.error is not None
-                else Settled(rid, items=items)
-            )
-        entry.consumers -= len(entry.waiting)
-        entry.waiting.clear()
+        for claimant, claim in entry.claims.items():
+            items = () if entry.error else self._hand(entry, claim)
+            self._outcomes.append(Outcome(claimant, items, entry.error))
+        entry.consumers -= len(entry.claims)
+        entry.claims.clear()
         if entry.consumers <= 0:
+            for item in entry.items:
+                self._release(item, now)
             self._end(ticket)
+
+    def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed, ...]:
+        landed = []
+        for item in entry.items:
+            assert item.block is not None and item.offer is not None
+            block, offer = item.block, item.offer
+            self.reservations.hand(block, claim.first_reader, claim.readers)
+            landed.append(
+                wire.Landed(offer.key, offer.layout, block.nbytes, block.slot, block.offset)
+            )
+        return tuple(landed)
 
     def _end(self, ticket: str) -> None:
         entry = self._entries.pop(ticket, None)
         if entry is None:
             return
-        self._ended[ticket] = entry.error
+        self._waiting.pop(ticket, None)
+        self._turns += 1
+        self._remember(ticket, entry.error)
+
+    def _remember(self, ticket: str, error: EpdError | None) -> None:
+        self._ended[ticket] = error
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)

@@ -1,11 +1,9 @@
-"""The receiver thread in the scheduler process.
+"""The receiver thread of a language server: one a server, whatever its ranks.
 
-It owns the ledger and two ROUTER sockets: `payload` (TCP, encoders) and `control`
-(a Unix socket in a folder only this user may enter, tokenizer). A thread of its own
-answers offers while the scheduler is inside a forward pass, so that a grant never
-waits for one. The scheduler talks to it through two queues; each direction has an
-inproc socket that wakes the other side, and the scheduler's end of it goes into the
-poller that a sleeping scheduler waits on.
+It owns the ledger, the arena and two ROUTER sockets: `payload` (TCP, encoders) and
+`control` (a Unix socket in a folder only this user may enter: the tokenizer, and every
+scheduler). A thread of its own answers offers while its process is inside a forward
+pass, so that a grant never waits for one.
 
 What a peer sends is never trusted: whatever is malformed, oversized, unknown or
 late is counted, logged once a kind, and dropped.
@@ -13,40 +11,63 @@ late is counted, logged once a kind, and dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import zmq
+from blake3 import blake3
 
 from sglang_epd.errors import EpdError, ProtocolError, from_code
-from sglang_epd.transfer.ledger import Ledger, Settled
+from sglang_epd.tally import Tally
+from sglang_epd.transfer import host
+from sglang_epd.transfer.arena import SLOTS, Arena
+from sglang_epd.transfer.ledger import Ledger
+from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
-from sglang_epd.wire.tensors import read_tensor, spec_bytes
+from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-_WAKE = "inproc://sglang-epd-receiver"
 # An offer may overtake the announcement of its ticket: they come over two sockets. It is
 # held for as long as a starved tokenizer process may take to get the latter out.
 _HOLD_S = 2.0
-_MAX_HELD = 1024
+_MAX_HELD_UNKNOWN = 1024
 # How many messages one turn takes from a socket before it looks at the other one.
 _BURST = 64
-_EXPIRY_CHECK_MS = 500
+# Frames that libzmq may buffer for one connection before anybody has looked at them.
+_RECEIVE_HWM = 32
+_TICK_MS = 500
+# While offers wait, readers' drops are looked for this often.
+_WAITING_TICK_MS = 5
+_HOUSEKEEPING_S = 0.1
+# After this long without a payload the arena's memory goes back to the system.
+_IDLE_S = 15.0
 
 
-@dataclass(frozen=True)
+class RemoteMemory(Protocol):
+    """A transfer engine that remote encoders write through."""
+
+    @property
+    def session(self) -> str: ...
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+
+@dataclass
 class _Held:
+    """An offer without an answer yet."""
+
     peer: bytes
     offer: wire.Offer
-    until: float
+    since: float
+    # Its ticket is not known, or there is no memory for it.
+    unknown: bool = True
 
 
 class Receiver:
@@ -56,7 +77,14 @@ class Receiver:
         bind_host: address the payload socket listens on.
         advertise_host: address encoders are told to dial.
         control_path: Unix socket path of the control channel.
-        max_item_bytes: largest embedding that is accepted.
+        budget_bytes: embeddings granted, received or being read take at most this.
+        readers: processes that read embeddings, numbered from 0.
+        grant_ttl_s: how long an encoder may take from the grant to the payload.
+        engine: transfer engine that encoders may write through.
+        tally: counts what happens.
+
+    Raises:
+        OSError: an address cannot be bound, or the arena not made.
     """
 
     def __init__(
@@ -64,37 +92,59 @@ class Receiver:
         bind_host: str,
         advertise_host: str,
         control_path: Path,
-        max_item_bytes: int = 2 << 30,
+        *,
+        budget_bytes: int,
+        readers: int = 1,
+        grant_ttl_s: float = 30.0,
+        engine: RemoteMemory | None = None,
+        tally: Tally | None = None,
     ) -> None:
-        self._ledger = Ledger(max_item_bytes)
+        self.tally = tally or Tally()
+        self._arena = Arena.create(budget_bytes, readers)
+        self._readers = readers
+        self._engine = engine
+        if engine is not None:
+            engine.register(self._arena.machine_address, len(self._arena.data))
+        self._reservations = Reservations(
+            len(self._arena.data),
+            SLOTS,
+            readers,
+            drops=self._arena.drops,
+            reset=self._arena.reset,
+            writer_lives=lambda process: (
+                host.lives(process) if host.shares_memory(process) else None
+            ),
+        )
+        self._ledger = Ledger(self._reservations, grant_ttl_s, self.tally)
+        self._grant_ttl_s = grant_ttl_s
         self._context = zmq.Context()
         self._payload = self._context.socket(zmq.ROUTER)
         self._payload.setsockopt(zmq.LINGER, 0)
         self._payload.setsockopt(zmq.IPV6, 1)
+        self._payload.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         # ZMQ drops the connection of a peer whose frame is longer than this.
-        self._payload.setsockopt(zmq.MAXMSGSIZE, max_item_bytes)
-        port = self._payload.bind_to_random_port(f"tcp://{_bracketed(bind_host)}")
+        longest = max(wire.MAX_CHUNK_BYTES, wire.MAX_HEADER_BYTES)
+        self._payload.setsockopt(zmq.MAXMSGSIZE, longest)
+        try:
+            port = self._payload.bind_to_random_port(f"tcp://{_bracketed(bind_host)}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            self._arena.close()
+            raise OSError(f"cannot listen on {bind_host}: {error}") from error
         self.endpoint = f"tcp://{_bracketed(advertise_host)}:{port}"
         control_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
+        # A Settled that is lost is memory that nobody gives back.
+        self._control.setsockopt(zmq.SNDHWM, 0)
         self._control.bind(f"ipc://{control_path}")
+        self._alarm = self._context.socket(zmq.PULL)
+        self._alarm.bind(f"inproc://stop-{id(self)}")
 
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._settled: queue.SimpleQueue[Settled] = queue.SimpleQueue()
-        name = f"{_WAKE}-{id(self)}"
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(f"{name}-in")
-        self._knock = self._context.socket(zmq.PUSH)
-        self._knock.connect(f"{name}-in")
-        # The scheduler's end: readable whenever a request has settled.
-        self.wake_socket = self._context.socket(zmq.PULL)
-        self.wake_socket.bind(f"{name}-out")
-        self._ring = self._context.socket(zmq.PUSH)
-        self._ring.connect(f"{name}-out")
-
-        self._held: deque[_Held] = deque()
-        self.dropped: Counter[str] = Counter()
+        self._held: list[_Held] = []
+        self._seen_news = -1
+        self._next_housekeeping = 0.0
+        self._last_payload: float | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
 
@@ -104,64 +154,37 @@ class Receiver:
     def stop(self) -> None:
         """End the thread and close every socket."""
         self._stopping = True
-        _wake(self._knock)
-        self._thread.join(timeout=5)
+        with self._context.socket(zmq.PUSH) as alarm:
+            alarm.connect(f"inproc://stop-{id(self)}")
+            alarm.send(b"")
+            self._thread.join(timeout=5)
         self._context.destroy(linger=0)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    # The scheduler's side.
-
-    def claim(self, rid: str, expect: wire.Expect) -> None:
-        """Wait for the items of `expect` on behalf of the scheduler request `rid`."""
-        self._submit(lambda: self._ledger.claim(rid, expect, time.monotonic()))
-
-    def abandon(self, rid: str) -> None:
-        """Stop waiting for `rid`."""
-        self._submit(lambda: self._ledger.abandon(rid))
-
-    def take_settled(self) -> list[Settled]:
-        """Requests that can go on; never blocks."""
-        settled = []
-        while not self._settled.empty():
-            settled.append(self._settled.get_nowait())
-        while self.wake_socket.poll(0):
-            self.wake_socket.recv(zmq.NOBLOCK)
-        # A request that settled between the two loops has rung already.
-        while not self._settled.empty():
-            settled.append(self._settled.get_nowait())
-        return settled
-
-    def _submit(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        _wake(self._knock)
-
-    # The thread's side.
+        self._arena.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._control, self._payload, self._inbox):
+        for socket in (self._control, self._payload, self._alarm):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
-            ready = dict(poller.poll(_EXPIRY_CHECK_MS))
-            while self._inbox in ready and self._inbox.poll(0):
-                self._inbox.recv()
-            while not self._commands.empty():
-                self._commands.get_nowait()()
+            ready = dict(poller.poll(_WAITING_TICK_MS if self._held else _TICK_MS))
             if self._control in ready:
                 self._drain(self._control, self._on_control)
-            self._answer_held()
             if self._payload in ready:
                 self._drain(self._payload, self._on_payload)
-            self._ledger.expire(time.monotonic())
-            settled = self._ledger.take_settled()
-            for outcome in settled:
-                self._settled.put(outcome)
-            if settled:
-                _wake(self._ring)
+            try:
+                self._go_on(time.monotonic())
+            except Exception:
+                # Every request of this server needs this thread: it must not end.
+                self.tally.add("dropped", "internal")
+                logger.exception("The receiver stumbled")
+                time.sleep(_HOUSEKEEPING_S)
+
+    def _go_on(self, now: float) -> None:
+        """What follows from what was received, and from time passing."""
+        if now >= self._next_housekeeping:
+            self._keep_house(now)
+        self._answer_held(now)
+        self._tell_outcomes()
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
         for _ in range(_BURST):
@@ -170,66 +193,188 @@ class Receiver:
             except zmq.Again:
                 return
             try:
+                if not frames:
+                    raise ProtocolError("empty message")
                 handle(peer.bytes, frames)
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
             except Exception:
                 # Whatever it is, the next message must still be read.
-                self.dropped["internal"] += 1
+                self.tally.add("dropped", "internal")
                 logger.exception("Could not handle a message")
 
     def _drop(self, kind: str, detail: str) -> None:
-        self.dropped[kind] += 1
-        if self.dropped[kind] == 1:
+        self.tally.add("dropped", kind)
+        if self.tally.counts["dropped", kind] == 1:
             logger.warning("Dropped a message on the payload channel (%s): %s", kind, detail)
 
     def _on_control(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        message = _message(frames)
+        message = wire.decode_message(frames[0].buffer, wire.MAX_CONTROL_BYTES)
+        now = time.monotonic()
         if isinstance(message, wire.Hello):
-            self._send(self._control, peer, wire.Welcome(self.endpoint))
+            address = self._arena.address
+            welcome = wire.Welcome(
+                self.endpoint, address.path, address.size, address.seal, address.readers
+            )
+            self._send(self._control, peer, welcome)
         elif isinstance(message, wire.Expect):
-            self._ledger.expect(message, time.monotonic())
+            self._ledger.expect(message, now)
+        elif isinstance(message, wire.Claim):
+            if message.first_reader + message.readers > self._readers:
+                raise ProtocolError("claim: there are not that many readers")
+            self._ledger.claim((peer, message.claim), message, now)
+        elif isinstance(message, wire.Abandon):
+            self._ledger.abandon((peer, message.claim), now)
         elif isinstance(message, wire.Fail):
-            self._ledger.fail(message.ticket, from_code(message.code, message.message))
+            self._ledger.fail(message.ticket, from_code(message.code, message.message), now)
         elif isinstance(message, wire.Cancel):
-            self._ledger.cancel(message.ticket)
+            self._ledger.cancel(message.ticket, now)
         else:
             raise ProtocolError(f"{type(message).__name__} does not belong on this channel")
 
     def _on_payload(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        message = _message(frames)
+        message = wire.decode_message(frames[0].buffer)
+        now = time.monotonic()
         if isinstance(message, wire.Offer):
+            self.tally.add("offers")
             if message.nbytes != spec_bytes(message.layout.embedding):
                 raise ProtocolError("offer: size and shape disagree")
-            self._answer(_Held(peer, message, time.monotonic() + _HOLD_S))
+            self._answer(_Held(peer, message, now), now)
         elif isinstance(message, wire.Payload):
-            self._send(self._payload, peer, self._take(message, frames))
+            self._on_bytes(peer, message, frames[1:], now)
+        elif isinstance(message, wire.Withdraw):
+            if self._ledger.withdraw(message):
+                self.tally.add("withdrawals")
         else:
             raise ProtocolError(f"{type(message).__name__} does not belong on this channel")
 
-    def _answer_held(self) -> None:
-        for _ in range(len(self._held)):
-            self._answer(self._held.popleft())
+    def _on_bytes(
+        self, peer: bytes, message: wire.Payload, frames: list[zmq.Frame], now: float
+    ) -> None:
+        self._last_payload = now
+        block = self._ledger.granted(message)
+        error = wire.ACK_NOT_GRANTED
+        if block is not None:
+            try:
+                self._take(block, message, frames)
+                error = ""
+            except ProtocolError as problem:
+                self._drop("payload", problem.message)
+                error = wire.ACK_MALFORMED
+                self._ledger.withdraw(message)
+        if not error and not message.last:
+            return
+        if not self._ledger.fill(message, now) and not error:
+            error = wire.ACK_NOT_GRANTED
+        if error == wire.ACK_NOT_GRANTED:
+            self.tally.add("dropped", "not_granted")
+        if message.last or error:
+            ack = wire.Ack(message.ticket, message.item, message.grant, error)
+            self._send(self._payload, peer, ack)
 
-    def _answer(self, held: _Held) -> None:
-        """Answer an offer, or hold it if its ticket may yet be announced."""
-        answer = self._ledger.offer(held.offer)
-        unknown = isinstance(answer, wire.Decline) and answer.reason == wire.DECLINE_UNKNOWN
-        if unknown and time.monotonic() < held.until and len(self._held) < _MAX_HELD:
+    def _take(self, block: Block, message: wire.Payload, frames: list[zmq.Frame]) -> None:
+        """Put a frame where it belongs; after the last one, see that all is there."""
+        if len(frames) > 1:
+            raise ProtocolError(f"payload of {len(frames)} frames, expected one at most")
+        span = self._arena.span(block.offset, block.nbytes)
+        if frames:
+            chunk = np.frombuffer(frames[0].buffer, dtype=np.uint8)
+            end = message.offset + len(chunk)
+            if message.offset != block.written or end > block.nbytes:
+                raise ProtocolError("payload: a frame that does not follow the last one")
+            span[message.offset : end] = chunk
+            block.written = end
+        if not message.last:
+            return
+        in_memory = block.foreign and block.written == 0
+        if not in_memory and block.written != block.nbytes:
+            raise ProtocolError(f"payload of {block.written} bytes, {block.nbytes} were granted")
+        if message.checksum and blake3(span.data).digest() != message.checksum:
+            raise ProtocolError("payload: the checksum does not match")
+        self.tally.add("payloads", block.landing if in_memory else "inline")
+
+    def _answer_held(self, now: float) -> None:
+        """Ask again for what waits, oldest requests first."""
+        if not self._held:
+            return
+        news = self._ledger.news
+        again = [held for held in self._held if held.unknown]
+        if news != self._seen_news:
+            self._seen_news = news
+            again = sorted(self._held, key=lambda held: self._ledger.age(held.offer.ticket))
+        asked = set(map(id, again))
+        self._held = [held for held in self._held if id(held) not in asked]
+        for held in again:
+            self._answer(held, now)
+
+    def _answer(self, held: _Held, now: float) -> None:
+        """Answer an offer, or hold it if it is to wait or its ticket may yet be announced."""
+        offer = held.offer
+        landing = self._landing(offer)
+        answer = self._ledger.offer(offer, now, landing=_kind(landing))
+        if isinstance(answer, wire.Wait):
+            if held.unknown:
+                self.tally.add("waits")
+                self._send(self._payload, held.peer, answer)
+                held.unknown = False
             self._held.append(held)
+        elif isinstance(answer, wire.Decline):
+            unknown = answer.reason == wire.DECLINE_UNKNOWN
+            patient = now < held.since + _HOLD_S and held.unknown
+            if unknown and patient and sum(one.unknown for one in self._held) < _MAX_HELD_UNKNOWN:
+                self._held.append(held)
+            else:
+                self.tally.add("declines", answer.reason)
+                self._send(self._payload, held.peer, answer)
         else:
-            self._send(self._payload, held.peer, answer)
+            if not held.unknown:
+                self.tally.waited(now - held.since)
+            self._send(self._payload, held.peer, self._grant(offer, answer, landing, now))
 
-    def _take(self, message: wire.Payload, frames: list[zmq.Frame]) -> wire.Ack:
-        try:
-            offer = self._ledger.granted_offer(message)
-            if len(frames) != 2:
-                raise ProtocolError(f"payload of {len(frames) - 1} frames, expected 1")
-            self._ledger.fill(message, read_tensor(frames[1].buffer, offer.layout.embedding))
-        except ProtocolError as error:
-            self._drop("payload", error.message)
-            return wire.Ack(message.ticket, message.item, message.grant, error.message)
-        return wire.Ack(message.ticket, message.item, message.grant)
+    def _landing(self, offer: wire.Offer) -> wire.Landing:
+        """How an encoder is to deliver, but for the place."""
+        if self._engine is not None and offer.remote:
+            return wire.Remote(self._engine.session, 0)
+        if offer.process and host.shares_memory(offer.process):
+            address = self._arena.address
+            return wire.Shared(address.path, address.size, address.seal, 0)
+        return wire.Inline()
+
+    def _grant(
+        self, offer: wire.Offer, block: Block, landing: wire.Landing, now: float
+    ) -> wire.Grant:
+        if isinstance(landing, wire.Remote):
+            landing = wire.Remote(landing.session, self._arena.machine_address + block.offset)
+        elif isinstance(landing, wire.Shared):
+            begin = self._arena.data_offset + block.offset
+            landing = wire.Shared(landing.path, landing.size, landing.seal, begin)
+        ttl_s = block.until - now
+        return wire.Grant(offer.ticket, offer.item, block.grant, ttl_s, landing)
+
+    def _keep_house(self, now: float) -> None:
+        self._next_housekeeping = now + (_WAITING_TICK_MS / 1e3 if self._held else _HOUSEKEEPING_S)
+        self._reservations.reclaim(now)
+        self._ledger.expire(now)
+        waiting = sum(not held.unknown for held in self._held)
+        self.tally.held(self._reservations.held_bytes, waiting, self._reservations.quarantined)
+        idle = self._last_payload is not None and now > self._last_payload + _IDLE_S
+        # Memory that is registered with a network card is pinned; it stays.
+        if idle and not len(self._reservations) and self._engine is None:
+            self._arena.give_back()
+            self._last_payload = None
+
+    def _tell_outcomes(self) -> None:
+        for outcome in self._ledger.take_outcomes():
+            assert isinstance(outcome.claimant, tuple)
+            peer, claim = outcome.claimant
+            error = outcome.error
+            settled = wire.Settled(
+                claim,
+                outcome.items,
+                error.code if error else "",
+                error.message if error else "",
+            )
+            self._send(self._control, peer, settled)
 
     def _send(self, socket: zmq.Socket, peer: bytes, message: wire.Message) -> None:
         # A ROUTER drops what it sends to a peer that has gone.
@@ -239,17 +384,9 @@ class Receiver:
             self._drop("peer_not_reading", type(message).__name__)
 
 
-def _wake(socket: zmq.Socket) -> None:
-    # One that is full has a wake-up underway already.
-    with contextlib.suppress(zmq.Again):
-        socket.send(b"", zmq.NOBLOCK)
+def _kind(landing: wire.Landing) -> str:
+    return str(landing.__struct_config__.tag)
 
 
-def _message(frames: list[zmq.Frame]) -> wire.Message:
-    if not frames:
-        raise ProtocolError("empty message")
-    return wire.decode_message(frames[0].buffer)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+def _bracketed(host_name: str) -> str:
+    return f"[{host_name}]" if ":" in host_name and not host_name.startswith("[") else host_name

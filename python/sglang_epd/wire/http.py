@@ -1,20 +1,25 @@
-"""The encode API's bodies (`POST /v1/encode`), as msgpack behind the envelope.
+"""The bodies of the encode API (`POST /v1/encode`) and of a prefill server's layouts
+(`GET /epd/layouts/{room}`), as msgpack behind the envelope.
 
 Media travel as binary, not as base64 inside JSON.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import msgspec
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.envelope import open_envelope, seal
-from sglang_epd.wire.messages import MALFORMED, MAX_ITEMS, MODALITIES
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, MODALITIES, Layout
 
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
+# What is laid out allocates by these numbers; no model's context comes near them.
+_MAX_TOKENS = 1 << 22
+_MAX_PATCHES = 1 << 26
 
 
 class EncodeItem(msgspec.Struct, frozen=True):
@@ -82,6 +87,8 @@ class ItemOutcome(msgspec.Struct, frozen=True):
         code: error class of `sglang_epd.errors` when failed; decline reason when declined.
         tokens: embedding rows delivered.
         ms: milliseconds spent in each stage.
+        layout, key: what the item was found to be, where that is known; None and
+            empty where it is not, as from encoders before minor version 1.
     """
 
     item: int
@@ -90,6 +97,8 @@ class ItemOutcome(msgspec.Struct, frozen=True):
     message: str = ""
     tokens: int = 0
     ms: dict[str, float] = {}
+    layout: Layout | None = None
+    key: bytes = b""
 
 
 class EncodeReply(msgspec.Struct, frozen=True):
@@ -105,6 +114,34 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
     code: str
     message: str
+
+
+class ItemLayout(msgspec.Struct, frozen=True):
+    """All of an item that a prompt is laid out by: its key and its layout."""
+
+    key: bytes
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        shape = layout.embedding.shape
+        if len(self.key) != KEY_BYTES:
+            raise ValueError(f"key of {len(self.key)} bytes")
+        if layout.modality not in MODALITIES:
+            raise ValueError("no such modality")
+        if len(shape) != 2 or min(shape) <= 0 or shape[0] > _MAX_TOKENS:
+            raise ValueError(f"embedding shape {shape}")
+        if not layout.grid or any(not 1 <= len(row) <= 3 or min(row) <= 0 for row in layout.grid):
+            raise ValueError("the grid is not of one to three positive extents an entry")
+        if sum(math.prod(row) for row in layout.grid) > _MAX_PATCHES:
+            raise ValueError(f"a grid of more than {_MAX_PATCHES} patches")
+
+
+class LayoutReply(msgspec.Struct, frozen=True):
+    """What a prefill server knows of one request's media: all items, or why it failed."""
+
+    items: list[ItemLayout] = []
+    error: ErrorReply | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -1,15 +1,18 @@
 """The payload channel's messages (encoder and language server) and the control
-channel's (tokenizer and scheduler process of one language server).
+channel's (the processes of one language server).
 
-    encoder                    scheduler process              tokenizer process
-       |                              | <------- Hello ------------- |
-       |                              | -------- Welcome ----------> |
-       |                              | <------- Expect ------------ |  before dispatch
-       | -------- Offer ------------> |                              |
-       | <------- Grant | Decline --- |                              |
-       | -------- Payload + frames -> |                              |
-       | <------- Ack --------------- |                              |
-       |                              | <------- Fail | Cancel ----- |
+    encoder                     receiver                  tokenizer, schedulers
+       |                           | <------- Hello ------------- |
+       |                           | -------- Welcome ----------> |
+       |                           | <------- Expect ------------ |  tokenizer, before dispatch
+       |                           | <------- Claim ------------- |  whoever the items are for
+       | -------- Offer ---------> |                              |
+       | <- Wait, Grant, Decline - |                              |
+       | -------- Payload -------> |                              |
+       | <------- Ack ------------ |                              |
+       | -------- Withdraw ------> |                              |  instead of a Payload
+       |                           | -------- Settled ----------> |
+       |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: whoever names it may deliver that request's
 items, and nobody else can.
@@ -26,6 +29,12 @@ from sglang_epd.wire.envelope import open_envelope, seal
 
 # A layout is some hundred bytes, a long video's timestamps some thousand.
 MAX_HEADER_BYTES = 256 << 10
+# The control channel joins processes that trust each other; a Settled holds the layouts
+# of all of a request's items.
+MAX_CONTROL_BYTES = 64 << 20
+# A payload on the channel itself comes in frames of at most this: more than a few would
+# have to be buffered before their ticket is looked at.
+MAX_CHUNK_BYTES = 1 << 20
 MAX_ITEMS = 4096
 KEY_BYTES = 32
 
@@ -40,6 +49,10 @@ DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembere
 DECLINE_CANCELLED = "cancelled"  # nobody waits for it any more
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
 DECLINE_TOO_LARGE = "too_large"  # larger than this receiver may ever hold
+
+# Errors of an Ack, both of which leave the item open.
+ACK_NOT_GRANTED = "not_granted"  # the grant expired, was replaced, or never was
+ACK_MALFORMED = "malformed"  # not the bytes that were granted
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -82,22 +95,72 @@ class Message(msgspec.Struct, frozen=True, tag_field="t"):
     """Base of all messages."""
 
 
+class Inline(msgspec.Struct, frozen=True, tag="inline"):
+    """The payload comes as frames on the channel, each of at most MAX_CHUNK_BYTES."""
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    """Write into memory that both processes map.
+
+    Attributes:
+        path: the memory as a file, below /proc.
+        size: bytes of the whole of it.
+        seal: random bytes that it begins with, so that no other file is written to.
+        offset: where the payload goes, in bytes.
+    """
+
+    path: str
+    size: int
+    seal: bytes
+    offset: int
+
+
+class Remote(msgspec.Struct, frozen=True, tag="remote"):
+    """Write through Mooncake's transfer engine to `address` of `session`."""
+
+    session: str
+    address: int
+
+
+Landing = Inline | Shared | Remote
+
+
 class Offer(Message, frozen=True, tag="offer"):
-    """Encoder: item `item` of `ticket` has this layout and key; may I send it?"""
+    """Encoder: item `item` of `ticket` has this layout and key; may I send it?
+
+    Attributes:
+        process: the encoder's process, as `transfer.host` names it; empty if it cannot
+            share memory.
+        remote: whether the encoder can write through Mooncake.
+        renewal: an earlier grant was lost; another encoder may have been asked since,
+            and is not to be replaced.
+    """
 
     ticket: str
     item: int
     key: bytes
     layout: Layout
     nbytes: int
+    process: str = ""
+    remote: bool = False
+    renewal: bool = False
+
+
+class Wait(Message, frozen=True, tag="wait"):
+    """Receiver: no memory now; a Grant or Decline follows when there is."""
+
+    ticket: str
+    item: int
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Receiver: memory is reserved under `grant`; send the payload."""
+    """Receiver: memory is reserved under `grant` for `ttl_s`; send the payload there."""
 
     ticket: str
     item: int
     grant: int
+    ttl_s: float
+    landing: Landing
 
 
 class Decline(Message, frozen=True, tag="decline"):
@@ -109,7 +172,25 @@ class Decline(Message, frozen=True, tag="decline"):
 
 
 class Payload(Message, frozen=True, tag="payload"):
-    """Encoder: the embedding, in the one tensor frame that follows."""
+    """Encoder: bytes of the embedding, or word that they have been written.
+
+    Attributes:
+        offset: where the one frame that follows belongs in the payload; frames come in
+            order. None follows where the grant's landing was memory.
+        last: nothing more comes.
+        checksum: blake3 of the whole payload, with the last one; may be empty.
+    """
+
+    ticket: str
+    item: int
+    grant: int
+    offset: int = 0
+    last: bool = True
+    checksum: bytes = b""
+
+
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """Encoder: nothing was or will be written under this grant any more."""
 
     ticket: str
     item: int
@@ -117,7 +198,7 @@ class Payload(Message, frozen=True, tag="payload"):
 
 
 class Ack(Message, frozen=True, tag="ack"):
-    """Receiver: the payload was taken (`error` empty) or dropped."""
+    """Receiver: the payload was taken (`error` empty) or dropped (an ACK_ constant)."""
 
     ticket: str
     item: int
@@ -126,13 +207,18 @@ class Ack(Message, frozen=True, tag="ack"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Tokenizer: where do encoders reach you?"""
+    """Where do encoders reach you, and where do their payloads lie?"""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Scheduler: the payload channel's endpoint, as encoders are to dial it."""
+    """Receiver: the payload channel's endpoint, as encoders are to dial it, and the
+    memory that payloads lie in: its path, size, seal and number of readers."""
 
     endpoint: str
+    path: str
+    size: int
+    seal: bytes
+    readers: int
 
 
 class Expect(Message, frozen=True, tag="expect"):
@@ -150,6 +236,53 @@ class Expect(Message, frozen=True, tag="expect"):
     ttl_s: float
 
 
+class Claim(Message, frozen=True, tag="claim"):
+    """A request asks for the items of a ticket.
+
+    Attributes:
+        claim: the asker's name for it; unique among its own.
+        first_reader, readers: the processes that will read the items.
+    """
+
+    claim: str
+    expect: Expect
+    first_reader: int
+    readers: int
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """An item that is there.
+
+    Attributes:
+        slot: where readers say that they are done with it.
+        offset: where its embedding begins in the shared memory, in bytes.
+    """
+
+    key: bytes
+    layout: Layout
+    nbytes: int
+    slot: int
+    offset: int
+
+
+class Settled(Message, frozen=True, tag="settled"):
+    """Receiver: a claim has its items, or an error (`code` not empty).
+
+    Where both are there, the items are to be read by nobody, and given back.
+    """
+
+    claim: str
+    items: tuple[Landed, ...] = ()
+    code: str = ""
+    message: str = ""
+
+
+class Abandon(Message, frozen=True, tag="abandon"):
+    """The request behind a claim is over."""
+
+    claim: str
+
+
 class Fail(Message, frozen=True, tag="fail"):
     """Tokenizer: no encoder could deliver; the request ends with this error."""
 
@@ -164,7 +297,23 @@ class Cancel(Message, frozen=True, tag="cancel"):
     ticket: str
 
 
-_AnyMessage = Offer | Grant | Decline | Payload | Ack | Hello | Welcome | Expect | Fail | Cancel
+_AnyMessage = (
+    Offer
+    | Wait
+    | Grant
+    | Decline
+    | Payload
+    | Withdraw
+    | Ack
+    | Hello
+    | Welcome
+    | Expect
+    | Claim
+    | Settled
+    | Abandon
+    | Fail
+    | Cancel
+)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_AnyMessage)
 
@@ -174,27 +323,36 @@ def encode_message(message: Message) -> bytes:
     return seal(_ENCODER.encode(message))
 
 
-def decode_message(frame: bytes | memoryview) -> Message:
+def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES) -> Message:
     """Decode one frame.
 
     Raises:
         ProtocolError: for anything that is not a well-formed message of this
             major version within its bounds.
     """
-    body = open_envelope(frame, MAX_HEADER_BYTES)
+    body = open_envelope(frame, max_bytes)
     try:
         message: Message = _DECODER.decode(body)
     except MALFORMED as error:
         raise ProtocolError(f"malformed message: {error}") from None
     if isinstance(message, Offer):
         _check_offer(message)
-    elif isinstance(message, Expect) and not (
-        0 < message.items <= MAX_ITEMS
-        and message.consumers > 0
-        and 0 < message.ttl_s < float("inf")
+    elif isinstance(message, Expect):
+        _check_expect(message)
+    elif isinstance(message, Claim):
+        _check_expect(message.expect)
+        if message.first_reader < 0 or message.readers <= 0:
+            raise ProtocolError("claim: readers out of range")
+    elif isinstance(message, Payload) and message.offset < 0:
+        raise ProtocolError("payload: negative offset")
+    return message
+
+
+def _check_expect(expect: Expect) -> None:
+    if not (
+        0 < expect.items <= MAX_ITEMS and expect.consumers > 0 and 0 < expect.ttl_s < float("inf")
     ):
         raise ProtocolError("expect: items, consumers or ttl out of range")
-    return message
 
 
 def _check_offer(offer: Offer) -> None:

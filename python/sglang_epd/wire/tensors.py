@@ -48,24 +48,15 @@ def tensor_frame(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def read_tensor(frame: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """View a received frame as the tensor that was offered.
+def view_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+    """View bytes (uint8, one dimension, aligned) as the tensor that `spec` describes.
 
-    No copy is made where the frame is writable and aligned, as frames received from
-    ZMQ are; the tensor then keeps the frame's memory alive.
+    No copy is made; the tensor keeps `raw` alive.
 
     Raises:
-        ProtocolError: the frame is not exactly as long as `spec` says.
+        ProtocolError: not exactly as many bytes as `spec` says.
     """
     expected = spec_bytes(spec)
-    if frame.nbytes != expected:
-        raise ProtocolError(f"tensor frame of {frame.nbytes} bytes, {expected} were granted")
-    dtype = _DTYPES[spec.dtype]
-    if not expected:
-        return torch.empty(spec.shape, dtype=dtype)
-    # numpy keeps the buffer alive and, unlike torch.frombuffer, takes a read-only one
-    # without a warning once it is told not to write.
-    raw = np.frombuffer(frame, dtype=np.uint8)
-    if raw.ctypes.data % dtype.itemsize or not raw.flags.writeable:
-        raw = raw.copy()
-    return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
+    if raw.nbytes != expected:
+        raise ProtocolError(f"{raw.nbytes} bytes for a tensor of {expected}")
+    return torch.from_numpy(raw).view(_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -1,0 +1,36 @@
+"""What is counted on the payload channel."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+# Counters: the label that tells their kinds apart ("" for none), and what they count.
+COUNTERS = {
+    "offers": ("", "Offers of encoders"),
+    "waits": ("", "Offers that had to wait for memory"),
+    "grants": ("", "Offers that were granted"),
+    "declines": ("reason", "Offers that were declined"),
+    "withdrawals": ("", "Grants that their encoder gave back"),
+    "payloads": ("landing", "Embeddings received, by the way they came"),
+    "received_bytes": ("", "Bytes of embeddings received"),
+    "expired_grants": ("", "Grants that no payload came for in time"),
+    "expired_requests": ("", "Requests whose items did not arrive by their deadline"),
+    "dropped": ("reason", "Messages dropped"),
+}
+
+
+class Tally:
+    """Counts in memory; `observability.receiver` adds Prometheus."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, name: str, kind: str = "", amount: int = 1) -> None:
+        """Count an event of COUNTERS, of one kind."""
+        self.counts[name, kind] += amount
+
+    def waited(self, seconds: float) -> None:
+        """An offer got its answer after waiting that long for memory."""
+
+    def held(self, nbytes: int, waiting: int, quarantined: int) -> None:
+        """Bytes reserved, offers that wait, blocks in quarantine: as they are now."""

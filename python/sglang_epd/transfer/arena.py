@@ -1,0 +1,179 @@
+"""The memory that payloads land in: one per host, shared by every process that reads it.
+
+An arena is an anonymous file in memory. The receiver makes it; encoders of the same
+machine write into it, schedulers map it and read embeddings where they landed. It
+needs no room in /dev/shm, takes no memory until written to, and is gone when its last
+process is.
+
+It begins with a page that holds its seal, then one counter for each slot and reader: a
+reader adds one when it drops an embedding. That is all a reader ever says, so that it
+can be said from a finalizer, on any thread, without a lock on a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_epd.errors import ProtocolError
+from sglang_epd.transfer.extents import ALIGNMENT, aligned
+from sglang_epd.wire.messages import Landed
+from sglang_epd.wire.tensors import view_tensor
+
+# Embeddings that readers may hold at a time.
+SLOTS = 16384
+_NAME = "sglang-epd-arena"
+_SEAL_BYTES = 32
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+# A second mapping of the same pages would count as so much more memory.
+_made_here: weakref.WeakValueDictionary[bytes, Arena] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Address:
+    """How another process of this machine finds an arena."""
+
+    path: str
+    size: int
+    seal: bytes
+    readers: int = 0
+
+
+class Arena:
+    """Maps an arena. Use `create` or `open`.
+
+    Attributes:
+        data: the payload bytes, uint8 [size of data].
+        address: what other processes need to map it.
+    """
+
+    def __init__(self, fd: int, address: Address) -> None:
+        self.address = address
+        self._fd = fd
+        self._map = mmap.mmap(fd, address.size)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        counters = SLOTS * address.readers * 4
+        begin = ALIGNMENT + aligned(counters)
+        self.data_offset = begin
+        self.data = whole[begin:]
+        self._drops = (
+            whole[ALIGNMENT : ALIGNMENT + counters].view(np.uint32).reshape(SLOTS, address.readers)
+        )
+        self._lock = threading.RLock()
+
+    @classmethod
+    def create(cls, data_bytes: int, readers: int) -> Arena:
+        """Make an arena for `data_bytes` of payloads and that many reading processes.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        size = ALIGNMENT + aligned(SLOTS * readers * 4) + aligned(data_bytes)
+        seal = secrets.token_bytes(_SEAL_BYTES)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        # Who maps it may rely on its size: one that shrinks would end them by a signal.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        arena = cls(fd, Address(f"/proc/{os.getpid()}/fd/{fd}", size, seal, readers))
+        arena._map[:_SEAL_BYTES] = seal
+        _made_here[seal] = arena
+        return arena
+
+    @classmethod
+    def open(cls, address: Address) -> Arena:
+        """Map an arena by its address; one that this process has made is returned itself.
+
+        Raises:
+            ProtocolError: what is there is not that arena.
+            OSError: it cannot be opened.
+        """
+        if (own := _made_here.get(address.seal)) is not None:
+            return own
+        if not _PATH.fullmatch(address.path) or len(address.seal) != _SEAL_BYTES:
+            raise ProtocolError("not the address of an arena")
+        # A peer named the path: it must lead to nothing but an arena, and not be turned
+        # elsewhere before it is opened.
+        _check_leads_to_arena(address.path)
+        fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _check_leads_to_arena(f"/proc/self/fd/{fd}")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ProtocolError(f"{address.path} may change its size")
+            if os.fstat(fd).st_size != address.size or os.pread(fd, _SEAL_BYTES, 0) != address.seal:
+                raise ProtocolError(f"{address.path} is another arena")
+            arena = cls(fd, address)
+        finally:
+            # The mapping needs no open file.
+            os.close(fd)
+        arena._fd = -1
+        return arena
+
+    @property
+    def machine_address(self) -> int:
+        """Address of the first payload byte in this process."""
+        return int(self.data.ctypes.data)
+
+    def span(self, offset: int, nbytes: int) -> np.ndarray:
+        """The bytes of one payload.
+
+        Raises:
+            ProtocolError: outside the arena.
+        """
+        if not 0 <= offset <= offset + nbytes <= len(self.data):
+            raise ProtocolError("outside the arena")
+        return self.data[offset : offset + nbytes]
+
+    def read(self, item: Landed, reader: int) -> torch.Tensor:
+        """The embedding of an item, where it lies; no copy.
+
+        The memory stays reserved until the tensor, and every view of it, is gone.
+        """
+        # torch keeps this very object for as long as any view of the tensor lives.
+        owner = self.span(item.offset, item.nbytes)
+        weakref.finalize(owner, self.drop, item.slot, reader).atexit = False
+        return view_tensor(owner, item.layout.embedding)
+
+    def drop(self, slot: int, reader: int) -> None:
+        """Reader `reader` holds one embedding of `slot` less."""
+        with self._lock:
+            self._drops[slot, reader] += 1
+
+    def drops(self, slots: np.ndarray) -> np.ndarray:
+        """How often each reader has dropped each of `slots`: [slots, readers]."""
+        return self._drops[slots]
+
+    def reset(self, slot: int) -> None:
+        """Before a slot is used again."""
+        self._drops[slot] = 0
+
+    def give_back(self) -> None:
+        """Return the memory of all payloads to the system; nobody may be using any."""
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_REMOVE, self.data_offset, len(self.data))
+
+    def close(self) -> None:
+        """Close the file that `create` made, so that nobody else can map it.
+
+        The mapping itself goes when nothing refers to it any more.
+        """
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _check_leads_to_arena(path: str) -> None:
+    if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
+        raise ProtocolError(f"{path} is not an arena")

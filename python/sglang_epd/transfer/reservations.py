@@ -1,0 +1,229 @@
+"""The receive budget: which bytes of the arena are promised to whom.
+
+    GRANTED --> FILLED --> HANDED --> FREE
+       |          |                    ^
+       |          +--------------------|
+       +--> QUARANTINED ---------------|
+       +-------------------------------+
+
+A block is granted to one encoder for one item, filled, and handed to the processes that
+read it; it is free again when all of them have dropped it. A granted block that nobody
+wants any more, but that its encoder may still be writing to (shared memory and Mooncake
+write without asking), is quarantined: not reused before the encoder says that it is
+done, or is gone.
+
+Synchronous and without a clock, a socket or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from sglang_epd.transfer.extents import Extents, aligned
+
+# A frozen encoder of another machine may go on with a write when it thaws; nothing tells
+# whether it will. After this long its connection is taken for dead.
+QUARANTINE_S = 300.0
+
+
+class BlockState(Enum):
+    GRANTED = "granted"
+    FILLED = "filled"
+    HANDED = "handed"
+    QUARANTINED = "quarantined"
+    FREE = "free"
+
+
+_S = BlockState
+TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
+    _S.GRANTED: frozenset({_S.FILLED, _S.QUARANTINED, _S.FREE}),
+    _S.FILLED: frozenset({_S.HANDED, _S.FREE}),
+    _S.HANDED: frozenset({_S.FREE}),
+    _S.QUARANTINED: frozenset({_S.FREE}),
+    _S.FREE: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class Block:
+    """Bytes of the arena with an owner.
+
+    Attributes:
+        grant: its number, never used twice.
+        slot: where its readers count.
+        ticket: whose it is.
+        writer: the process that may write to it without asking, or "" if unknown.
+        landing: the way the payload is to come: inline, shared or remote.
+        expected: how often each reader will drop it.
+        closed: nobody else will be handed it.
+    """
+
+    grant: int
+    offset: int
+    nbytes: int
+    slot: int
+    ticket: str = ""
+    writer: str = ""
+    landing: str = "inline"
+    until: float = 0.0
+    written: int = 0
+    state: BlockState = BlockState.GRANTED
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    closed: bool = False
+
+    @property
+    def foreign(self) -> bool:
+        """Whether anybody but the receiver writes to it."""
+        return self.landing != "inline"
+
+    def move(self, state: BlockState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"block cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+class Reservations:
+    """Blocks of one arena.
+
+    Args:
+        size: bytes of payload that the arena holds.
+        slots: blocks that may exist at a time.
+        readers: processes that read.
+        drops: slots [n] to how often each reader has dropped each: [n, readers].
+        reset: prepares a slot for its next use.
+        writer_lives: whether a process runs; None where that cannot be seen.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        slots: int,
+        readers: int,
+        *,
+        drops: Callable[[np.ndarray], np.ndarray],
+        reset: Callable[[int], None],
+        writer_lives: Callable[[str], bool | None],
+    ) -> None:
+        self._extents = Extents(size)
+        self._slots = list(range(slots - 1, -1, -1))
+        self._readers = readers
+        self._drops = drops
+        self._reset = reset
+        self._writer_lives = writer_lives
+        self._blocks: dict[int, Block] = {}
+        self._quarantined: dict[int, Block] = {}
+        self._handed: dict[int, Block] = {}
+        self._next_grant = 1
+        # Grows whenever something was freed, so that those who wait know when to ask.
+        self.freed = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of payload that fit at most."""
+        return self._extents.size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are not free."""
+        return self._extents.taken_bytes
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that an encoder may still be writing to, for nobody."""
+        return len(self._quarantined)
+
+    def grant(
+        self, nbytes: int, *, high: bool = False, within: tuple[int, int] | None = None
+    ) -> Block | None:
+        """Reserve a block where `Extents.take` says, or None if there is no room now."""
+        if not self._slots:
+            return None
+        offset = self._extents.take(nbytes, high=high, within=within)
+        if offset is None:
+            return None
+        slot = self._slots.pop()
+        self._reset(slot)
+        block = Block(
+            self._next_grant, offset, nbytes, slot, expected=np.zeros(self._readers, np.uint32)
+        )
+        self._next_grant += 1
+        self._blocks[block.grant] = block
+        return block
+
+    def revoke(self, block: Block, now: float) -> None:
+        """The grant is void; the block is free as soon as nobody can be writing to it."""
+        if not block.foreign:
+            self.free(block)
+            return
+        block.move(_S.QUARANTINED)
+        block.until = now + QUARANTINE_S
+        self._quarantined[block.grant] = block
+
+    def settle_late(self, grant: int, ticket: str) -> None:
+        """The encoder is done with a revoked grant; nothing happens if it is not its own."""
+        block = self._quarantined.get(grant)
+        # Numbers of grants can be guessed, tickets cannot.
+        if block is not None and block.ticket == ticket:
+            self.free(block)
+
+    def fill(self, block: Block) -> None:
+        """All of the payload is there."""
+        block.move(_S.FILLED)
+
+    def hand(self, block: Block, first_reader: int, readers: int) -> None:
+        """Some processes are told where it lies; each will drop it once."""
+        if block.state is _S.FILLED:
+            block.move(_S.HANDED)
+            self._handed[block.grant] = block
+        block.expected[first_reader : first_reader + readers] += 1
+
+    def close(self, block: Block) -> None:
+        """Nobody else will be handed it."""
+        if block.state is _S.HANDED:
+            block.closed = True
+        else:
+            self.free(block)
+
+    def free(self, block: Block) -> None:
+        """Give the bytes and the slot back."""
+        block.move(_S.FREE)
+        self._quarantined.pop(block.grant, None)
+        self._handed.pop(block.grant, None)
+        del self._blocks[block.grant]
+        self._extents.give(block.offset)
+        self._slots.append(block.slot)
+        self.freed += 1
+
+    def reclaim(self, now: float) -> None:
+        """Free what every reader has dropped and what nobody can be writing to any more."""
+        closed = [block for block in self._handed.values() if block.closed]
+        if closed:
+            drops = self._drops(np.array([block.slot for block in closed]))
+            expected = np.stack([block.expected for block in closed])
+            done = (drops == expected).all(axis=1)
+            for block in (block for block, is_done in zip(closed, done, strict=True) if is_done):
+                self.free(block)
+        for block in list(self._quarantined.values()):
+            lives = self._writer_lives(block.writer) if block.writer else None
+            if lives is False or (now >= block.until and not lives):
+                self.free(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the books do not add up."""
+        self._extents.check_integrity()
+        assert self.held_bytes == sum(aligned(block.nbytes) for block in self._blocks.values())
+        slots = [block.slot for block in self._blocks.values()]
+        assert len(set(slots)) == len(slots), "two blocks share a slot"
+        assert not set(slots) & set(self._slots), "a slot is both used and free"
+        for grant, block in self._blocks.items():
+            assert block.grant == grant
+            assert block.state is not _S.FREE, "a free block is kept"
+            assert (block.state is _S.QUARANTINED) == (grant in self._quarantined)
+            assert (block.state is _S.HANDED) == (grant in self._handed)

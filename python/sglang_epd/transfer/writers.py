@@ -1,0 +1,134 @@
+"""How an encoder puts a payload into memory that it was granted, without asking again.
+
+Writers block; the sender runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections import OrderedDict
+from typing import Protocol
+
+import numpy as np
+
+from sglang_epd.errors import UnavailableError
+from sglang_epd.transfer.arena import Address, Arena
+from sglang_epd.wire import messages as wire
+
+# Language servers of this machine whose arenas stay mapped.
+_MAX_ARENAS = 64
+# Through which embeddings go to a remote engine, if the card must know the memory.
+STAGING_BYTES = 16 << 20
+STAGING_BUFFERS = 4
+
+
+class Engine(Protocol):
+    """A transfer engine that writes into other processes' registered memory."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+    def write(
+        self,
+        session: str,
+        local_address: int,
+        remote_address: int,
+        nbytes: int,
+        timeout_s: float,
+        *,
+        keep: object = None,
+    ) -> None: ...
+
+
+class SharedWriter:
+    """Copies payloads into arenas of this machine. Use it from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._arenas: OrderedDict[bytes, Arena] = OrderedDict()
+
+    def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
+        """Copy the payload to its place.
+
+        Raises:
+            ProtocolError: what was named is not an arena, or the place not in it.
+            OSError: the arena cannot be mapped.
+        """
+        arena = self._arenas.get(landing.seal)
+        if arena is None:
+            self.forget_gone()
+            arena = Arena.open(Address(landing.path, landing.size, landing.seal))
+            self._arenas[landing.seal] = arena
+        self._arenas.move_to_end(landing.seal)
+        while len(self._arenas) > _MAX_ARENAS:
+            self._arenas.popitem(last=False)
+        span = arena.span(landing.offset - arena.data_offset, len(payload))
+        np.copyto(span, payload)
+
+    def forget_gone(self) -> None:
+        """Let go of the memory of receivers that have ended: mapped, it would stay."""
+        for seal, arena in list(self._arenas.items()):
+            if not os.path.lexists(arena.address.path):
+                del self._arenas[seal]
+
+
+class RemoteWriter:
+    """Writes payloads through a transfer engine. Safe to use from several threads.
+
+    Args:
+        engine: does the writing.
+        staged: whether to go by way of memory that was registered once, as network cards
+            want it; TCP reads from anywhere.
+        buffers, nbytes: how much of that memory.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        staged: bool,
+        buffers: int = STAGING_BUFFERS,
+        nbytes: int = STAGING_BYTES,
+    ) -> None:
+        self._engine = engine
+        self._staged = staged
+        self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        for _ in range(buffers if staged else 0):
+            buffer = np.zeros(nbytes, dtype=np.uint8)
+            engine.register(int(buffer.ctypes.data), nbytes)
+            self._free.put(buffer)
+
+    def write(self, landing: wire.Remote, payload: np.ndarray, timeout_s: float) -> None:
+        """Write the payload to its place.
+
+        Raises:
+            UnavailableError: it was not written; part of it may yet be.
+        """
+        if self._staged:
+            self._write_staged(landing, payload, time.monotonic() + timeout_s)
+            return
+        source = int(payload.ctypes.data)
+        self._engine.write(
+            landing.session, source, landing.address, len(payload), timeout_s, keep=payload
+        )
+
+    def _write_staged(self, landing: wire.Remote, payload: np.ndarray, deadline: float) -> None:
+        try:
+            buffer = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise UnavailableError("no staging memory became free in time") from None
+        try:
+            for begin in range(0, len(payload), len(buffer)):
+                piece = payload[begin : begin + len(buffer)]
+                np.copyto(buffer[: len(piece)], piece)
+                self._engine.write(
+                    landing.session,
+                    int(buffer.ctypes.data),
+                    landing.address + begin,
+                    len(piece),
+                    deadline - time.monotonic(),
+                )
+        finally:
+            # After a write that timed out the engine may still read it. What it then
+            # sends is for memory that the receiver keeps in quarantine.
+            self._free.put(buffer)

@@ -1,0 +1,461 @@
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sglang_epd.errors import ConfigError, UnavailableError
+from sglang_epd.transfer import mooncake
+from sglang_epd.transfer.mooncake import MooncakeEngine
+
+PATIENCE_S = 5.0
+KIB = 1 << 10
+MIB = 1 << 20
+NBYTES = 4 * MIB
+
+
+class Buffer:
+    """Memory at a known address, anonymous or shared through a file descriptor."""
+
+    def __init__(self, nbytes: int, fd: int = -1) -> None:
+        self.memory = mmap.mmap(fd, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+def receive() -> None:
+    """The receiver process: registers a buffer, then does what its stdin says."""
+    engine = MooncakeEngine("127.0.0.1")
+    fd = os.memfd_create("receiver")
+    os.ftruncate(fd, NBYTES)
+    buffer = Buffer(NBYTES, fd)
+    engine.register(buffer.address, NBYTES)
+    print(engine.session, buffer.address, flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["read", start, stop]:
+                # Through the descriptor, as another process that has it would.
+                print(os.pread(fd, int(stop) - int(start), int(start)).hex(), flush=True)
+            case ["register"]:
+                engine.register(buffer.address, NBYTES)
+                print("done", flush=True)
+            case ["unregister"]:
+                engine.unregister(buffer.address)
+                print("done", flush=True)
+    engine.close()
+
+
+class Peer:
+    """A receiver process as a test sees it."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.session, address = self.process.stdout.readline().split()
+        self.address = int(address)
+
+    def tell(self, command: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def read(self, start: int, stop: int) -> bytes:
+        return bytes.fromhex(self.tell(f"read {start} {stop}"))
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Fewer lines on stderr; what the module sets is undone after its tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MC_LOG_LEVEL", "ERROR")
+        patch.setenv("MC_FORCE_TCP", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(quiet: None) -> Iterator[MooncakeEngine]:
+    """One for all tests here: ending an engine takes a second."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    engine = MooncakeEngine("127.0.0.1")
+    yield engine
+    engine.close()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def receiver(engine: MooncakeEngine) -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def mortal(engine: MooncakeEngine) -> Iterator[Peer]:
+    """A receiver of a test's own, to be frozen or killed."""
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def source() -> Buffer:
+    buffer = Buffer(NBYTES)
+    buffer.memory[:] = os.urandom(NBYTES)
+    return buffer
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """A session at which connections are taken and nothing is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    # Closing the port ends the probes.
+    until(lambda: "mooncake-probe" not in thread_names())
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_write_that_returned_has_arrived(engine, receiver, source):
+    engine.write(receiver.session, source.address, receiver.address, NBYTES, PATIENCE_S)
+
+    assert receiver.read(0, NBYTES) == source.memory[:]
+
+
+def test_writes_of_many_threads_do_not_mix(engine, receiver, source):
+    part = 64 * KIB
+    errors: list[BaseException] = []
+
+    def write(thread: int) -> None:
+        try:
+            for start in range(thread * MIB, (thread + 1) * MIB, part):
+                engine.write(
+                    receiver.session,
+                    source.address + start,
+                    receiver.address + start,
+                    part,
+                    PATIENCE_S,
+                )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not errors
+    assert receiver.read(0, NBYTES) == source.memory[:]
+
+
+def test_other_threads_run_while_a_write_waits(engine, mortal, source):
+    engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
+    mortal.freeze()
+
+    def write() -> None:
+        with contextlib.suppress(UnavailableError):
+            engine.write(mortal.session, source.address, mortal.address, NBYTES, timeout_s=0.3)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+
+    turns = 0
+    while writer.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 10
+    mortal.kill()
+    until(lambda: engine.unfinished == 0)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(NBYTES - KIB, 2 * KIB), (-KIB, KIB), (NBYTES, KIB), (KIB, NBYTES)],
+    ids=["across the end", "before", "behind", "large and across the end"],
+)
+def test_a_write_outside_registered_memory_is_refused(engine, receiver, source, offset, nbytes):
+    before = receiver.read(0, NBYTES)
+
+    with pytest.raises(UnavailableError, match="refused"):
+        engine.write(
+            receiver.session, source.address, receiver.address + offset, nbytes, PATIENCE_S
+        )
+
+    assert receiver.read(0, NBYTES) == before
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+
+
+def test_a_write_to_unregistered_memory_is_refused_until_it_is_registered_again(
+    engine, receiver, source
+):
+    assert receiver.tell("unregister") == "done"
+    with pytest.raises(UnavailableError):
+        engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+
+    assert receiver.tell("register") == "done"
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+
+
+def test_a_peer_that_died_is_unavailable_soon(engine, mortal, source):
+    engine.write(mortal.session, source.address, mortal.address, KIB, PATIENCE_S)
+    mortal.kill()
+
+    started = time.monotonic()
+    for _ in range(6):
+        with pytest.raises(UnavailableError):
+            engine.write(mortal.session, source.address, mortal.address, KIB, PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S
+
+
+def test_nobody_at_the_address_is_unavailable(engine, source):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        session = f"127.0.0.1:{server.getsockname()[1]}"
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="cannot reach"):
+            engine.write(session, source.address, 0, KIB, PATIENCE_S)
+
+
+def test_a_peer_frozen_before_first_contact_holds_up_nobody_else(engine, receiver, source, deaf):
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match="does not answer"):
+            engine.write(deaf, source.address, 0, KIB, timeout_s=0.1)
+        assert time.monotonic() - started < PATIENCE_S
+    assert thread_names().count("mooncake-probe") == 1
+
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+
+
+def test_a_write_to_a_frozen_peer_ends_at_its_deadline_and_may_arrive_later(
+    engine, receiver, mortal, source
+):
+    class Owner:
+        pass
+
+    freed = threading.Event()
+    owner = Owner()
+    weakref.finalize(owner, freed.set)
+    engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
+    mortal.freeze()
+
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match="in time"):
+        engine.write(
+            mortal.session, source.address, mortal.address + KIB, NBYTES - KIB, 0.2, keep=owner
+        )
+    assert 0.2 <= time.monotonic() - started < PATIENCE_S
+    del owner
+
+    # The source stays until Mooncake is done with it, and others' writes go on.
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+    assert engine.unfinished == 1
+    assert not freed.is_set()
+
+    mortal.thaw()
+    until(lambda: engine.unfinished == 0)
+    assert freed.is_set()
+    assert mortal.read(KIB, 2 * KIB) == source.memory[:KIB]
+
+
+def test_closing_with_a_write_under_way_ends_it(mortal, source):
+    engine = MooncakeEngine("127.0.0.1")
+    engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
+    mortal.freeze()
+    with pytest.raises(UnavailableError, match="in time"):
+        engine.write(mortal.session, source.address, mortal.address, NBYTES, 0.1, keep=source)
+
+    engine.close()
+
+    assert engine.unfinished == 0
+    with pytest.raises(UnavailableError, match="closed"):
+        engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
+
+
+class Raw:
+    """Mooncake's interface, with nothing behind it."""
+
+    def __init__(self, *, submitted: int = 7, status: int = 1, code: int = 0) -> None:
+        self.submitted = submitted
+        self.status = status
+        self.code = code
+        self.unregistered: list[int] = []
+        self.asked: list[int] = []
+
+    def get_rpc_port(self) -> int:
+        return 4711
+
+    def initialize(self, *_: str) -> int:
+        return self.code
+
+    def register_memory(self, address: int, nbytes: int) -> int:
+        return self.code
+
+    def unregister_memory(self, address: int) -> int:
+        self.unregistered.append(address)
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        return 0
+
+    def transfer_submit_write(self, *_: object) -> int:
+        return self.submitted
+
+    def transfer_check_status(self, batch: int) -> int:
+        self.asked.append(batch)
+        return self.status
+
+
+def test_an_engine_can_be_shared_and_outlives_its_wrapper():
+    raw = Raw()
+    engine = MooncakeEngine("10.0.0.1", engine=raw)
+    assert engine.session == "10.0.0.1:4711"
+    engine.register(64, 8)
+    engine.register(128, 8)
+    engine.unregister(64)
+    engine.write("peer:1", 0, 0, 8, 1.0)
+
+    engine.close()
+    engine.close()
+
+    assert raw.unregistered == [64, 128]
+
+
+def test_the_session_of_an_ipv6_host_has_brackets():
+    assert MooncakeEngine("fd00::1", engine=Raw()).session == "[fd00::1]:4711"
+
+
+@pytest.mark.parametrize("answer", [0, -1, 2**64 - 1])
+def test_the_status_of_what_was_not_submitted_is_never_asked(answer):
+    """Mooncake answers that with a segmentation fault."""
+    raw = Raw(submitted=answer)
+    with pytest.raises(UnavailableError, match="cannot reach"):
+        MooncakeEngine("h", engine=raw).write("peer:1", 0, 0, 8, 1.0)
+    assert not raw.asked
+
+
+def test_a_timeout_of_mooncakes_own_leaves_the_transfer_unfinished():
+    raw = Raw(status=-2)
+    engine = MooncakeEngine("h", engine=raw)
+    with pytest.raises(UnavailableError, match="in time"):
+        engine.write("peer:1", 0, 0, 8, PATIENCE_S)
+    assert engine.unfinished == 1
+
+    raw.status = -1
+    assert engine.unfinished == 0
+
+
+def test_closing_keeps_the_sources_of_unfinished_writes(monkeypatch):
+    monkeypatch.setattr(mooncake, "_abandoned", [])
+    engine = MooncakeEngine("h", engine=Raw(status=0))
+    with pytest.raises(UnavailableError, match="in time"):
+        engine.write("peer:1", 0, 0, 8, 0.0, keep="source")
+
+    engine.close()
+
+    assert mooncake._abandoned == ["source"]
+
+
+def test_memory_that_overlaps_is_not_registered(engine, source):
+    engine.register(source.address, NBYTES)
+    with pytest.raises(ConfigError, match="overlap"):
+        engine.register(source.address + KIB, KIB)
+    engine.unregister(source.address)
+    with pytest.raises(ValueError, match="no memory"):
+        engine.unregister(source.address)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What the module sets in the environment is undone after the test."""
+    for name in ("MC_LOG_LEVEL", "MC_FORCE_TCP", "MC_USE_IPV6"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_install(environment):
+    environment.setitem(sys.modules, "mooncake", None)
+    environment.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sglang-epd\[mooncake\]'"):
+        MooncakeEngine("127.0.0.1")
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install(environment):
+    def load(name: str) -> types.ModuleType:
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    environment.setattr(mooncake.importlib, "import_module", load)
+    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*libibverbs1, librdmacm1"):
+        MooncakeEngine("127.0.0.1")
+
+
+def test_an_engine_that_does_not_start_is_an_error(environment):
+    module = types.SimpleNamespace(TransferEngine=lambda: Raw(code=-1))
+    environment.setattr(mooncake.importlib, "import_module", lambda name: module)
+    with pytest.raises(ConfigError, match="does not start with rdma"):
+        MooncakeEngine("127.0.0.1", "rdma")
+
+
+def test_the_users_own_settings_stay(environment):
+    module = types.SimpleNamespace(TransferEngine=Raw)
+    environment.setattr(mooncake.importlib, "import_module", lambda name: module)
+    environment.setenv("MC_LOG_LEVEL", "INFO")
+
+    MooncakeEngine("::1", "tcp")
+
+    assert os.environ["MC_LOG_LEVEL"] == "INFO"
+    assert os.environ["MC_FORCE_TCP"] == "1"
+    assert os.environ["MC_USE_IPV6"] == "1"
+
+
+def test_mooncake_is_not_imported_with_the_module():
+    code = "import sys, sglang_epd.transfer.mooncake; sys.exit('mooncake.engine' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    receive()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from sglang_epd import wire
+from sglang_epd.errors import ProtocolError, UnavailableError
+from sglang_epd.transfer import writers as writers_module
+from sglang_epd.transfer.arena import Address, Arena
+from sglang_epd.transfer.extents import ALIGNMENT
+from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
+
+NBYTES = 16 * ALIGNMENT
+PAYLOAD = np.arange(100, dtype=np.uint8)
+
+
+def landing_in(address: Address, offset: int) -> wire.Shared:
+    return wire.Shared(address.path, address.size, address.seal, offset)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(NBYTES, readers=2)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def writer() -> SharedWriter:
+    return SharedWriter()
+
+
+def test_a_payload_lands_at_its_place_and_nowhere_else(arena, writer):
+    writer.write(landing_in(arena.address, arena.data_offset + ALIGNMENT), PAYLOAD)
+    assert arena.span(ALIGNMENT, 100).tolist() == PAYLOAD.tolist()
+    assert int(arena.data.sum()) == int(PAYLOAD.sum())
+
+
+def test_the_end_of_the_memory_can_be_written_to_and_nothing_beyond(arena, writer):
+    end = arena.address.size
+    writer.write(landing_in(arena.address, end - 100), PAYLOAD)
+    assert arena.span(NBYTES - 100, 100).tolist() == PAYLOAD.tolist()
+    for offset in (end - 99, end, 2**62, -1, 0):
+        with pytest.raises(ProtocolError, match="outside"):
+            writer.write(landing_in(arena.address, offset), PAYLOAD)
+
+
+def test_the_memory_is_mapped_once(arena, writer, monkeypatch):
+    landing = landing_in(arena.address, arena.data_offset)
+    writer.write(landing, PAYLOAD)
+    monkeypatch.setattr(Arena, "open", None)
+    writer.write(landing, PAYLOAD[::-1])
+    assert arena.span(0, 100).tolist() == PAYLOAD[::-1].tolist()
+
+
+@pytest.mark.parametrize(
+    "change", [{"path": "/dev/null"}, {"size": 1}, {"seal": bytes(32)}, {"path": "/proc/1/fd/x"}]
+)
+def test_what_is_no_arena_is_not_written_to(arena, writer, change):
+    landing = msgspec.structs.replace(landing_in(arena.address, arena.data_offset), **change)
+    with pytest.raises(ProtocolError):
+        writer.write(landing, PAYLOAD)
+    assert not arena.data.any()
+
+
+def test_a_receiver_that_is_gone_cannot_be_mapped(arena, writer):
+    landing = landing_in(arena.address, arena.data_offset)
+    arena.close()
+    with pytest.raises((OSError, ProtocolError)):
+        writer.write(landing, PAYLOAD)
+
+
+def test_few_receivers_memory_stays_mapped(writer, monkeypatch):
+    monkeypatch.setattr(writers_module, "_MAX_ARENAS", 2)
+    arenas = [Arena.create(NBYTES, readers=1) for _ in range(4)]
+    for arena in arenas:
+        writer.write(landing_in(arena.address, arena.data_offset), PAYLOAD)
+    assert list(writer._arenas) == [arena.address.seal for arena in arenas[2:]]
+    writer.write(landing_in(arenas[0].address, arenas[0].data_offset), PAYLOAD + 1)
+    assert arenas[0].data[0] == 1
+    for arena in arenas:
+        arena.close()
+
+
+def test_the_memory_of_a_receiver_that_has_ended_is_let_go(writer):
+    """Mapped here it would stay allocated for as long as this process runs."""
+    code = (
+        "from sglang_epd.transfer.arena import Arena\n"
+        "arena = Arena.create(1, 1); address = arena.address\n"
+        "print(address.path, address.size, address.seal.hex(), flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    path, size, seal = process.stdout.readline().split()
+    landing = wire.Shared(path, int(size), bytes.fromhex(seal), int(size) - 100)
+    try:
+        writer.write(landing, PAYLOAD)
+        writer.forget_gone()
+        assert len(writer._arenas) == 1
+        inode = os.stat(path).st_ino
+    finally:
+        process.kill()
+        process.communicate()
+    assert mapped(inode)
+    writer.forget_gone()
+    gc.collect()
+    assert not writer._arenas
+    assert not mapped(inode)
+
+
+def mapped(inode: int) -> bool:
+    """Whether this process maps a file that has no name any more."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.split()[4] == str(inode) and "epd-arena" in line for line in lines)
+
+
+def test_no_file_stays_open_for_what_is_refused(arena, writer):
+    before = len(os.listdir("/proc/self/fd"))
+    wrong = dataclasses.replace(arena.address, size=arena.address.size + 1)
+    for _ in range(3):
+        with pytest.raises(ProtocolError):
+            writer.write(landing_in(wrong, 0), PAYLOAD)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Engine:
+    """A transfer engine that writes into a dictionary."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[int, int]] = []
+        self.written: dict[int, bytes] = {}
+        self.timeouts: list[float] = []
+        self.error: Exception | None = None
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered.append((address, nbytes))
+
+    def write(
+        self,
+        session: str,
+        local_address: int,
+        remote_address: int,
+        nbytes: int,
+        timeout_s: float,
+        *,
+        keep: object = None,
+    ) -> None:
+        assert session == "there:1"
+        staged = any(at <= local_address < at + size for at, size in self.registered)
+        assert staged != isinstance(keep, np.ndarray)
+        self.timeouts.append(timeout_s)
+        assert self.go_on.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.written[remote_address] = ctypes.string_at(local_address, nbytes)
+
+
+def test_a_remote_payload_goes_in_pieces_through_registered_memory():
+    engine = Engine()
+    writer = RemoteWriter(engine, staged=True, buffers=2, nbytes=40)
+    assert [size for _, size in engine.registered] == [40, 40]
+    writer.write(wire.Remote("there:1", 1000), PAYLOAD, 5.0)
+    assert list(engine.written) == [1000, 1040, 1080]
+    assert b"".join(engine.written.values()) == PAYLOAD.tobytes()
+    assert all(0 < left <= 5.0 for left in engine.timeouts)
+    assert engine.timeouts == sorted(engine.timeouts, reverse=True)
+
+
+def test_a_payload_that_the_engine_reads_from_anywhere_is_not_staged():
+    engine = Engine()
+    writer = RemoteWriter(engine, staged=False)
+    writer.write(wire.Remote("there:1", 1000), PAYLOAD, 5.0)
+    assert engine.written == {1000: PAYLOAD.tobytes()}
+    assert not engine.registered
+
+
+def test_a_failed_write_gives_its_buffer_back():
+    engine = Engine()
+    writer = RemoteWriter(engine, staged=True, buffers=1, nbytes=40)
+    engine.error = UnavailableError("the card is gone")
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="card"):
+            writer.write(wire.Remote("there:1", 0), PAYLOAD, 5.0)
+    engine.error = None
+    writer.write(wire.Remote("there:1", 0), PAYLOAD, 5.0)
+    assert len(engine.written) == 3
+
+
+def test_who_gets_no_buffer_in_time_is_told():
+    engine = Engine()
+    writer = RemoteWriter(engine, staged=True, buffers=1, nbytes=200)
+    engine.go_on.clear()
+    landing = wire.Remote("there:1", 0)
+    first = threading.Thread(target=writer.write, args=(landing, PAYLOAD, 10.0))
+    first.start()
+    while not engine.timeouts:
+        pass
+    for timeout_s in (0.02, 0.0, -1.0):
+        with pytest.raises(UnavailableError, match="staging"):
+            writer.write(landing, PAYLOAD, timeout_s)
+    engine.go_on.set()
+    first.join()
+    writer.write(landing, PAYLOAD, 10.0)
+
+
+def test_writes_side_by_side_do_not_mix():
+    engine = Engine()
+    writer = RemoteWriter(engine, staged=True, buffers=3, nbytes=64)
+    payloads = [np.full(1000, number, np.uint8) for number in range(8)]
+    threads = [
+        threading.Thread(
+            target=writer.write, args=(wire.Remote("there:1", number << 20), payload, 10.0)
+        )
+        for number, payload in enumerate(payloads)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for address, piece in engine.written.items():
+        assert set(piece) == {address >> 20}
+    assert sum(map(len, engine.written.values())) == 8000

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,16 +14,18 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EpdError
 from sglang_epd.media import FetchedMedia, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
 from sglang_epd.wire import (
     Decline,
     EncodeItem,
     EncodeRequest,
     Grant,
+    Inline,
     Layout,
     Offer,
-    Payload,
     ReplyTo,
     TensorSpec,
+    Wait,
 )
 
 NAMESPACE = "Model/float32/0123456789abcdef"
@@ -58,7 +62,14 @@ class Stage:
 
 
 class Fakes:
-    """The service's tower, fetcher and sender at once; media are named by their bytes."""
+    """The service's tower, fetcher and sender at once; media are named by their bytes.
+
+    Attributes:
+        answers: what an offer of an item is answered; a grant where nothing is said.
+        lost: how many grants of an item will turn out to be void.
+        open: the offers that are open, in the order they were made.
+        withdrawn: items whose grant was not used.
+    """
 
     def __init__(self) -> None:
         self.acquire = Stage()
@@ -66,11 +77,16 @@ class Fakes:
         self.offered = Stage()
         self.forwarded = Stage()
         self.delivered = Stage()
-        self.answers: dict[int, Decline | EpdError] = {}
+        self.answers: dict[int, Wait | Decline | EpdError] = {}
+        self.lost: dict[int, int] = {}
         self.offers: list[Offer] = []
-        self.payloads: list[tuple[str, Payload, torch.Tensor]] = []
+        self.open: list[tuple[Offer, Offered]] = []
+        self.withdrawn: list[int] = []
+        self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
         self.at_once = 0
         self.most_at_once = 0
+        self._grants = 0
+        self._prepared: list[tuple[bytes, weakref.ref[Prepared]]] = []
 
     # MediaFetcher
 
@@ -81,10 +97,17 @@ class Fakes:
 
     # Tower
 
+    @property
+    def pixels(self) -> list[bytes]:
+        """The media whose pixels are in memory."""
+        return [data for data, prepared in self._prepared if prepared() is not None]
+
     async def prepare(self, modality: str, data: bytes) -> Prepared:
         await self.preprocess(data)
         spec = TensorSpec("float32", (ROWS, WIDTH))
-        return Prepared(Layout(modality, spec, [[1, 2, 6]]), modality, [data])
+        prepared = Prepared(Layout(modality, spec, [[1, 2, 6]]), modality, [data])
+        self._prepared.append((data, weakref.ref(prepared)))
+        return prepared
 
     async def forward(self, prepared: Prepared) -> torch.Tensor:
         self.at_once += 1
@@ -97,19 +120,53 @@ class Fakes:
 
     # Sender
 
-    async def offer(self, endpoint: str, message: Offer, timeout_s: float) -> Grant | Decline:
-        self.offers.append(message)
-        await self.offered(message.item)
-        answer = self.answers.get(message.item) or Grant(message.ticket, message.item, 77)
-        if isinstance(answer, EpdError):
-            raise answer
-        return answer
+    @asynccontextmanager
+    async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
+        opened = offer, Offered()
+        self.offers.append(offer)
+        self.open.append(opened)
+        answering = asyncio.create_task(self._answer(*opened))
+        try:
+            await asyncio.sleep(0)  # the answer is there at once, unless it is held
+            yield opened[1]
+        finally:
+            self.open.remove(opened)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            if opened[1].granted is not None and not opened[1].granted.used:
+                self.withdrawn.append(offer.item)
 
     async def deliver(
-        self, endpoint: str, message: Payload, embedding: torch.Tensor, timeout_s: float
-    ) -> None:
-        await self.delivered(message.item)
-        self.payloads.append((endpoint, message, embedding))
+        self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
+    ) -> str:
+        granted.used = True
+        grant = granted.message
+        await self.delivered(grant.item)
+        if self.lost.get(grant.item):
+            self.lost[grant.item] -= 1
+            raise GrantLostError
+        self.payloads.append((endpoint, grant, embedding))
+        return "inline"
+
+    def grant(self, item: int) -> None:
+        """There is memory for an item that waits."""
+        ((offer, offered),) = [opened for opened in self.open if opened[0].item == item]
+        assert offered.waits
+        self._grant(offer, offered)
+
+    async def _answer(self, offer: Offer, offered: Offered) -> None:
+        await self.offered(offer.item)
+        answer = self.answers.get(offer.item)
+        if isinstance(answer, EpdError):
+            offered.fail(answer)
+        elif answer is not None:
+            offered.answer(answer)
+        else:
+            self._grant(offer, offered)
+
+    def _grant(self, offer: Offer, offered: Offered) -> None:
+        self._grants += 1
+        offered.answer(Grant(offer.ticket, offer.item, self._grants, 30.0, Inline()))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import gc
 import json
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -17,15 +18,17 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
-from sglang_epd.wire import Decline, Payload
+from sglang_epd.wire import Decline, Wait
 from sglang_epd.wire.messages import DECLINE_CANCELLED, DECLINE_DUPLICATE, KEY_BYTES
 
+WAIT = Wait("the-secret-ticket", 0)
+DECLINE = Decline("the-secret-ticket", 1, DECLINE_CANCELLED)
 STAGES = ["acquire", "preprocess", "offered", "forwarded", "delivered"]
 PATIENCE_S = 5.0
 
 
 @pytest.fixture
-def at_rest(service, count):
+def at_rest(service, fakes, count):
     """Nothing is live and nothing is held: the next request goes through."""
 
     def check() -> None:
@@ -33,12 +36,19 @@ def at_rest(service, count):
         assert count("items_in_work") == 0
         assert not service._turn.locked()
         assert service._ahead._value == service_module._PREPARED_AHEAD
+        assert not fakes.open
 
     return check
 
 
 async def entered(stage) -> None:
     await asyncio.wait_for(stage.entered.wait(), PATIENCE_S)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 async def test_an_item_goes_through_its_stages(service, fakes, asking, count, at_rest):
@@ -50,13 +60,15 @@ async def test_an_item_goes_through_its_stages(service, fakes, asking, count, at
     assert (offer.ticket, offer.item, offer.nbytes) == ("the-secret-ticket", 0, 48)
     assert len(offer.key) == KEY_BYTES
     assert offer.layout.tokens == 3
-    ((endpoint, payload, embedding),) = fakes.payloads
-    assert (endpoint, payload) == ("tcp://receiver:1", Payload("the-secret-ticket", 0, 77))
+    assert not offer.renewal
+    assert (outcome.layout, outcome.key) == (offer.layout, offer.key)
+    ((endpoint, grant, embedding),) = fakes.payloads
+    assert (endpoint, grant.ticket, grant.item) == ("tcp://receiver:1", "the-secret-ticket", 0)
     assert torch.equal(embedding, torch.full((3, 4), 2.0))
     assert {"acquire", "preprocess", "forward", "grant", "deliver"} <= set(outcome.ms)
     assert all(ms >= 0 for ms in outcome.ms.values())
     assert count("items_total", modality="IMAGE", outcome="delivered") == 1
-    assert count("delivered_bytes_total") == 48
+    assert count("delivered_bytes_total", landing="inline") == 48
     assert count("stage_seconds_count", stage="forward") == 1
     at_rest()
 
@@ -142,9 +154,7 @@ async def test_an_item_declined_before_its_turn_is_never_encoded(
     fakes.answers[1] = Decline("the-secret-ticket", 1, DECLINE_CANCELLED)
     work = asyncio.create_task(service.encode(asking(b"first", b"second")))
     await entered(fakes.forwarded)
-    async with asyncio.timeout(PATIENCE_S):
-        while len(fakes.offered.calls) < 2:
-            await asyncio.sleep(0)
+    await until(lambda: len(fakes.offered.calls) == 2)
     fakes.forwarded.go_on()
     reply = await work
     assert fakes.forwarded.calls == [b"first"]
@@ -164,6 +174,7 @@ async def test_an_item_declined_after_its_forward_is_not_sent(service, fakes, as
     fakes.offered.go_on()
     (outcome,) = (await work).outcomes
     assert (outcome.state, outcome.code) == ("declined", DECLINE_DUPLICATE)
+    assert (outcome.layout, outcome.key) == (fakes.offers[0].layout, fakes.offers[0].key)
     assert not fakes.payloads
     at_rest()
 
@@ -175,13 +186,231 @@ async def test_an_offer_that_fails_before_the_turn_saves_the_forward(
     fakes.answers[1] = UnavailableError("cannot dial the reply endpoint")
     work = asyncio.create_task(service.encode(asking(b"first", b"second")))
     await entered(fakes.forwarded)
-    async with asyncio.timeout(PATIENCE_S):
-        while len(fakes.offered.calls) < 2:
-            await asyncio.sleep(0)
+    await until(lambda: len(fakes.offered.calls) == 2)
     fakes.forwarded.go_on()
     reply = await work
     assert fakes.forwarded.calls == [b"first"]
     assert reply.outcomes[1].code == "UnavailableError"
+    at_rest()
+
+
+async def test_an_item_that_must_wait_holds_nothing_and_is_encoded_after_its_grant(
+    service, fakes, asking, at_rest
+):
+    fakes.forwarded.hold()
+    first = asyncio.create_task(service.encode(asking(b"first")))
+    await entered(fakes.forwarded)
+    fakes.answers[0] = WAIT
+    second = asyncio.create_task(service.encode(asking(b"second", request_id="r2")))
+    await until(lambda: len(fakes.open) == 2 and fakes.open[1][1].waits)
+    fakes.forwarded.go_on()
+    await first
+    await until(lambda: fakes.pixels == [])
+    assert fakes.forwarded.calls == [b"first"]
+    assert not service._turn.locked()
+    assert service._ahead._value == service_module._PREPARED_AHEAD
+    fakes.grant(0)
+    assert (await second).outcomes[0].state == "delivered"
+    assert fakes.forwarded.calls == [b"first", b"second"]
+    assert fakes.preprocess.calls == [b"first", b"second", b"second"]
+    assert len(fakes.offers) == 2
+    at_rest()
+
+
+async def test_its_pixels_are_gone_too_while_its_embedding_is_delivered(service, fakes, asking):
+    fakes.delivered.hold()
+    fakes.forwarded.hold()
+    fakes.answers[1] = WAIT
+    work = asyncio.create_task(service.encode(asking(b"granted", b"waits")))
+    await entered(fakes.forwarded)
+    await until(lambda: len(fakes.offered.calls) == 2)
+    fakes.forwarded.go_on()
+    await entered(fakes.delivered)
+    await until(lambda: not service._ahead.locked() and fakes.pixels == [])
+    fakes.grant(1)
+    await until(lambda: fakes.delivered.calls == [0, 1])
+    assert fakes.pixels == []
+    fakes.delivered.go_on()
+    assert [outcome.state for outcome in (await work).outcomes] == ["delivered"] * 2
+
+
+async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(
+    service, fakes, asking, at_rest
+):
+    fakes.forwarded.hold()
+    fakes.answers[1] = WAIT
+    work = asyncio.create_task(service.encode(asking(b"first", b"second")))
+    await until(lambda: len(fakes.open) == 2 and fakes.open[1][1].waits)
+    fakes.grant(1)
+    fakes.forwarded.go_on()
+    await work
+    assert len(fakes.preprocess.calls) == len(fakes.forwarded.calls) == 2
+    at_rest()
+
+
+async def test_an_embedding_that_was_made_before_the_wait_is_not_made_again(
+    service, fakes, asking, at_rest
+):
+    fakes.offered.hold()
+    fakes.answers[0] = WAIT
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await until(lambda: fakes.forwarded.calls and not service._turn.locked())
+    fakes.offered.go_on()
+    await until(lambda: fakes.open[0][1].waits)
+    fakes.grant(0)
+    assert (await work).outcomes[0].state == "delivered"
+    assert (fakes.preprocess.calls, fakes.forwarded.calls) == ([b"x"], [b"x"])
+    at_rest()
+
+
+async def test_items_of_other_receivers_pass_those_that_wait(service, fakes, asking, at_rest):
+    """More items wait for one receiver's memory than may be in work at a time."""
+    waiting = range(service_module._PREPARED_AHEAD + 1)
+    fakes.answers = dict.fromkeys(waiting, WAIT)
+    work = asyncio.create_task(service.encode(asking(*(bytes([n]) for n in waiting))))
+    await until(lambda: sum(offered.waits for _, offered in fakes.open) == len(waiting))
+    fakes.answers = {}
+    other = await asyncio.wait_for(service.encode(asking(b"x", request_id="r2")), PATIENCE_S)
+    assert other.outcomes[0].state == "delivered"
+    assert len(fakes.open) == len(waiting)
+    assert fakes.forwarded.calls == [b"x"]
+    for item in waiting:
+        fakes.grant(item)
+    assert {outcome.state for outcome in (await work).outcomes} == {"delivered"}
+    at_rest()
+
+
+async def test_a_burst_of_grants_does_not_bring_all_pixels_back(service, fakes, asking, at_rest):
+    waiting = range(service_module._PREPARED_AHEAD + 2)
+    fakes.answers = dict.fromkeys(waiting, WAIT)
+    work = asyncio.create_task(service.encode(asking(*(bytes([n]) for n in waiting))))
+    await until(lambda: sum(offered.waits for _, offered in fakes.open) == len(waiting))
+    fakes.forwarded.hold()
+    for item in waiting:
+        fakes.grant(item)
+    await entered(fakes.forwarded)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(fakes.pixels) == service_module._PREPARED_AHEAD
+    fakes.forwarded.go_on()
+    assert len((await work).outcomes) == len(waiting)
+    assert len(fakes.forwarded.calls) == len(waiting), "each was encoded once"
+    at_rest()
+
+
+@pytest.mark.parametrize("answer", [DECLINE, UnavailableError("gone")], ids=["decline", "error"])
+async def test_an_item_that_waited_for_nothing_is_never_encoded(
+    service, fakes, asking, at_rest, answer
+):
+    fakes.forwarded.hold()
+    fakes.answers[1] = WAIT
+    work = asyncio.create_task(service.encode(asking(b"first", b"second")))
+    await until(lambda: len(fakes.open) == 2 and fakes.open[1][1].waits)
+    fakes.forwarded.go_on()
+    await until(lambda: len(fakes.open) == 1)
+    offered = fakes.open[0][1]
+    if isinstance(answer, Decline):
+        offered.answer(answer)
+    else:
+        offered.fail(answer)
+    assert (await work).outcomes[1].code in (DECLINE_CANCELLED, "UnavailableError")
+    assert fakes.forwarded.calls == [b"first"]
+    at_rest()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_lost_grant_is_offered_again_with_the_embedding_at_hand(
+    service, fakes, asking, at_rest, times
+):
+    fakes.lost[0] = times
+    (outcome,) = (await service.encode(asking(b"x"))).outcomes
+    assert outcome.state == "delivered"
+    first, *renewed = fakes.offers
+    assert not first.renewal
+    assert renewed == [msgspec.structs.replace(first, renewal=True)] * times
+    assert (fakes.preprocess.calls, fakes.forwarded.calls) == ([b"x"], [b"x"])
+    assert [grant.grant for _, grant, _ in fakes.payloads] == [times + 1]
+    assert not fakes.withdrawn
+    at_rest()
+
+
+async def test_a_grant_that_is_lost_again_and_again_ends_at_the_deadline(
+    service, fakes, asking, at_rest
+):
+    fakes.lost[0] = 1 << 60
+    (outcome,) = (await service.encode(asking(b"x", ttl_s=0.05))).outcomes
+    assert (outcome.state, outcome.code) == ("failed", "DeadlineError")
+    assert fakes.forwarded.calls == [b"x"]
+    at_rest()
+
+
+async def test_an_item_that_is_lost_to_another_encoder_is_declined(service, fakes, asking, at_rest):
+    fakes.lost[0] = 1
+    fakes.delivered.hold()
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await entered(fakes.delivered)
+    fakes.answers[0] = Decline("the-secret-ticket", 0, DECLINE_DUPLICATE)
+    fakes.delivered.go_on()
+    (outcome,) = (await work).outcomes
+    assert (outcome.state, outcome.code) == ("declined", DECLINE_DUPLICATE)
+    assert (outcome.layout, outcome.key) == (fakes.offers[1].layout, fakes.offers[1].key)
+    assert [offer.renewal for offer in fakes.offers] == [False, True]
+    assert not fakes.payloads
+    at_rest()
+
+
+async def test_a_failing_tower_leaves_no_grant_behind(service, fakes, asking, at_rest):
+    fakes.forwarded.hold()
+    fakes.forwarded.failures[b"x"] = MediaError("no")
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await until(lambda: fakes.open and fakes.open[0][1].granted)
+    fakes.forwarded.go_on()
+    assert (await work).outcomes[0].code == "MediaError"
+    assert fakes.withdrawn == [0]
+    at_rest()
+
+
+@pytest.mark.parametrize("waited", [False, True])
+async def test_a_cancelled_item_leaves_no_grant_behind(service, fakes, asking, at_rest, waited):
+    if waited:
+        fakes.offered.hold()  # until the embedding is there
+        fakes.answers[0] = WAIT
+    fakes.forwarded.hold()
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await entered(fakes.forwarded)
+    if waited:
+        fakes.offered.go_on()
+        await until(lambda: fakes.open[0][1].waits)
+        fakes.grant(0)
+    await until(lambda: fakes.open[0][1].granted)
+    assert service.cancel("r1")
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert fakes.withdrawn == [0]
+    at_rest()
+
+
+async def test_the_deadline_leaves_no_grant_behind(service, fakes, asking, at_rest):
+    fakes.forwarded.hold()
+    (outcome,) = (await service.encode(asking(b"x", ttl_s=0.05))).outcomes
+    assert outcome.code == "DeadlineError"
+    assert fakes.withdrawn == [0]
+    at_rest()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+async def test_an_item_may_end_while_it_waits_for_memory(service, fakes, asking, at_rest, end):
+    fakes.answers[0] = WAIT
+    ttl_s = 0.05 if end == "deadline" else 30.0
+    work = asyncio.create_task(service.encode(asking(b"x", ttl_s=ttl_s)))
+    await until(lambda: fakes.open and fakes.open[0][1].waits)
+    if end == "cancel":
+        assert service.cancel("r1")
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    else:
+        assert (await work).outcomes[0].code == "DeadlineError"
+    assert not fakes.withdrawn
     at_rest()
 
 
@@ -192,8 +421,11 @@ async def test_no_failed_offer_is_left_unobserved(service, fakes, asking, at_res
     fakes.answers[0] = UnavailableError("x")
     fakes.forwarded.failures[b"x"] = MediaError("y")
     fakes.forwarded.hold()
+    fakes.offered.hold()
     work = asyncio.create_task(service.encode(asking(b"x")))
     await entered(fakes.forwarded)
+    fakes.offered.go_on()
+    await until(fakes.open[0][1].decided.done)
     fakes.forwarded.go_on()
     assert (await work).outcomes[0].state == "failed"
     # The errors' traces hold the frames, and with them the offer's task.
@@ -256,9 +488,7 @@ async def test_an_item_is_cancelled_while_it_waits_for_the_tower(service, fakes,
     first = asyncio.create_task(service.encode(asking(b"first")))
     await entered(fakes.forwarded)
     second = asyncio.create_task(service.encode(asking(b"second", request_id="r2")))
-    async with asyncio.timeout(PATIENCE_S):
-        while len(fakes.offered.calls) < 2:
-            await asyncio.sleep(0)
+    await until(lambda: len(fakes.offered.calls) == 2)
     assert service.cancel("r2")
     with pytest.raises(asyncio.CancelledError):
         await second

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +28,9 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
+from sglang_epd.transfer.writers import RemoteWriter
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +66,21 @@ def launch(server_args: Any) -> None:
     name = f"http://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
 
+    remote = None
+    if get_disagg().encoder_transfer_backend == "mooncake":
+        from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
+
+        # The in-tree encoder, which the engine loads the tower by, has started it.
+        started_by_sglang = get_mooncake_transfer_engine()
+        remote = RemoteWriter(
+            MooncakeEngine(started_by_sglang.hostname, engine=started_by_sglang.engine),
+            staged=os.environ.get("MC_FORCE_TCP") != "1",
+        )
+
     async def serve() -> None:
         await engine.warm_up()
         async with MediaFetcher(limits) as fetcher:
-            sender = Sender()
+            sender = Sender(remote, checksum=settings.checksum, share_memory=settings.shared_memory)
             service = EncoderService(
                 tower=engine,
                 fetcher=fetcher,

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,16 +34,14 @@ from sglang_epd.errors import (
 )
 from sglang_epd.media import MediaFetcher, MediaSource
 from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.transfer.sender import Sender
+from sglang_epd.transfer.sender import GrantLostError, Offered, Sender
 from sglang_epd.wire import (
     Decline,
     EncodeItem,
     EncodeReply,
     EncodeRequest,
-    Grant,
     ItemOutcome,
     Offer,
-    Payload,
 )
 from sglang_epd.wire.tensors import spec_bytes
 
@@ -201,37 +199,69 @@ class EncoderService:
             source = MediaSource(data=item.data, url=item.url)
             media = await self._fetcher.fetch(source, deadline)
         key = _key(self.namespace, media.digest, item)
-        answering: asyncio.Task[Grant | Decline] | None = None
-        try:
-            async with self._entered("wait", self._ahead, ms):
-                with self._stage("preprocess", ms):
-                    prepared = await self._tower.prepare(item.modality, media.data)
-                layout = prepared.layout
-                nbytes = spec_bytes(layout.embedding)
-                offer = Offer(reply_to.ticket, item.item, key, layout, nbytes)
-                answering = asyncio.create_task(
-                    self._sender.offer(reply_to.endpoint, offer, deadline - time.monotonic())
-                )
-                async with self._entered("queue", self._turn, ms):
-                    if answering.done() and isinstance(answering.result(), Decline):
-                        return _declined(item, answering.result(), ms)
-                    with self._stage("forward", ms):
-                        embedding = await self._tower.forward(prepared)
-            with self._stage("grant", ms):
-                answer = await answering
-        finally:
-            if answering is not None:
-                answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
-        if isinstance(answer, Decline):
-            return _declined(item, answer, ms)
-        with self._stage("deliver", ms):
-            payload = Payload(reply_to.ticket, item.item, answer.grant)
-            await self._sender.deliver(
-                reply_to.endpoint, payload, embedding, deadline - time.monotonic()
+        embedding: torch.Tensor | None = None
+        renewal = False
+        # Again when a grant was lost on the way: the receiver had given us up.
+        while True:
+            async with AsyncExitStack() as offering:
+                async with self._entered("wait", self._ahead, ms):
+                    if embedding is None:
+                        prepared = await self._prepare(item, media.data, ms)
+                        layout = prepared.layout
+                    offer = Offer(
+                        reply_to.ticket,
+                        item.item,
+                        key,
+                        layout,
+                        spec_bytes(layout.embedding),
+                        renewal=renewal,
+                    )
+                    offered = await offering.enter_async_context(
+                        self._sender.offer(reply_to.endpoint, offer)
+                    )
+                    if embedding is None:
+                        embedding = await self._forward(prepared, offered, ms)
+                        del prepared
+                with self._stage("grant", ms):
+                    decision = await offered.decided
+                if isinstance(decision, Decline):
+                    return ItemOutcome(
+                        item.item, "declined", decision.reason, ms=ms, layout=layout, key=key
+                    )
+                if embedding is None:
+                    # It waited for memory there, and held none here meanwhile.
+                    async with self._entered("wait", self._ahead, ms):
+                        prepared = await self._prepare(item, media.data, ms)
+                        embedding = await self._forward(prepared, None, ms)
+                        del prepared
+                assert embedding is not None
+                try:
+                    with self._stage("deliver", ms):
+                        landing = await self._sender.deliver(
+                            reply_to.endpoint, decision, embedding, deadline - time.monotonic()
+                        )
+                except GrantLostError:
+                    logger.info("Offering %s of %s again", item.label, request.request_id)
+                    renewal = True
+                    continue
+            self._metrics.bytes_delivered.labels(landing).inc(offer.nbytes)
+            return ItemOutcome(
+                item.item, "delivered", tokens=layout.tokens, ms=ms, layout=layout, key=key
             )
-        self._metrics.bytes_delivered.inc(nbytes)
-        return ItemOutcome(item.item, "delivered", tokens=layout.tokens, ms=ms)
+
+    async def _prepare(self, item: EncodeItem, data: bytes, ms: dict[str, float]) -> Prepared:
+        with self._stage("preprocess", ms):
+            return await self._tower.prepare(item.modality, data)
+
+    async def _forward(
+        self, prepared: Prepared, offered: Offered | None, ms: dict[str, float]
+    ) -> torch.Tensor | None:
+        """Run the tower, unless the receiver said meanwhile that it is no use now."""
+        async with self._entered("queue", self._turn, ms):
+            if offered is not None and offered.answered.done() and offered.granted is None:
+                return None
+            with self._stage("forward", ms):
+                return await self._tower.forward(prepared)
 
     @asynccontextmanager
     async def _entered(
@@ -252,7 +282,7 @@ class EncoderService:
             yield
         finally:
             elapsed_s = time.perf_counter() - started
-            ms[name] = round(elapsed_s * 1e3, 3)
+            ms[name] = round(ms.get(name, 0.0) + elapsed_s * 1e3, 3)
             self._metrics.stage_seconds.labels(name).observe(elapsed_s)
 
     def _note(self, request: EncodeRequest, item: EncodeItem, outcome: ItemOutcome) -> None:
@@ -287,7 +317,3 @@ def _key(namespace: str, digest: bytes, item: EncodeItem) -> bytes:
 
 def _failed(item: EncodeItem, error: EpdError, ms: dict[str, float]) -> ItemOutcome:
     return ItemOutcome(item.item, "failed", error.code, error.message, ms=ms)
-
-
-def _declined(item: EncodeItem, answer: Any, ms: dict[str, float]) -> ItemOutcome:
-    return ItemOutcome(item.item, "declined", answer.reason, ms=ms)

@@ -32,7 +32,8 @@ class EncoderMetrics:
         )
         self.bytes_delivered = Counter(
             "sglang:epd_encoder_delivered_bytes",
-            "Embedding bytes taken by language servers",
+            "Embedding bytes taken by language servers, by landing (inline, shared, remote)",
+            ("landing",),
             registry=self.registry,
         )
         self.items_in_work = Gauge(

@@ -1,0 +1,203 @@
+"""The encoder against real receivers, whose memory holds one item."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from sglang_epd.encoder.service import EncoderService
+from sglang_epd.errors import EncodeError
+from sglang_epd.transfer.arena import Arena
+from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.extents import ALIGNMENT
+from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.transfer.sender import Offered, Sender
+from sglang_epd.wire import Expect, Offer, ReplyTo, Settled
+
+PATIENCE_S = 5.0
+
+
+class Watched(Sender):
+    """A sender whose offers can be looked at, by their ticket."""
+
+    def __init__(self, share_memory: bool) -> None:
+        super().__init__(share_memory=share_memory)
+        self.offered: dict[str, Offered] = {}
+
+    @asynccontextmanager
+    async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
+        async with super().offer(endpoint, offer) as offered:
+            self.offered[offer.ticket] = offered
+            yield offered
+
+
+class LanguageServer:
+    """A receiver, and a scheduler that claims from it."""
+
+    def __init__(self, control_path: Path, budget_bytes: int, grant_ttl_s: float) -> None:
+        self.receiver = Receiver(
+            "127.0.0.1",
+            "127.0.0.1",
+            control_path,
+            budget_bytes=budget_bytes,
+            grant_ttl_s=grant_ttl_s,
+        )
+        self.receiver.start()
+        self._claims = Claims(control_path)
+        self._arena: Arena = self._claims.connect(PATIENCE_S)
+
+    def expect(self, ticket: str) -> None:
+        self._claims.claim(ticket, Expect(ticket, 1, 1, 30.0))
+
+    async def embedding(self) -> torch.Tensor:
+        """Of the request that settles next."""
+        settled: list[Settled] = []
+        await until(lambda: settled.extend(self._claims.take()) or settled)
+        assert not settled[0].code, settled[0].message
+        return self._arena.read(settled[0].items[0], reader=0)
+
+    def count(self, name: str) -> int:
+        return self.receiver.tally.counts[name, ""]
+
+    def close(self) -> None:
+        self._claims.close()
+        self._arena.close()
+        self.receiver.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def language_server(tmp_path) -> Iterator[Callable[..., LanguageServer]]:
+    started: list[LanguageServer] = []
+
+    def start(budget_bytes: int = ALIGNMENT, grant_ttl_s: float = 30.0) -> LanguageServer:
+        control_path = tmp_path / str(len(started)) / "control"
+        started.append(LanguageServer(control_path, budget_bytes, grant_ttl_s))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "inline"])
+async def sender(request) -> AsyncIterator[Watched]:
+    sender = Watched(request.param)
+    yield sender
+    await sender.close()
+
+
+@pytest.fixture
+def service(fakes, sender, metrics):
+    return EncoderService(
+        tower=fakes, fetcher=fakes, sender=sender, metrics=metrics, namespace="n", name="e"
+    )
+
+
+@pytest.fixture
+def encode(service, asking):
+    """Have one item encoded for a language server, which claims it by its name."""
+
+    def start(name: bytes, server: LanguageServer, ttl_s: float = 30.0) -> asyncio.Task:
+        ticket = name.decode()
+        server.expect(ticket)
+        request = asking(name, request_id=ticket, ttl_s=ttl_s, namespace="n")
+        reply_to = ReplyTo(server.receiver.endpoint, ticket)
+        request = msgspec.structs.replace(request, reply_to=reply_to)
+        return asyncio.create_task(service.encode(request))
+
+    return start
+
+
+async def delivered(work: asyncio.Task) -> None:
+    (outcome,) = (await asyncio.wait_for(work, PATIENCE_S)).outcomes
+    assert outcome.state == "delivered", outcome
+
+
+async def test_an_item_waits_with_nothing_in_hand_while_others_go_on(
+    encode, fakes, sender, language_server
+):
+    full, free = language_server(), language_server(1 << 20)
+    await delivered(encode(b"reading", full))
+    embedding = await full.embedding()
+    assert torch.equal(embedding, torch.full((3, 4), 7.0))
+
+    fakes.forwarded.hold()
+    busy = encode(b"busy", free)
+    waits = encode(b"waits", full)
+    await until(lambda: "waits" in sender.offered and sender.offered["waits"].waits)
+    fakes.forwarded.go_on()
+    await delivered(busy)
+    await delivered(encode(b"another", free))
+    assert fakes.pixels == []
+    assert fakes.forwarded.calls == [b"reading", b"busy", b"another"]
+    assert not waits.done()
+
+    del embedding
+    await delivered(waits)
+    assert fakes.forwarded.calls[3:] == [b"waits"]
+    assert torch.equal(await full.embedding(), torch.full((3, 4), 5.0))
+    assert (full.count("waits"), full.count("grants")) == (1, 2)
+
+
+async def test_a_grant_that_expired_is_offered_again_with_the_embedding_at_hand(
+    encode, fakes, language_server
+):
+    server = language_server(grant_ttl_s=0.02)
+    fakes.forwarded.hold()
+    work = encode(b"slow", server)
+    await until(lambda: server.count("expired_grants"))
+    fakes.forwarded.go_on()
+    await delivered(work)
+    assert fakes.forwarded.calls == [b"slow"]
+    assert torch.equal(await server.embedding(), torch.full((3, 4), 4.0))
+    assert server.count("grants") >= 2
+
+
+@pytest.mark.parametrize("end", ["cancel", "failure", "deadline"])
+async def test_what_was_granted_to_an_item_that_ended_is_free_at_once(
+    encode, service, fakes, sender, language_server, end
+):
+    server = language_server()
+    fakes.forwarded.hold()
+    work = encode(b"first", server, ttl_s=0.1 if end == "deadline" else 30.0)
+    await until(lambda: "first" in sender.offered and sender.offered["first"].granted)
+    if end == "cancel":
+        assert service.cancel("first")
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    else:
+        if end == "failure":
+            fakes.forwarded.failures[b"first"] = EncodeError("no")
+            fakes.forwarded.go_on()
+        assert (await work).outcomes[0].state == "failed"
+    fakes.forwarded.go_on()
+    await delivered(encode(b"second", server))
+    assert server.count("withdrawals") == 1
+
+
+async def test_a_grant_for_an_item_that_was_cancelled_while_it_waited_comes_back(
+    encode, service, sender, language_server
+):
+    server = language_server()
+    await delivered(encode(b"reading", server))
+    embedding = await server.embedding()
+    work = encode(b"waits", server)
+    await until(lambda: "waits" in sender.offered and sender.offered["waits"].waits)
+    assert service.cancel("waits")
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    del embedding
+    await delivered(encode(b"next", server))
+    assert server.count("withdrawals") == 1

@@ -19,7 +19,15 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
-from sglang_epd.wire import EncodeItem, EncodeReply, ItemOutcome, ReplyTo
+from sglang_epd.wire import (
+    EncodeItem,
+    EncodeReply,
+    ItemLayout,
+    ItemOutcome,
+    Layout,
+    ReplyTo,
+    TensorSpec,
+)
 from sglang_epd.wire.http import encode_body
 from sglang_epd.wire.messages import (
     DECLINE_CANCELLED,
@@ -46,7 +54,7 @@ def dispatch(client):
 
     async def run(urls, count=2, *, policy=in_turn, seconds=5.0):
         dispatcher = Dispatcher(client, lambda: urls, policy, "ns", random.Random(0))
-        await dispatcher.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
+        return await dispatcher.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
 
     return run
 
@@ -287,3 +295,40 @@ async def test_cancelling_closes_every_connection(start, dispatch):
 
 async def test_nothing_to_do_is_done(dispatch):
     await dispatch([], 0)
+
+
+def layout(rows: int = 6, modality: str = "IMAGE") -> Layout:
+    return Layout(modality, TensorSpec("float32", (rows, 4)), [[1, 1, 6]])
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+async def test_it_returns_the_layouts_that_were_told(start, dispatch):
+    first, second = await start(), await start()
+    first.says(
+        ItemOutcome(0, "delivered", layout=layout(1), key=key(0)), ItemOutcome(2, "delivered")
+    )
+    second.says(ItemOutcome(1, "declined", DECLINE_DUPLICATE, layout=layout(2), key=key(1)))
+    assert await dispatch([first.url, second.url], 3) == {
+        0: ItemLayout(key(0), layout(1)),
+        1: ItemLayout(key(1), layout(2)),
+    }
+
+
+async def test_a_layout_may_come_from_the_second_encoder(start, dispatch):
+    first, second = await start(), await start()
+    first.says(ItemOutcome(0, "failed", EncodeError.__name__, "x", layout=layout(9), key=key(9)))
+    second.says(ItemOutcome(0, "delivered", layout=layout(1), key=key(0)))
+    assert await dispatch([first.url, second.url], 1) == {0: ItemLayout(key(0), layout(1))}
+
+
+@pytest.mark.parametrize(
+    ("told", "told_key"),
+    [(layout(0), key(0)), (layout(), b"short"), (layout(modality="AUDIO"), key(0))],
+)
+async def test_a_layout_that_cannot_be_is_no_layout(start, dispatch, told, told_key):
+    encoder = await start()
+    encoder.says(ItemOutcome(0, "delivered", layout=told, key=told_key))
+    assert await dispatch([encoder.url], 1) == {}

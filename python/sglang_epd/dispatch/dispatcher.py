@@ -26,7 +26,7 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
-from sglang_epd.wire import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
+from sglang_epd.wire import EncodeItem, EncodeRequest, ItemLayout, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Run:
-    """One request's dispatch: where it goes, and which encoders each item has been to."""
+    """One request's dispatch: where it goes, which encoders each item has been to, and
+    what was learnt of the items."""
 
     reply_to: ReplyTo
     deadline: float
     tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    layouts: dict[int, ItemLayout] = field(default_factory=dict)
     # Not made of the ticket: encoders show request ids to anybody who asks.
     _name: str = field(default_factory=lambda: secrets.token_hex(8))
     _sent: int = 0
@@ -73,17 +75,24 @@ class Dispatcher:
         self._namespace = namespace
         self._rng = rng or random.Random()
 
-    async def run(self, reply_to: ReplyTo, items: Sequence[EncodeItem], deadline: float) -> None:
+    async def run(
+        self, reply_to: ReplyTo, items: Sequence[EncodeItem], deadline: float
+    ) -> dict[int, ItemLayout]:
         """Have every item delivered.
 
         Args:
             deadline: on the clock of `time.monotonic`.
 
+        Returns:
+            The layouts by item number, of those items whose encoder told a valid one.
+
         Raises:
             EpdError: what the user is to be told; the items not delivered by then
                 have been cancelled at their encoders.
         """
-        await self._spread(_Run(reply_to, deadline), items, None)
+        run = _Run(reply_to, deadline)
+        await self._spread(run, items, None)
+        return run.layouts
 
     async def _spread(
         self, run: _Run, items: Sequence[EncodeItem], last_error: EpdError | None
@@ -141,14 +150,30 @@ class Dispatcher:
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
         failures: list[tuple[EncodeItem, EpdError]] = []
         for item in items:
-            failure = _error_of(url, item, outcomes.get(item.item))
+            outcome = outcomes.get(item.item)
+            failure = _error_of(url, item, outcome)
             if failure is None:
+                assert outcome is not None
+                layout = _layout_of(url, item, outcome)
+                if layout is not None:
+                    run.layouts[item.item] = layout
                 continue
             if not failure.retry_elsewhere:
                 raise failure
             logger.warning("Trying %s of %s elsewhere: %s", item.label, request_id, failure)
             failures.append((item, failure))
         return failures
+
+
+def _layout_of(url: str, item: EncodeItem, outcome: ItemOutcome) -> ItemLayout | None:
+    if outcome.layout is None:
+        return None
+    try:
+        told = ItemLayout(outcome.key, outcome.layout)
+    except ValueError as error:
+        logger.warning("%s: encoder %s told an invalid layout: %s", item.label, url, error)
+        return None
+    return told if told.layout.modality == item.modality else None
 
 
 def _error_of(url: str, item: EncodeItem, outcome: ItemOutcome | None) -> EpdError | None:

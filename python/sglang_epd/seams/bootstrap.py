@@ -1,0 +1,40 @@
+"""A prefill server's layouts, served beside SGLang's bootstrap routes.
+
+Leans on `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every
+transfer backend's bootstrap server runs in its constructor, before its thread starts to
+serve `self.app` (aiohttp); and on `TokenizerManager.init_disaggregation`, which makes
+first that server, then the multimodal receiver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BOARD = "_sglang_epd_layouts"
+
+
+def serve_layouts(_result: None, server: Any) -> None:
+    """After `_setup_routes`: add ours on a `--language-only` server.
+
+    Not where `--enable-adaptive-dispatch-to-encoder` keeps some media from the encoders:
+    who asks for those would be kept waiting.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    if not disagg.language_only or disagg.enable_adaptive_dispatch_to_encoder:
+        return
+    from sglang_epd.config import Settings
+    from sglang_epd.language.layout_route import PATH, LayoutRoute
+    from sglang_epd.language.layouts import Board
+
+    board = Board()
+    setattr(server, _BOARD, board)
+    server.app.router.add_get(PATH, LayoutRoute(board, Settings.from_env().token).handle)
+
+
+def connect(manager: Any) -> None:
+    """Have the tokenizer's seam write to the board of the server beside it, if it has one."""
+    board = getattr(manager.bootstrap_server, _BOARD, None)
+    if board is not None:
+        manager.mm_receiver.layouts = board

@@ -1,0 +1,159 @@
+"""A decode server's prompts, laid out without their media.
+
+SGLang's decode server fetches, decodes and preprocesses every image of a request only to
+find out how many tokens it takes. Where the request's prefill server runs this package,
+it is asked instead.
+
+Leans on `managers.tokenizer_manager.TokenizerManager`: `init_disaggregation`, which runs
+when the multimodal processor is there, and `_tokenize_one_request`, which calls
+`mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
+max_req_input_len=)` with the prompt already chosen, answers an `HTTPException` with its
+status and, in a stream, a `ValueError` with 400. Its scheduler takes media items without
+features, because it never runs a forward over a prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang_epd.errors import EpdError, MediaError
+from sglang_epd.seams import bootstrap
+from sglang_epd.seams.prompt import robust_placeholders
+from sglang_epd.wire import ItemLayout
+
+if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
+    from sglang_epd.observability.decode import DecodeMetrics
+
+logger = logging.getLogger(__name__)
+
+
+def set_up(_result: None, manager: Any, **_options: Any) -> None:
+    """After `init_disaggregation`: both ends of the layouts, where this server is one."""
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    if disagg.language_only:
+        bootstrap.connect(manager)
+    elif (
+        disagg.disaggregation_mode == "decode"
+        # An instance that becomes a prefill server needs the media themselves.
+        and not disagg.enable_pd_role_switch
+        and manager.mm_processor is not None
+    ):
+        _lay_out_by_prefill(manager.mm_processor, disagg.disaggregation_bootstrap_port)
+
+
+def _lay_out_by_prefill(processor: Any, default_port: int) -> None:
+    from sglang.srt.managers.schedule_batch import Modality
+
+    from sglang_epd.config import Settings
+    from sglang_epd.language.layout_client import LayoutClient
+    from sglang_epd.observability.decode import DecodeMetrics
+
+    settings = Settings.from_env()
+    prompts = DecodePrompts(
+        # A copy, so that SGLang's own processing meets SGLang's own placeholders.
+        processor=robust_placeholders(copy.copy(processor)),
+        original=processor.process_mm_data_async,
+        ask=LayoutClient(settings.token, settings.request_timeout_s).ask,
+        modalities={member.name: member for member in Modality},
+        default_port=default_port,
+        metrics=DecodeMetrics(),
+    )
+    processor.process_mm_data_async = prompts.process
+    logger.info("EPD decode server: prompts are laid out by what their prefill server knows")
+
+
+class DecodePrompts:
+    """What a decode server's `mm_processor.process_mm_data_async` is.
+
+    Args:
+        processor: lays out a prompt (`get_validated_mm_data`).
+        original: SGLang's own method, for what the prefill does not know.
+        ask: (host, port, room) to layouts, as `LayoutClient.ask`.
+        modalities: SGLang's `Modality` members by name.
+        default_port: of a bootstrap server whose port the request does not say.
+        metrics: counts what happened.
+    """
+
+    def __init__(
+        self,
+        *,
+        processor: Any,
+        original: Callable[..., Awaitable[Any]],
+        ask: Callable[[str, int, int], Awaitable[list[ItemLayout] | None]],
+        modalities: dict[str, Any],
+        default_port: int,
+        metrics: DecodeMetrics,
+    ) -> None:
+        self._processor = processor
+        self._original = original
+        self._ask = ask
+        self._modalities = modalities
+        self._default_port = default_port
+        self._prompts = metrics.prompts
+
+    async def process(self, *args: Any, request_obj: Any, input_text: Any, **options: Any) -> Any:
+        """The prompt's `MultimodalProcessorOutput`.
+
+        Raises:
+            HTTPException: the request failed at its prefill server.
+            ValueError: the same, of a stream.
+        """
+        try:
+            output = await self._by_prefill(request_obj, input_text)
+        except EpdError as error:
+            self._prompts.labels("failed").inc()
+            logger.warning("Prefill of %s failed: %s (%s)", request_obj.rid, error, error.code)
+            _refuse(request_obj, error)
+        if output is not None:
+            self._prompts.labels("known").inc()
+            return output
+        self._prompts.labels("own").inc()
+        logger.info("Fetching the media of %s to lay it out", request_obj.rid)
+        return await self._original(
+            *args, request_obj=request_obj, input_text=input_text, **options
+        )
+
+    async def _by_prefill(self, request: Any, prompt: str | list[int]) -> Any:
+        """None where the prefill does not know the layouts, or they are not this request's."""
+        from sglang_epd.language.assembly import lay_out
+        from sglang_epd.language.planner import modalities
+
+        host = getattr(request, "bootstrap_host", None)
+        room = getattr(request, "bootstrap_room", None)
+        if not isinstance(host, str) or not isinstance(room, int):
+            return None
+        expected = modalities(request)
+        if not expected:
+            return None
+        port = request.bootstrap_port
+        items = await self._ask(host, port if isinstance(port, int) else self._default_port, room)
+        if items is None:
+            return None
+        if [item.layout.modality for item in items] != expected:
+            logger.warning("The prefill of %s tells of other media than it has", request.rid)
+            return None
+        try:
+            return lay_out(self._processor, prompt, items, self._modalities)
+        except MediaError:
+            raise
+        except Exception:
+            logger.exception("Could not lay out %s by its prefill's layouts", request.rid)
+            return None
+
+
+def _refuse(request: Any, error: EpdError) -> NoReturn:
+    from fastapi import HTTPException
+
+    if request.stream:
+        raise ValueError(error.message) from None
+    try:
+        status = HTTPStatus(error.status)
+    except ValueError:  # 499 is not in the standard library's list
+        status = HTTPStatus.BAD_REQUEST
+    raise HTTPException(status_code=status, detail=error.message) from None

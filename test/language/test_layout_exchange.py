@@ -1,0 +1,185 @@
+"""The route and the client, over real sockets; the board is written by another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_epd.errors import DeadlineError, MediaTooLargeError
+from sglang_epd.language.layout_client import LayoutClient
+from sglang_epd.language.layout_route import PATH, LayoutRoute, authorization
+from sglang_epd.language.layouts import Board
+from sglang_epd.wire.http import CONTENT_TYPE
+
+ROOM = 2**63 - 1
+TTL_S = 30.0
+Serve = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture
+def board():
+    return Board()
+
+
+@pytest.fixture
+async def serve(board):
+    """Serve the board; returns the port."""
+    runners = []
+
+    async def start(handler=None, **options) -> int:
+        options = {"token": "secret", "poll_s": 0.1, "unheard_of_s": 0.1, **options}
+        app = web.Application()
+        app.router.add_get(PATH, handler or LayoutRoute(board, **options).handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner.addresses[0][1]
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def client():
+    client = LayoutClient("secret", 5.0)
+    yield client
+    await client.close()
+
+
+def in_a_thread(work: Callable[[], None], after_s: float) -> None:
+    threading.Timer(after_s, work).start()
+
+
+async def test_what_is_known_is_told(board, serve, client, described):
+    board.open(ROOM, TTL_S).learnt([described("a"), described("b")])
+    assert await client.ask("127.0.0.1", await serve(), ROOM) == [described("a"), described("b")]
+
+
+async def test_who_asks_before_the_prefill_has_heard_of_it_waits(board, serve, client, described):
+    port = await serve(unheard_of_s=5.0, poll_s=5.0)
+    slots = []
+    in_a_thread(lambda: slots.append(board.open(ROOM, TTL_S)), 0.1)
+    in_a_thread(lambda: slots[0].learnt([described()]), 0.3)
+    begin = time.monotonic()
+    assert await client.ask("127.0.0.1", port, ROOM) == [described()]
+    assert time.monotonic() - begin < 2
+    assert not board._watchers
+
+
+async def test_who_waits_longer_than_a_poll_asks_again(board, serve, client, described):
+    slot = board.open(ROOM, TTL_S)
+    in_a_thread(lambda: slot.learnt([described()]), 0.4)
+    assert await client.ask("127.0.0.1", await serve(poll_s=0.1), ROOM) == [described()]
+
+
+async def test_a_request_that_failed_is_that_error(board, serve, client):
+    board.open(ROOM, TTL_S).failed(MediaTooLargeError("image 1 of 1: 900 megapixels"))
+    with pytest.raises(MediaTooLargeError, match="900 megapixels"):
+        await client.ask("127.0.0.1", await serve(), ROOM)
+
+
+async def test_an_unheard_of_room_is_unknown(board, serve, client):
+    assert await client.ask("127.0.0.1", await serve(), ROOM) is None
+    assert not board._watchers
+
+
+async def test_a_request_whose_layouts_nobody_told_is_unknown(board, serve, client):
+    board.open(ROOM, TTL_S).learnt([None])
+    assert await client.ask("127.0.0.1", await serve(), ROOM) is None
+
+
+async def test_the_deadline_ends_the_question(board, serve):
+    board.open(ROOM, TTL_S)
+    impatient = LayoutClient("secret", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError):
+        await impatient.ask("127.0.0.1", await serve(), ROOM)
+    assert time.monotonic() - begin < 2
+    await impatient.close()
+
+
+@pytest.mark.parametrize("token", ["", "another"])
+async def test_without_the_token_nothing_is_told(board, serve, described, token):
+    board.open(ROOM, TTL_S).learnt([described()])
+    stranger = LayoutClient(token, 5.0)
+    assert await stranger.ask("127.0.0.1", await serve(), ROOM) is None
+    await stranger.close()
+
+
+async def test_a_proof_is_good_for_its_room_only_and_is_not_the_token(board, serve, described):
+    board.open(ROOM, TTL_S).learnt([described()])
+    port = await serve()
+    url = f"http://127.0.0.1:{port}/epd/layouts/{ROOM}"
+    async with aiohttp.ClientSession() as session:
+        for given, status in (
+            (authorization("secret", ROOM), 200),
+            (authorization("secret", 1), 401),
+            ("Bearer secret", 401),
+            ("Bearer ü", 401),
+        ):
+            async with session.get(url, headers={"Authorization": given}) as response:
+                assert response.status == status
+    assert "secret" not in authorization("secret", ROOM)
+
+
+async def test_where_no_token_is_set_none_is_asked_for(board, serve, client, described):
+    board.open(ROOM, TTL_S).learnt([described()])
+    assert await client.ask("127.0.0.1", await serve(token=""), ROOM) == [described()]
+
+
+async def test_a_server_that_is_not_ours_knows_nothing(serve, client, unused_tcp_port):
+    app_without_the_route = await serve()
+    assert await client.ask("127.0.0.1", unused_tcp_port, ROOM) is None
+    assert await client.ask("no such host", app_without_the_route, ROOM) is None
+    assert await client.ask("127.0.0.1", -5, ROOM) is None
+    assert await client.ask("127.0.0.1", app_without_the_route, -1) is None
+
+
+@pytest.mark.parametrize("status", [200, 302, 500])
+async def test_an_answer_that_is_not_ours_is_no_answer(serve, client, status):
+    async def other(_request):
+        return web.Response(status=status, body=b"hello", content_type=CONTENT_TYPE)
+
+    assert await client.ask("127.0.0.1", await serve(other), ROOM) is None
+
+
+async def test_cancelling_the_question_ends_it_there(serve, client):
+    asked, dropped = asyncio.Event(), asyncio.Event()
+
+    async def hangs(_request):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            dropped.set()
+            raise
+
+    question = asyncio.create_task(client.ask("127.0.0.1", await serve(hangs), ROOM))
+    await asyncio.wait_for(asked.wait(), 5)
+    question.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await question
+    await asyncio.wait_for(dropped.wait(), 5)
+
+
+async def test_connections_are_kept(board, serve, client, described):
+    board.open(ROOM, TTL_S).learnt([described()])
+    peers = set()
+    route = LayoutRoute(board, "secret")
+
+    async def handle(request):
+        peers.add(request.transport.get_extra_info("peername"))
+        return await route.handle(request)
+
+    port = await serve(handle)
+    for _ in range(3):
+        await client.ask("[127.0.0.1]", port, ROOM)
+    assert len(peers) == 1

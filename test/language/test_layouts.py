@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sglang_epd.errors import DeadlineError, MediaError
+from sglang_epd.language import layouts
+from sglang_epd.language.layouts import Board
+from sglang_epd.wire import LayoutReply
+from sglang_epd.wire.http import ErrorReply, decode_body
+
+TTL_S = 100.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def board(clock):
+    return Board(clock)
+
+
+def read(board: Board, room: int) -> LayoutReply | None:
+    slot = board.look(room)
+    assert slot is not None and slot.settled
+    return None if slot.body is None else decode_body(slot.body, LayoutReply, 1 << 20)
+
+
+def test_a_room_is_unheard_of_then_open_then_known(board, described):
+    assert board.look(7) is None
+    slot = board.open(7, TTL_S)
+    assert not board.look(7).settled
+    slot.learnt([described("a"), described("b")])
+    assert read(board, 7) == LayoutReply([described("a"), described("b")])
+
+
+def test_it_can_be_read_more_than_once(board, described):
+    board.open(7, TTL_S).learnt([described()])
+    assert read(board, 7) == read(board, 7)
+
+
+def test_a_failure_keeps_its_class_and_message(board):
+    board.open(7, TTL_S).failed(MediaError("image 1 of 1: HTTP 404"))
+    assert read(board, 7) == LayoutReply(error=ErrorReply("MediaError", "image 1 of 1: HTTP 404"))
+
+
+def test_one_unknown_layout_makes_all_unknown(board, described):
+    board.open(7, TTL_S).learnt([described(), None])
+    assert read(board, 7) is None
+
+
+def test_the_first_answer_stays(board, described):
+    slot = board.open(7, TTL_S)
+    slot.learnt([described()])
+    slot.failed(DeadlineError("cancelled after it was done"))
+    assert read(board, 7).error is None
+
+
+def test_a_room_that_is_used_again_belongs_to_the_later_request(board, described):
+    first, second = board.open(7, TTL_S), board.open(7, TTL_S)
+    first.learnt([described("a")])
+    assert not board.look(7).settled
+    second.learnt([described("b")])
+    assert read(board, 7).items == [described("b")]
+    assert len(board) == 1
+
+
+def test_what_is_known_is_kept_for_a_minute(board, clock, described):
+    board.open(7, TTL_S).learnt([described()])
+    clock.now += 59
+    assert board.look(7)
+    clock.now += 2
+    assert board.look(7) is None
+
+
+def test_what_is_never_settled_goes_after_its_deadline(board, clock):
+    board.open(7, TTL_S)
+    clock.now += TTL_S
+    assert board.look(7)
+    clock.now += layouts._GRACE_S + 1
+    board.open(8, TTL_S)
+    assert len(board) == 1
+
+
+def test_rooms_are_bounded_in_number(clock, described):
+    board = Board(clock, max_rooms=3)
+    for room in range(5):
+        board.open(room, TTL_S).learnt([described()])
+    assert len(board) == 3
+    assert [board.look(room) is not None for room in range(5)] == [False, False, True, True, True]
+
+
+def test_rooms_are_bounded_in_bytes(clock, described):
+    board = Board(clock, max_bytes=4000)
+    for room in range(100):
+        board.open(room, TTL_S).learnt([described()] * 4)
+    assert 1 < len(board) < 20
+    assert 0 < board._bytes <= 4000
+    for room in range(100):
+        board.open(room, TTL_S)
+    assert board._bytes == 0
+
+
+def test_watchers_are_called_for_their_room_and_forgotten(board, described):
+    called = []
+    with board.watched(7, lambda: called.append("it")):
+        board.open(8, TTL_S).learnt([described()])
+        assert not called
+        slot = board.open(7, TTL_S)
+        assert called == ["it"]
+        slot.learnt([described()])
+        slot.failed(MediaError("twice"))
+        assert called == ["it"] * 2
+    board.open(7, TTL_S)
+    assert called == ["it"] * 2
+    assert not board._watchers
+
+
+def test_threads_may_write_and_read_at_once(described):
+    board = Board(max_rooms=64)
+    wrong = []
+
+    def work(thread: int) -> None:
+        try:
+            for n in range(300):
+                room = (thread * 300 + n) % 100
+                with board.watched(room, lambda: None):
+                    board.open(room, TTL_S).learnt([described()])
+                    board.look(room)
+        except Exception as error:  # it would be lost with the thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert board._bytes == sum(len(slot.body) for slot in board._slots.values())

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+from fastapi import HTTPException
+from prometheus_client import CollectorRegistry
+
+from sglang_epd.errors import (
+    EncodeError,
+    MediaTooLargeError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from sglang_epd.observability.decode import DecodeMetrics
+from sglang_epd.seams import bootstrap
+from sglang_epd.seams.decode import DecodePrompts
+from sglang_epd.wire import ItemLayout, Layout, TensorSpec
+
+Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
+IMAGE = ItemLayout(b"k" * 32, Layout("IMAGE", TensorSpec("float32", (4, 8)), [[1, 4, 4]]))
+
+
+class Item(SimpleNamespace):
+    def set_identity(self, identity):
+        self.identity = identity
+
+
+class Processor:
+    """Lays out one image for each "I" of the prompt."""
+
+    def get_validated_mm_data(self, prompt, embeddings, **metadata):
+        grids, rows = metadata["img_grid_thw"], embeddings[Modality.IMAGE]
+        if prompt.count("I") != len(grids):
+            raise IndexError
+        if "!" in prompt:
+            raise AttributeError("a processor of another kind")
+        pieces = rows.split([4] * len(grids))
+        items = [Item(modality=Modality.IMAGE, precomputed_embeddings=piece) for piece in pieces]
+        return SimpleNamespace(mm_items=items, input_ids=[1, 2])
+
+
+class Request(SimpleNamespace):
+    def __init__(self, **changes):
+        values = {
+            "rid": "rid",
+            "image_data": ["http://images/1"],
+            "video_data": None,
+            "audio_data": None,
+            "bootstrap_host": "prefill",
+            "bootstrap_port": 8998,
+            "bootstrap_room": 7,
+            "stream": False,
+        }
+        super().__init__(**{**values, **changes})
+
+
+class Prefill:
+    def __init__(self):
+        self.asked = []
+        self.answer = [IMAGE]
+
+    async def ask(self, host, port, room):
+        self.asked.append((host, port, room))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def prefill():
+    return Prefill()
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def process(prefill, registry):
+    """Process a request as SGLang's tokenizer does; SGLang's own way answers "own"."""
+    own = []
+
+    async def original(**options):
+        own.append(options)
+        return "own"
+
+    prompts = DecodePrompts(
+        processor=Processor(),
+        original=original,
+        ask=prefill.ask,
+        modalities={member.name: member for member in Modality},
+        default_port=1234,
+        metrics=DecodeMetrics(registry),
+    )
+
+    async def process(request, prompt="I"):
+        options = {
+            "image_data": request.image_data,
+            "audio_data": request.audio_data,
+            "input_text": prompt,
+            "request_obj": request,
+            "max_req_input_len": 100,
+        }
+        output = await prompts.process(**options)
+        assert own == ([options] if output == "own" else [])
+        return output
+
+    return process
+
+
+@pytest.fixture
+def counted(registry):
+    def value(layout):
+        name = "sglang:epd_decode_prompts_total"
+        return registry.get_sample_value(name, {"layout": layout}) or 0
+
+    return value
+
+
+async def test_a_prompt_is_laid_out_by_what_its_prefill_knows(process, prefill, counted):
+    output = await process(Request())
+    assert prefill.asked == [("prefill", 8998, 7)]
+    assert output.input_ids == [1, 2]
+    (item,) = output.mm_items
+    assert (item.identity, item.precomputed_embeddings) == (IMAGE.key, None)
+    assert counted("known") == 1
+
+
+async def test_a_bootstrap_port_that_is_not_said_is_the_servers_own(process, prefill):
+    await process(Request(bootstrap_port=None))
+    assert prefill.asked == [("prefill", 1234, 7)]
+
+
+async def test_what_the_prefill_does_not_know_sglang_finds_out(process, prefill, counted):
+    prefill.answer = None
+    assert await process(Request()) == "own"
+    assert counted("own") == 1
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"bootstrap_host": None}, {"bootstrap_room": None}, {"image_data": None}],
+)
+async def test_a_request_without_a_prefill_or_media_is_sglangs(process, prefill, missing):
+    assert await process(Request(**missing)) == "own"
+    assert not prefill.asked
+
+
+@pytest.mark.parametrize("told", [[], [IMAGE, IMAGE]])
+async def test_layouts_of_other_media_are_not_believed(process, prefill, told):
+    prefill.answer = told
+    assert await process(Request()) == "own"
+
+
+async def test_a_prompt_that_cannot_be_laid_out_so_is_sglangs(process, caplog):
+    assert await process(Request(), prompt="I!") == "own"
+    assert "a processor of another kind" in caplog.text
+
+
+async def test_a_prompt_that_does_not_match_its_media_is_refused(process, counted):
+    with pytest.raises(HTTPException) as refused:
+        await process(Request(), prompt="II")
+    assert refused.value.status_code == 400
+    assert "placeholders do not match" in refused.value.detail
+    assert counted("failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MediaTooLargeError("x"), 413),
+        (UnavailableError("x"), 503),
+        (EncodeError("x"), 500),
+        (RequestCancelledError("x"), 400),
+    ],
+)
+async def test_a_request_that_failed_at_its_prefill_fails_here(process, prefill, error, status):
+    prefill.answer = error
+    with pytest.raises(HTTPException) as refused:
+        await process(Request())
+    assert (refused.value.status_code, refused.value.detail) == (status, "x")
+
+
+async def test_a_stream_fails_as_sglangs_streams_do(process, prefill):
+    prefill.answer = MediaTooLargeError("too large")
+    with pytest.raises(ValueError, match="too large"):
+        await process(Request(stream=True))
+
+
+@pytest.fixture
+def flags(monkeypatch, sglang):
+    """Sets SGLang's disaggregation flags."""
+
+    def set_flags(**values):
+        defaults = {"language_only": True, "enable_adaptive_dispatch_to_encoder": False}
+        disagg = SimpleNamespace(**{**defaults, **values})
+        monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: disagg)
+
+    return set_flags
+
+
+def bootstrap_server(sglang):
+    """SGLang's, without its thread."""
+    cls = sglang("disaggregation.common.conn").CommonKVBootstrapServer
+    server = object.__new__(cls)
+    server.app = web.Application()
+    cls._setup_routes(server)
+    return server
+
+
+def paths(server):
+    return {resource.canonical for resource in server.app.router.resources()}
+
+
+@pytest.mark.parametrize(
+    ("values", "served"),
+    [
+        ({}, True),
+        ({"language_only": False}, False),
+        ({"enable_adaptive_dispatch_to_encoder": True}, False),
+    ],
+)
+def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, values, served):
+    flags(**values)
+    server = bootstrap_server(sglang)
+    bootstrap.serve_layouts(None, server)
+    assert ("/epd/layouts/{room}" in paths(server)) == served
+    assert {"/route", "/health"} <= paths(server)
+    manager = SimpleNamespace(bootstrap_server=server, mm_receiver=SimpleNamespace(layouts=None))
+    bootstrap.connect(manager)
+    assert (manager.mm_receiver.layouts is not None) == served
+
+
+def test_a_language_server_that_also_decodes_has_no_board():
+    manager = SimpleNamespace(bootstrap_server=None, mm_receiver=SimpleNamespace(layouts=None))
+    bootstrap.connect(manager)
+    assert manager.mm_receiver.layouts is None

@@ -29,8 +29,29 @@ def test_each_variable_is_read():
             "SGLANG_EPD_REQUEST_TIMEOUT_S": "2.5",
             "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
             "SGLANG_EPD_MAX_BODY_MB": "7",
+            "SGLANG_EPD_RECEIVE_BUDGET_MB": "8",
+            "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
+            "SGLANG_EPD_SHARED_MEMORY": "off",
+            "SGLANG_EPD_CHECKSUM": "on",
         }
-    ) == Settings("secret", 2.5, "shuffle", 7)
+    ) == Settings("secret", 2.5, "shuffle", 7, 8, 0.5, shared_memory=False, checksum=True)
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "checksum"])
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        ("1", True),
+        ("true", True),
+        (" ON ", True),
+        ("0", False),
+        ("False", False),
+        ("off", False),
+    ],
+)
+def test_a_switch_is_on_or_off(name, raw, value):
+    settings = Settings.from_env({f"SGLANG_EPD_{name.upper()}": raw})
+    assert getattr(settings, name) is value
 
 
 @pytest.mark.parametrize(
@@ -47,6 +68,18 @@ def test_each_variable_is_read():
         ("SGLANG_EPD_MAX_BODY_MB", "1.5"),
         ("SGLANG_EPD_MAX_BODY_MB", "0"),
         ("SGLANG_EPD_MAX_BODY_MB", "-1"),
+        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "0"),
+        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "-1"),
+        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "2G"),
+        ("SGLANG_EPD_GRANT_TIMEOUT_S", "0"),
+        ("SGLANG_EPD_GRANT_TIMEOUT_S", "-1"),
+        ("SGLANG_EPD_GRANT_TIMEOUT_S", "nan"),
+        ("SGLANG_EPD_GRANT_TIMEOUT_S", "inf"),
+        ("SGLANG_EPD_GRANT_TIMEOUT_S", "never"),
+        ("SGLANG_EPD_SHARED_MEMORY", "maybe"),
+        ("SGLANG_EPD_CHECKSUM", ""),
+        ("SGLANG_EPD_CHECKSUM", "2"),
+        ("SGLANG_EPD_CHECKSUM", "blake3"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(name, value):
@@ -58,11 +91,15 @@ def test_every_variable_that_the_package_reads_is_known():
     """A variable that one module reads must not be refused by another."""
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     names = set(re.findall(r"SGLANG_EPD_(?:[A-Z]+_)*[A-Z]+\b(?!_)", source))
-    assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID"} <= names
+    assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"} <= names
     valid = {
         "SGLANG_EPD_REQUEST_TIMEOUT_S": "1",
         "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
         "SGLANG_EPD_MAX_BODY_MB": "1",
+        "SGLANG_EPD_RECEIVE_BUDGET_MB": "1",
+        "SGLANG_EPD_GRANT_TIMEOUT_S": "1",
+        "SGLANG_EPD_SHARED_MEMORY": "1",
+        "SGLANG_EPD_CHECKSUM": "1",
     }
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "x")})

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_epd import plugin
+from sglang_epd.seams.scheduler import SchedulerSeam
 
 
 @pytest.fixture
@@ -47,7 +49,11 @@ def test_it_hooks_what_it_says(monkeypatch, hooked):
         "sglang.srt.arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation": "after",
         "sglang.srt.disaggregation.encoder.http_server.launch_server": "replace",
         "sglang.srt.disaggregation.encoder.receiver.create_mm_receiver": "replace",
+        "sglang.srt.managers.scheduler_components.request_receiver"
+        ".SchedulerRequestReceiver._pull_raw_reqs": "around",
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "after",
+        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes": "after",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "after",
     }
 
 
@@ -62,6 +68,23 @@ def test_each_process_gets_its_own_side(monkeypatch, scheduler, module):
     plugin._create_mm_receiver("args", scheduler=scheduler, dtype="float32")
     positional = ("args",) if scheduler is None else ("args", "it")
     assert called == [(positional, {"dtype": "float32"})]
+
+
+def test_a_scheduler_without_epd_takes_requests_in_as_ever():
+    receiver = SimpleNamespace(mm_receiver=None)
+    assert plugin._pull_and_pass_on(lambda given: (given, "pulled"), receiver) == (
+        receiver,
+        "pulled",
+    )
+
+
+def test_a_scheduler_with_epd_holds_back_what_waits():
+    class Seam(SchedulerSeam):
+        def pass_on(self, pulled):
+            return [*pulled, "settled"]
+
+    receiver = SimpleNamespace(mm_receiver=Seam(None, None))
+    assert plugin._pull_and_pass_on(lambda _given: ["pulled"], receiver) == ["pulled", "settled"]
 
 
 def test_sglang_finds_it():

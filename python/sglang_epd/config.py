@@ -8,7 +8,7 @@ silently without effect.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from sglang_epd.errors import ConfigError
 PREFIX = "SGLANG_EPD_"
 # Read elsewhere: the switch by plugin.py, the run id between the processes of one
 # server, the media limits by media/limits.py, the cache folder by scripts/.
-_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_CACHE"}
+_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
 
 
@@ -26,17 +26,28 @@ class Settings:
     """Settings of one server process.
 
     Attributes:
-        token: shared secret between language and encoder servers; empty = none.
+        token: secret shared by encoder, language and decode servers; empty = none.
         request_timeout_s: one deadline for a request's items, from the moment it
             arrives until its embeddings are in the scheduler; retries spend it.
         dispatch_policy: how items are spread over encoders.
         max_body_mb: largest encode request an encoder accepts.
+        receive_budget_mb: embeddings that a language server has granted, received or is
+            reading take at most this; encoders wait for more.
+        grant_timeout_s: how long an encoder may take from a grant to the payload.
+        shared_memory: whether an encoder writes into the memory of language servers of
+            its own machine, instead of sending over a socket.
+        checksum: whether an encoder sends a digest of each embedding, to be compared
+            where it arrives.
     """
 
     token: str = field(default="", repr=False)
     request_timeout_s: float = 120.0
     dispatch_policy: str = "shuffle"
     max_body_mb: int = 512
+    receive_budget_mb: int = 2048
+    grant_timeout_s: float = 30.0
+    shared_memory: bool = True
+    checksum: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -45,11 +56,15 @@ class Settings:
         Raises:
             ConfigError: an unknown variable or a value out of range, by name.
         """
-        known = {
+        known: dict[str, tuple[str, Callable[[str], Any]]] = {
             "SGLANG_EPD_TOKEN": ("token", str),
             "SGLANG_EPD_REQUEST_TIMEOUT_S": ("request_timeout_s", float),
             "SGLANG_EPD_DISPATCH_POLICY": ("dispatch_policy", str),
             "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
+            "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
+            "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
+            "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
+            "SGLANG_EPD_CHECKSUM": ("checksum", switch),
         }
         values: dict[str, Any] = {}
         for name, raw in env.items():
@@ -63,10 +78,25 @@ class Settings:
             try:
                 values[field] = kind(raw)
             except ValueError:
-                raise ConfigError(f"{name}={raw!r} is not a valid {kind.__name__}") from None
+                raise ConfigError(
+                    f"{name}={raw!r} is not a valid {kind.__name__.strip('_')}"
+                ) from None
         settings = cls(**values)
         if not 0 < settings.request_timeout_s < float("inf"):
             raise ConfigError("SGLANG_EPD_REQUEST_TIMEOUT_S must be greater than 0 and finite")
         if settings.max_body_mb <= 0:
             raise ConfigError("SGLANG_EPD_MAX_BODY_MB must be greater than 0")
+        if settings.receive_budget_mb <= 0:
+            raise ConfigError("SGLANG_EPD_RECEIVE_BUDGET_MB must be greater than 0")
+        if not 0 < settings.grant_timeout_s < float("inf"):
+            raise ConfigError("SGLANG_EPD_GRANT_TIMEOUT_S must be greater than 0 and finite")
         return settings
+
+
+def switch(raw: str) -> bool:
+    """Read a setting that is on or off."""
+    values = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    try:
+        return values[raw.strip().lower()]
+    except KeyError:
+        raise ValueError(raw) from None

@@ -1,7 +1,8 @@
 """Entry point: which hooks, on what, and why. The only place that says so.
 
-Every target is a function that SGLang calls only under an EPD flag, or returns at
-once without one, so an installed but unused package changes nothing.
+Every target is a function that SGLang calls only under an EPD flag, or our side of it
+returns at once without one, so an installed but unused package changes nothing. The one
+server without such a flag that it serves is the decode server (`seams/decode.py`).
 `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_epd.seams import rundir, server_args, vision_weights
+from sglang_epd.seams import bootstrap, decode, rundir, server_args, vision_weights
 from sglang_epd.seams.hooks import hook
 
 SWITCH = "SGLANG_EPD"
@@ -40,15 +41,33 @@ def register() -> None:
     module = f"{_SRT}.disaggregation.encoder.receiver"
     hook(module, "create_mm_receiver", _create_mm_receiver, "replace")
 
+    # --language-only: requests whose items have not landed stay with the leading rank.
+    module = f"{_SRT}.managers.scheduler_components.request_receiver"
+    hook(module, "SchedulerRequestReceiver._pull_raw_reqs", _pull_and_pass_on, "around")
+
     # --language-only: no vision weights in memory.
     module = f"{_SRT}.model_executor.model_runner"
     hook(module, "ModelRunner.load_model", vision_weights.release, "after")
+
+    # Prefill and decode apart: the decode server asks the prefill server for the layouts.
+    module = f"{_SRT}.disaggregation.common.conn"
+    hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
+    module = f"{_SRT}.managers.tokenizer_manager"
+    hook(module, "TokenizerManager.init_disaggregation", decode.set_up, "after")
 
 
 def _launch_encoder(args: Any) -> None:
     from sglang_epd.encoder.server import launch
 
     launch(args)
+
+
+def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
+    if request_receiver.mm_receiver is None:
+        return original(request_receiver)
+    from sglang_epd.seams.scheduler import pull_and_pass_on
+
+    return pull_and_pass_on(original, request_receiver)
 
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:

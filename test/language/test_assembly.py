@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.language.assembly import assemble
-from sglang_epd.transfer.ledger import ReceivedItem
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out
+from sglang_epd.wire import ItemLayout, Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 MODALITIES = {member.name: member for member in Modality}
@@ -178,3 +177,25 @@ def test_a_processor_that_joins_two_items_is_not_served_wrong_rows():
     items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 4, 5]])]
     with pytest.raises(EncodeError, match="two media items into one"):
         assemble(processor, [IMAGE, IMAGE], items, MODALITIES)
+
+
+def test_without_embeddings_the_layout_and_the_identities_are_the_same():
+    items = [
+        received("a", "IMAGE", [[1, 2, 3]]),
+        received("v", "VIDEO", [[3, 2, 2]]),
+        received("b", "IMAGE", [[1, 4, 5]]),
+    ]
+    described = [ItemLayout(item.key, item.layout) for item in items]
+    prompt = [IMAGE, VIDEO, 7, IMAGE]
+    full = assemble(Processor(), prompt, items, MODALITIES)
+    bare = lay_out(Processor(), prompt, described, MODALITIES)
+    assert bare.input_ids == full.input_ids
+    assert [item.identity for item in bare.mm_items] == [item.identity for item in full.mm_items]
+    assert [item.modality for item in bare.mm_items] == [item.modality for item in full.mm_items]
+    assert all(item.precomputed_embeddings is None for item in bare.mm_items)
+
+
+def test_without_embeddings_a_mismatch_is_the_users_error_too():
+    item = received("a", "IMAGE", [[1, 2, 3]])
+    with pytest.raises(MediaError, match="do not match"):
+        lay_out(Processor(), [IMAGE, IMAGE], [ItemLayout(item.key, item.layout)], MODALITIES)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
 from array import array
 from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_epd.errors import (
     DeadlineError,
@@ -13,41 +15,55 @@ from sglang_epd.errors import (
     RequestCancelledError,
     _tree,
 )
+from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
-from sglang_epd.language.backend import Backend
-from sglang_epd.transfer.ledger import ReceivedItem, Settled
-from sglang_epd.wire import Expect
+from sglang_epd.language.backend import Backend, Leader
+from sglang_epd.wire import Expect, Landed, Settled
 
+SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
-ITEMS = (ReceivedItem(b"k" * 32, None, None),)
 
 
-class FakeReceiver:
+class FakeClaims:
+    """The control channel; what settles is what the test says."""
+
     def __init__(self) -> None:
         self.claims: dict[str, Expect] = {}
         self.abandoned: list[str] = []
-        self.settled: list[Settled] = []
-        self.alive = True
+        self._settled: list[Settled] = []
 
-    def claim(self, rid: str, expect: Expect) -> None:
-        assert rid not in self.claims, "each claim has a name of its own"
-        self.claims[rid] = expect
+    def claim(self, claim: str, expect: Expect) -> None:
+        assert claim not in self.claims, "each claim has a name of its own"
+        self.claims[claim] = expect
 
-    def abandon(self, rid: str) -> None:
-        self.abandoned.append(rid)
+    def abandon(self, claim: str) -> None:
+        self.abandoned.append(claim)
 
-    def take_settled(self) -> list[Settled]:
-        taken, self.settled = self.settled, []
+    def take(self) -> list[Settled]:
+        taken, self._settled = self._settled, []
         return taken
 
-    def settle(self, number: int, error: EpdError | None = None) -> None:
-        rid = list(self.claims)[number]
-        self.settled.append(Settled(rid, error=error) if error else Settled(rid, ITEMS))
+    def settle(self, number: int, *items: Landed, error: EpdError | None = None) -> None:
+        code, message = (error.code, error.message) if error else ("", "")
+        self._settled.append(Settled(list(self.claims)[number], items, code, message))
 
 
 @pytest.fixture
-def receiver():
-    return FakeReceiver()
+def claims():
+    return FakeClaims()
+
+
+@pytest.fixture
+def leader(claims):
+    return Leader(claims, SECRET)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The leader's; it stands still, at `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 @pytest.fixture
@@ -57,71 +73,320 @@ def assembled():
 
 
 @pytest.fixture
-def backend(receiver, assembled):
+def backend(memory, assembled):
+    """Of a rank, the first one unless another is named."""
+
     def assemble(request, items):
-        assembled.calls.append((request, items))
+        assembled.calls.append((request.rid, [item.key for item in items]))
         if assembled.error:
             raise assembled.error
-        return SimpleNamespace(input_ids=[1, 2, 3])
+        embeddings = [item.embedding for item in items]
+        return SimpleNamespace(input_ids=[1, 2, 3], embeddings=embeddings)
 
-    return Backend(receiver, assemble, abortable=lambda r: f"abort {r.rid}", max_wait_s=60.0)
+    def of_rank(reader: int = 0) -> Backend:
+        return Backend(
+            memory.rank(reader),
+            reader,
+            assemble=assemble,
+            abortable=lambda r: f"abort {r.rid}",
+            secret=SECRET,
+        )
+
+    return of_rank
 
 
-def request(rid: str = "rid", expect: Expect = EXPECT, input_ids=None) -> SimpleNamespace:
+def request(rid: str = "rid", carried: Expect | Settled = EXPECT, input_ids=None):
     return SimpleNamespace(
-        rid=rid, encoder_urls=manifest.write(expect), input_ids=input_ids, mm_inputs=None
+        rid=rid,
+        need_wait_for_mm_inputs=True,
+        encoder_urls=manifest.write(carried, SECRET),
+        input_ids=input_ids,
+        mm_inputs=None,
     )
 
 
-def test_a_request_waits_until_its_items_are_there(backend, receiver, assembled):
+def text(rid: str = "text") -> SimpleNamespace:
+    return SimpleNamespace(rid=rid, need_wait_for_mm_inputs=None)
+
+
+def settled(*items: Landed, error: EpdError | None = None) -> Settled:
+    code, message = (error.code, error.message) if error else ("", "")
+    return Settled("0", items, code, message)
+
+
+# The rank that leads.
+
+
+def test_a_request_is_held_back_until_its_items_are_there(leader, claims, memory):
     waiting = request()
-    assert backend.wait(waiting) is None
-    assert backend.waiting == [waiting]
-    assert list(receiver.claims.values()) == [EXPECT]
-    assert backend.poll() == ([], [])
+    assert leader.pass_on([waiting]) == []
+    assert leader.waiting == [waiting]
+    assert list(claims.claims.values()) == [EXPECT]
+    assert leader.pass_on([]) == []
 
-    receiver.settle(0)
-    assert backend.poll() == ([waiting], [])
-    assert assembled.calls == [(waiting, ITEMS)]
-    assert waiting.input_ids == array("q", [1, 2, 3])
-    assert waiting.mm_inputs.input_ids == [1, 2, 3]
-    assert backend.waiting == []
-    assert backend.poll() == ([], [])
+    item = memory.land(1.0)
+    claims.settle(0, item)
+    (passed,) = leader.pass_on([])
+    assert passed is waiting
+    assert manifest.read_settled(passed.encoder_urls, SECRET).items == (item,)
+    assert leader.waiting == []
+    assert leader.pass_on([]) == []
 
 
-def test_the_samples_of_a_request_wait_by_themselves(backend, receiver):
+def test_whatever_does_not_wait_is_passed_on_as_it_came(leader, claims):
+    received = [text("a"), SimpleNamespace(), text("b"), object()]
+    assert leader.pass_on([*received[:2], request(), *received[2:]]) == received
+    assert len(leader.waiting) == 1
+
+
+def test_the_samples_of_a_request_wait_by_themselves(leader, claims, memory):
     samples = [request() for _ in range(3)]
-    for sample in samples:
-        backend.wait(sample)
-    receiver.settle(1)
-    ready, failed = backend.poll()
-    assert ready == [samples[1]] and ready[0] is samples[1]
-    assert not failed
-    assert len(backend.waiting) == 2
+    leader.pass_on(samples)
+    assert len(claims.claims) == 3
+    claims.settle(1, memory.land(1.0))
+    (passed,) = leader.pass_on([])
+    assert passed is samples[1]
+    assert len(leader.waiting) == 2
 
 
-@pytest.mark.parametrize("encoder_urls", [None, [], ["http://encoder:1"], ["é"], [7]])
-def test_a_request_without_a_manifest_fails_at_once(backend, receiver, encoder_urls):
+def test_a_failure_is_passed_on_like_a_success(leader, claims):
+    leader.pass_on([request()])
+    claims.settle(0, error=DeadlineError("late"))
+    (passed,) = leader.pass_on([])
+    outcome = manifest.read_settled(passed.encoder_urls, SECRET)
+    assert (outcome.code, outcome.message) == ("DeadlineError", "late")
+
+
+def test_an_abort_in_the_same_tick_comes_after_the_request_that_it_ends(leader, claims, memory):
+    """The scheduler looks for it among its own, where it must be by then."""
+    waiting, abort = request(), SimpleNamespace(rid="rid", abort_all=False)
+    leader.pass_on([waiting])
+    claims.settle(0, memory.land(1.0))
+    assert leader.pass_on([abort]) == [waiting, abort]
+
+
+def test_a_batch_whose_members_wait_is_taken_apart(leader):
+    members = [request("a"), text("b"), request("c")]
+    assert leader.pass_on([SimpleNamespace(batch=members)]) == [members[1]]
+    assert leader.waiting == [members[0], members[2]]
+
+
+@pytest.mark.parametrize("batch", [[], [text("a"), SimpleNamespace(rid="b")]])
+def test_any_other_batch_stays_together(leader, batch):
+    received = SimpleNamespace(batch=batch)
+    assert leader.pass_on([received]) == [received]
+
+
+FORGED = {
+    "nothing": None,
+    "empty": [],
+    "an address": ["http://encoder:1"],
+    "not ascii": ["é"],
+    "not text": [7],
+    "another server's": manifest.write(EXPECT, bytes(32)),
+    "an outcome": manifest.write(settled(), SECRET),
+    "another server's outcome": manifest.write(settled(), bytes(32)),
+}
+
+
+@pytest.mark.parametrize("encoder_urls", FORGED.values(), ids=FORGED)
+def test_a_manifest_that_a_user_wrote_is_a_failure_at_once(leader, claims, backend, encoder_urls):
     forged = request()
     forged.encoder_urls = encoder_urls
-    abort, message, status = backend.wait(forged)
-    assert (abort, status) == ("abort rid", HTTPStatus.BAD_REQUEST)
-    assert "manifest" in message or "message" in message
+    assert leader.pass_on([forged]) == [forged]
+    assert not claims.claims
+    assert not leader.waiting
+    ready, ((abort, _, status),) = backend().sort_out([forged])
+    assert (ready, abort, status) == ([], "abort rid", HTTPStatus.BAD_REQUEST)
     assert forged.input_ids == array("q")
-    assert not receiver.claims
-    assert not backend.waiting
+    assert forged.mm_inputs is None
 
 
-def test_nobody_waits_longer_than_our_tokenizer_would(backend, receiver):
-    assert backend.wait(request(expect=Expect("t", 1, 1, 60.1)))[2] is HTTPStatus.BAD_REQUEST
-    assert not receiver.claims
+@pytest.mark.parametrize(
+    ("secret", "through_leader"), [(bytes(32), True), (bytes(32), False), (SECRET, True)]
+)
+def test_an_outcome_that_a_user_wrote_reads_nobodys_memory(
+    leader, backend, memory, assembled, secret, through_leader
+):
+    others = memory.land(1.0)
+    forged = request()
+    forged.encoder_urls = manifest.write(settled(others), secret)
+    received = leader.pass_on([forged]) if through_leader else [forged]
+    ready, failed = backend().sort_out(received)
+    assert (ready, len(failed)) == ([], 1)
+    assert not assembled.calls
+    assert memory.drops(others) == [0, 0, 0]
+
+
+def test_abandoned_requests_are_those_that_match(leader, claims):
+    leader.pass_on([request(rid) for rid in ("a-1", "a-2", "b")])
+    leader.abandon(lambda rid: rid.startswith("a"))
+    leader.abandon(lambda rid: rid.startswith("a-1"))
+    assert claims.abandoned == list(claims.claims)[:2], "once each"
+    # They come back as failures when the receiver has let them go.
+    assert len(leader.waiting) == 3
+    claims.settle(0, error=RequestCancelledError("the request was aborted"))
+    (passed,) = leader.pass_on([])
+    assert passed.rid == "a-1"
+    assert manifest.read_settled(passed.encoder_urls, SECRET).code == "RequestCancelledError"
+
+
+def test_what_lands_after_all_does_not_save_an_abandoned_request(
+    leader, claims, backend, memory, assembled
+):
+    """The outcome was on its way when the abort came; every rank gives its items back."""
+    leader.pass_on([request()])
+    item = memory.land(1.0)
+    claims.settle(0, item)
+    leader.abandon(lambda rid: True)
+    passed = leader.pass_on([])
+    for rank in range(3):
+        ready, failed = backend(rank).sort_out(copy.deepcopy(passed))
+        assert ready == []
+        assert failed == [("abort rid", "the request was aborted", HTTPStatus.BAD_REQUEST)]
+    assert not assembled.calls
+    assert memory.drops(item) == [1, 1, 1]
+
+
+def test_an_abandoned_request_that_had_failed_keeps_its_reason(leader, claims):
+    leader.pass_on([request()])
+    claims.settle(0, error=DeadlineError("late"))
+    leader.abandon(lambda rid: True)
+    (passed,) = leader.pass_on([])
+    assert manifest.read_settled(passed.encoder_urls, SECRET).message == "late"
+
+
+def test_an_abandoned_request_leaves_no_trace(leader, claims):
+    leader.pass_on([request()])
+    leader.abandon(lambda rid: True)
+    claims.settle(0, error=RequestCancelledError("x"))
+    leader.pass_on([])
+    leader.abandon(lambda rid: True)
+    assert len(claims.abandoned) == 1
+    assert not leader.waiting
+    assert not leader._abandoned
+    assert not leader._until
+
+
+LIMIT_S = EXPECT.ttl_s + backend_module._GRACE_S
+
+
+def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backend, clock, caplog):
+    """It settles everything at the deadline, so long after it nothing comes any more."""
+    first, second = request("first"), request("second")
+    leader.pass_on([first])
+    clock.now += 10.0
+    leader.pass_on([second])
+    clock.now += LIMIT_S - 10.1
+    assert leader.pass_on([]) == []
+    clock.now += 1.1
+    assert leader.pass_on([text()])[1:] == [first]
+    assert leader.waiting == [second]
+    assert "first" in caplog.text
+    clock.now += 10.0
+    assert leader.pass_on([]) == [second]
+    assert leader.waiting == []
+    ready, failed = backend().sort_out([first, second])
+    assert ready == []
+    assert [(abort, status) for abort, _, status in failed] == [
+        ("abort first", HTTPStatus.SERVICE_UNAVAILABLE),
+        ("abort second", HTTPStatus.SERVICE_UNAVAILABLE),
+    ]
+    assert not leader._until
+
+
+def test_what_settles_after_it_was_given_up_is_only_logged(leader, claims, memory, clock, caplog):
+    leader.pass_on([request("gone")])
+    clock.now += LIMIT_S
+    assert [given_up.rid for given_up in leader.pass_on([request("waits")])] == ["gone"]
+    claims.settle(0, memory.land(1.0))
+    claims.settle(1, memory.land(2.0))
+    caplog.clear()
+    assert [passed.rid for passed in leader.pass_on([])] == ["waits"]
+    assert "after it was given up" in caplog.text
+
+
+def test_what_settled_at_the_last_moment_is_not_given_up(leader, claims, memory, clock):
+    leader.pass_on([request()])
+    claims.settle(0, memory.land(1.0))
+    clock.now += LIMIT_S
+    (passed,) = leader.pass_on([])
+    assert not manifest.read_settled(passed.encoder_urls, SECRET).code
+    clock.now += LIMIT_S
+    assert leader.pass_on([]) == []
+
+
+def test_an_abandoned_request_is_given_up_too(leader, claims, clock):
+    leader.pass_on([request()])
+    leader.abandon(lambda rid: True)
+    clock.now += LIMIT_S
+    (passed,) = leader.pass_on([])
+    assert manifest.read_settled(passed.encoder_urls, SECRET).code
+    assert not leader._abandoned
+
+
+# Every rank.
+
+
+def test_a_request_gets_its_inputs(backend, memory, assembled, filled):
+    first, second = memory.land(1.0), memory.land(2.0)
+    passed, other = request(carried=settled(first, second)), text()
+    assert backend().sort_out([other, passed]) == ([other, passed], [])
+    assert assembled.calls == [("rid", [first.key, second.key])]
+    assert passed.input_ids == array("q", [1, 2, 3])
+    for embedding, value in zip(passed.mm_inputs.embeddings, (1.0, 2.0), strict=True):
+        assert torch.equal(embedding, filled(value))
+        assert memory.holds(0, embedding)
+
+
+def test_the_memory_is_kept_for_as_long_as_any_view_of_it(backend, memory):
+    item = memory.land(1.0)
+    passed = request(carried=settled(item))
+    backend().sort_out([passed])
+    row = passed.mm_inputs.embeddings[0][1:]
+    passed.mm_inputs = None
+    assert memory.drops(item) == [0, 0, 0]
+    del row
+    assert memory.drops(item) == [1, 0, 0]
+
+
+def test_every_rank_reads_the_same_memory_and_gives_it_back(
+    leader, claims, backend, memory, filled
+):
+    leader.pass_on([request("a"), request("b", input_ids=array("q", [5]))])
+    good, bad = memory.land(1.0), memory.land(2.0)
+    claims.settle(0, good)
+    claims.settle(1, bad, error=MediaError("no"))
+    passed = leader.pass_on([])
+    of_ranks = []
+    for rank in range(3):
+        (ready,), (failed,) = backend(rank).sort_out(copy.deepcopy(passed))
+        assert torch.equal(ready.mm_inputs.embeddings[0], filled(1.0))
+        assert memory.holds(rank, ready.mm_inputs.embeddings[0])
+        assert failed == ("abort b", "no", HTTPStatus.BAD_REQUEST)
+        of_ranks.append(ready)
+    assert memory.drops(bad) == [1, 1, 1]
+    for rank in (1, 0, 2):
+        assert memory.drops(good)[rank] == 0
+        of_ranks[rank].mm_inputs = None
+        assert memory.drops(good)[rank] == 1
+
+
+def test_samples_hold_the_items_they_share_each_by_itself(backend, memory):
+    item = memory.land(1.0)
+    samples = [request(carried=settled(item)) for _ in range(3)]
+    backend().sort_out(samples)
+    for number, sample in enumerate(samples):
+        assert memory.drops(item)[0] == number
+        sample.mm_inputs = None
+    assert memory.drops(item) == [3, 0, 0]
 
 
 @pytest.mark.parametrize("kind", _tree(EpdError))
-def test_every_error_has_a_status_that_sglang_can_send(backend, receiver, kind):
-    backend.wait(request())
-    receiver.settle(0, kind("what went wrong"))
-    ready, ((abort, message, status),) = backend.poll()
+def test_every_error_has_a_status_that_sglang_can_send(backend, kind):
+    ready, ((abort, message, status),) = backend().sort_out(
+        [request(carried=settled(error=kind("what went wrong")))]
+    )
     assert not ready
     assert (abort, message) == ("abort rid", "what went wrong")
     assert isinstance(status, HTTPStatus)
@@ -129,59 +394,32 @@ def test_every_error_has_a_status_that_sglang_can_send(backend, receiver, kind):
     assert status == expected
 
 
-def test_a_failure_of_a_request_with_token_ids_keeps_them(backend, receiver):
-    waiting = request(input_ids=array("q", [5]))
-    backend.wait(waiting)
-    receiver.settle(0, DeadlineError("late"))
-    backend.poll()
-    assert waiting.input_ids == array("q", [5])
+def test_a_failure_of_a_request_with_token_ids_keeps_them(backend):
+    failing = request(carried=settled(error=DeadlineError("late")), input_ids=array("q", [5]))
+    backend().sort_out([failing])
+    assert failing.input_ids == array("q", [5])
 
 
-def test_media_that_do_not_match_the_prompt_fail_that_request_only(backend, receiver, assembled):
-    backend.wait(request("bad"))
-    backend.wait(request("good"))
+def test_media_that_do_not_match_the_prompt_fail_that_request_only(backend, memory, assembled):
+    items = [memory.land(1.0), memory.land(2.0)]
     assembled.error = MediaError("1 placeholder for 2 images")
-    receiver.settle(0)
-    ready, failed = backend.poll()
-    assert (ready, failed) == ([], [("abort bad", "1 placeholder for 2 images", HTTPStatus(400))])
-    assembled.error = None
-    receiver.settle(1)
-    assert [ready.rid for ready in backend.poll()[0]] == ["good"]
+    failed = backend().sort_out([request("bad", settled(*items)), text()])
+    message = "1 placeholder for 2 images"
+    assert [one.rid for one in failed[0]] == ["text"]
+    assert failed[1] == [("abort bad", message, HTTPStatus.BAD_REQUEST)]
+    del assembled.error  # its trace holds the frames that it came through
+    assert [memory.drops(item) for item in items] == [[1, 0, 0]] * 2
 
 
-def test_a_surprise_in_a_processor_fails_that_request_only(backend, receiver, assembled, caplog):
-    backend.wait(request())
+def test_a_surprise_in_a_processor_fails_that_request_only(backend, memory, assembled, monkeypatch):
+    said = []
+    monkeypatch.setattr(backend_module.logger, "exception", lambda *parts: said.append(parts))
+    item = memory.land(1.0)
     assembled.error = KeyError("a secret")
-    receiver.settle(0)
-    ready, ((_, message, status),) = backend.poll()
+    ready, ((_, message, status),) = backend().sort_out([request(carried=settled(item))])
     assert not ready
     assert status is HTTPStatus.INTERNAL_SERVER_ERROR
     assert "secret" not in message
-    assert "a secret" in caplog.text
-
-
-def test_abandoned_requests_are_those_that_match(backend, receiver):
-    for rid in ("a-1", "a-2", "b"):
-        backend.wait(request(rid))
-    backend.abandon(lambda rid: rid.startswith("a"))
-    assert receiver.abandoned == list(receiver.claims)[:2]
-    # They come back as failures when the receiver has let them go.
-    assert len(backend.waiting) == 3
-    receiver.settle(0, RequestCancelledError("the request was aborted"))
-    ready, failed = backend.poll()
-    assert not ready
-    assert [abort for abort, _, _ in failed] == ["abort a-1"]
-
-
-def test_a_settlement_of_nobody_is_passed_over(backend, receiver):
-    receiver.settled.append(Settled("0:gone", ITEMS))
-    assert backend.poll() == ([], [])
-
-
-def test_nobody_waits_for_a_receiver_that_has_ended(backend, receiver):
-    backend.wait(request())
-    receiver.alive = False
-    ready, [(_, message, status)] = backend.poll()
-    assert (ready, status) == ([], HTTPStatus.SERVICE_UNAVAILABLE)
-    assert "receiver" in message
-    assert backend.waiting == []
+    assert len(said) == 1
+    del assembled.error
+    assert memory.drops(item) == [1, 0, 0]

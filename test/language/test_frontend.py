@@ -6,7 +6,9 @@ import pytest
 
 from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
 from sglang_epd.language.frontend import Frontend
-from sglang_epd.wire import EncodeItem, Expect, ReplyTo
+from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.wire import EncodeItem, Expect, ItemLayout, LayoutReply, ReplyTo
+from sglang_epd.wire.http import decode_body
 
 ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]
 TIMEOUT_S = 30.0
@@ -18,6 +20,7 @@ class FakeControl:
     def __init__(self) -> None:
         self.told: list[tuple] = []
         self.endpoint_error: EpdError | None = None
+        self.expect_error: EpdError | None = None
 
     async def endpoint(self, timeout_s: float) -> str:
         assert 0 < timeout_s <= TIMEOUT_S
@@ -26,6 +29,8 @@ class FakeControl:
         return "tcp://receiver:1"
 
     async def expect(self, message: Expect) -> None:
+        if self.expect_error:
+            raise self.expect_error
         self.told.append(("expect", message))
 
     async def fail(self, ticket: str, error: EpdError) -> None:
@@ -45,14 +50,18 @@ class FakeDispatcher:
         self.go_on = asyncio.Event()
         self.gates: dict[str, asyncio.Event] = {}
         self.error: BaseException | None = None
+        self.layouts: dict[int, ItemLayout] = {}
 
-    async def run(self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float) -> None:
+    async def run(
+        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float
+    ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))
         self.started.set()
         await self.gates.get(reply_to.ticket, self.go_on).wait()
         if self.error is not None:
             raise self.error
+        return self.layouts
 
 
 @pytest.fixture
@@ -134,6 +143,14 @@ async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, co
     assert not dispatcher.runs
 
 
+async def test_what_cannot_be_announced_is_not_dispatched(frontend, dispatcher, control, idle):
+    control.expect_error = UnavailableError("the receiver does not read")
+    expect = frontend.start("rid", ITEMS, 1)
+    await idle()
+    assert control.told == [("fail", expect.ticket, control.expect_error)]
+    assert not dispatcher.runs
+
+
 async def test_a_cancelled_request_is_cancelled_everywhere(frontend, dispatcher, control, idle):
     expect = frontend.start("rid", ITEMS, 1)
     await dispatcher.started.wait()
@@ -197,3 +214,54 @@ async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control
     frontend.cancel_all()
     await idle()
     assert {told[1] for told in control.told if told[0] == "cancel"} == tickets
+
+
+@pytest.fixture
+def slot():
+    """Where a decode server is to learn the layouts."""
+    return Board().open(7, TIMEOUT_S)
+
+
+def told(slot: Slot) -> LayoutReply | None:
+    assert slot.settled
+    return None if slot.body is None else decode_body(slot.body, LayoutReply, 1 << 20)
+
+
+async def test_the_decode_server_is_told_the_layouts(frontend, dispatcher, idle, slot, described):
+    dispatcher.layouts = {0: described()}
+    frontend.start("rid", ITEMS, 1, slot)
+    await dispatcher.started.wait()
+    assert not slot.settled
+    dispatcher.go_on.set()
+    await idle()
+    assert told(slot) == LayoutReply([described()])
+
+
+async def test_a_layout_that_no_encoder_told_is_unknown(frontend, dispatcher, idle, slot):
+    dispatcher.go_on.set()
+    frontend.start("rid", ITEMS, 1, slot)
+    await idle()
+    assert told(slot) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DeadlineError("x"), "DeadlineError"), (RuntimeError("x"), "EncodeError")]
+)
+async def test_the_decode_server_is_told_of_a_failure(
+    frontend, dispatcher, idle, slot, error, code
+):
+    dispatcher.error = error
+    dispatcher.go_on.set()
+    frontend.start("rid", ITEMS, 1, slot)
+    await idle()
+    assert told(slot).error.code == code
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_the_decode_server_is_told_of_a_cancellation(frontend, dispatcher, idle, slot, begun):
+    frontend.start("rid", ITEMS, 1, slot)
+    if begun:
+        await dispatcher.started.wait()
+    frontend.cancel("rid")
+    await idle()
+    assert told(slot).error.code == "RequestCancelledError"

@@ -4,14 +4,35 @@ import base64
 import contextlib
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.language import manifest
-from sglang_epd.wire import Cancel, Expect, encode_message
+from sglang_epd.wire import (
+    Cancel,
+    Expect,
+    Landed,
+    Layout,
+    Settled,
+    TensorSpec,
+    encode_message,
+)
+from sglang_epd.wire.messages import MAX_HEADER_BYTES, MAX_ITEMS
 
+SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 3, 2, 60.0)
+LAYOUT = Layout("IMAGE", TensorSpec("bfloat16", (7, 8)), [[1, 2, 14]], {"fps": [2.0]})
+SETTLED = Settled("4", (Landed(b"k" * 32, LAYOUT, 112, 5, 4096),))
+READERS = [manifest.read_expect, manifest.read_settled]
+SIDES = list(zip(READERS, (EXPECT, SETTLED), strict=True))
+counts = st.integers(0, 2**40)
+
+
+def signed(frame: bytes) -> str:
+    """A frame as this server would have written it."""
+    return base64.b64encode(blake3(frame, key=SECRET).digest() + frame).decode()
 
 
 @given(
@@ -24,11 +45,44 @@ EXPECT = Expect("ticket", 3, 2, 60.0)
     )
 )
 def test_a_manifest_is_read_as_it_was_written(expect):
-    written = manifest.write(expect)
+    written = manifest.write(expect, SECRET)
     assert all(isinstance(part, str) and part.isascii() for part in written)
-    assert manifest.read(written) == expect
+    assert manifest.read_expect(written, SECRET) == expect
 
 
+@given(
+    st.builds(
+        Settled,
+        claim=st.text(max_size=24),
+        items=st.lists(
+            st.builds(Landed, st.binary(max_size=32), st.just(LAYOUT), counts, counts, counts),
+            max_size=3,
+        ).map(tuple),
+        code=st.text(max_size=24),
+        message=st.text(max_size=99),
+    )
+)
+def test_an_outcome_is_read_as_it_was_written(settled):
+    written = manifest.write(settled, SECRET)
+    assert all(isinstance(part, str) and part.isascii() for part in written)
+    assert manifest.read_settled(written, SECRET) == settled
+
+
+def test_an_outcome_may_be_of_as_many_items_as_a_request_has():
+    long = Layout("VIDEO", LAYOUT.embedding, [[1, 2, 14]], {"video_timestamps": [0.5] * 50})
+    items = tuple(Landed(b"k" * 32, long, 112, n, n) for n in range(MAX_ITEMS))
+    written = manifest.write(Settled("1", items), SECRET)
+    assert manifest.read_settled(written, SECRET).items == items
+
+
+def test_one_is_not_taken_for_the_other():
+    with pytest.raises(ProtocolError, match="something else than a manifest"):
+        manifest.read_expect(manifest.write(SETTLED, SECRET), SECRET)
+    with pytest.raises(ProtocolError, match="something else than an outcome"):
+        manifest.read_settled(manifest.write(EXPECT, SECRET), SECRET)
+
+
+@pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(
     "encoder_urls",
     [
@@ -45,25 +99,63 @@ def test_a_manifest_is_read_as_it_was_written(expect):
         [{}],
         [base64.b64encode(encode_message(Cancel("ticket"))).decode()],
         [base64.b64encode(b"EPD\x01\x00\xa1\xff").decode()],
-        [manifest.write(EXPECT)[0][:-8]],
+        [base64.b64encode(encode_message(EXPECT)).decode()],
+        [base64.b64encode(bytes(32) + encode_message(EXPECT)).decode()],
+        [base64.b64encode(blake3(encode_message(EXPECT)).digest()).decode()],
+        [base64.b64encode(blake3(b"", key=SECRET).digest()).decode()],
+        [signed(b"EPD\x01\x00\xa1\xff")],
+        [signed(encode_message(Cancel("ticket")))],
         "a string",
     ],
 )
-def test_anything_else_is_refused(encoder_urls):
+def test_anything_else_is_refused(read, encoder_urls):
     with pytest.raises(ProtocolError):
-        manifest.read(encoder_urls)
+        read(encoder_urls, SECRET)
+
+
+@pytest.mark.parametrize(("read", "message"), SIDES)
+def test_what_another_server_wrote_is_refused(read, message):
+    with pytest.raises(ProtocolError, match="not written by this server"):
+        read(manifest.write(message, bytes(32)), SECRET)
+
+
+@pytest.mark.parametrize(("read", "message"), SIDES)
+def test_what_was_cut_is_refused(read, message):
+    (whole,) = manifest.write(message, SECRET)
+    assert read([whole], SECRET) == message
+    for end in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            read([whole[:end]], SECRET)
+    with pytest.raises(ProtocolError):
+        read([whole + "AAAA"], SECRET)
+
+
+def test_the_code_of_one_message_is_not_that_of_another():
+    (theirs,) = manifest.write(EXPECT, SECRET)
+    code = base64.b64decode(theirs)[:32]
+    forged = code + encode_message(Expect("stolen", 3, 2, 60.0))
+    with pytest.raises(ProtocolError, match="not written by this server"):
+        manifest.read_expect([base64.b64encode(forged).decode()], SECRET)
+
+
+def test_a_user_cannot_make_a_scheduler_read_a_long_manifest():
+    long = Expect("t" * MAX_HEADER_BYTES, 1, 1, 60.0)
+    with pytest.raises(ProtocolError):
+        manifest.read_expect(manifest.write(long, SECRET), SECRET)
 
 
 @given(st.lists(st.text(max_size=40), max_size=2))
 def test_random_text_is_refused(encoder_urls):
-    with pytest.raises(ProtocolError):
-        manifest.read(encoder_urls)
+    for read in READERS:
+        with pytest.raises(ProtocolError):
+            read(encoder_urls, SECRET)
 
 
-@given(st.data())
-def test_a_mutated_manifest_is_refused_or_read(data):
-    written = list(manifest.write(EXPECT)[0])
+@given(st.data(), st.sampled_from([EXPECT, SETTLED]))
+def test_a_mutated_manifest_is_refused_or_as_it_was(data, message):
+    (written,) = manifest.write(message, SECRET)
     place = data.draw(st.integers(0, len(written) - 1))
-    written[place] = data.draw(st.characters())
-    with contextlib.suppress(ProtocolError):
-        manifest.read(["".join(written)])
+    mutated = written[:place] + data.draw(st.characters()) + written[place + 1 :]
+    for read in READERS:
+        with contextlib.suppress(ProtocolError):
+            assert read([mutated], SECRET) == message

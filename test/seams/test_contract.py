@@ -27,6 +27,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("plugin", "disaggregation.encoder.receiver", "create_mm_receiver"): (
         "server_args dtype hf_config scheduler transport_mode encode_urls"
     ),
+    (
+        "plugin",
+        "managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver._pull_raw_reqs",
+    ): "self",
     ("plugin", "model_executor.model_runner", "ModelRunner.load_model"): "self",
     ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
         "target hook hook_type source"
@@ -41,6 +46,17 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "managers.tokenizer_manager",
         "TokenizerManager._handle_abort_finish_reason",
     ): "async self out state is_stream",
+    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
+        "self"
+    ),
+    ("seams/decode", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
+        "self start_pd_bootstrap_service"
+    ),
+    (
+        "seams/decode",
+        "multimodal.processors.qwen_vl",
+        "QwenVLImageProcessor.process_mm_data_async",
+    ): ("async self image_data input_text request_obj args kwargs"),
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
     ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
@@ -52,7 +68,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/scheduler", "disaggregation.encoder.receiver", "_select_mm_processor_prompt"): (
         "recv_req mm_processor"
     ),
-    ("seams/scheduler", "utils.network", "get_local_ip_auto"): "fallback",
+    ("seams/receiving", "utils.network", "get_local_ip_auto"): "fallback",
+    (
+        "seams/receiving and encoder/server",
+        "distributed.parallel_state",
+        "get_mooncake_transfer_engine",
+    ): "",
     (
         "seams/prompt",
         "multimodal.processors.base_processor",
@@ -98,7 +119,14 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): "",
     **{
         ("encoder/server and seams", "runtime_context", name): ""
-        for name in ("get_disagg", "get_mm", "get_model", "get_observability", "get_serving")
+        for name in (
+            "get_disagg",
+            "get_mm",
+            "get_model",
+            "get_observability",
+            "get_parallel",
+            "get_serving",
+        )
     },
 }
 
@@ -107,7 +135,11 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/hooks", "plugins.hook_registry", "HookType"): "REPLACE AROUND AFTER BEFORE",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput"): (
         "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
-        "image_data video_data audio_data"
+        "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
+    ),
+    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer"): "app",
+    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
+        "bootstrap_server mm_processor"
     ),
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): "mm_receiver",
     ("seams/tokenizer", "managers.tokenizer_manager", "ReqState"): "obj",
@@ -119,7 +151,20 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/scheduler", "managers.scheduler", "Scheduler"): (
         "mm_receiver idle_sleeper model_config"
     ),
+    (
+        "seams/scheduler",
+        "managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver",
+    ): "mm_receiver",
     ("seams/scheduler", "managers.scheduler_components.idle_sleeper", "IdleSleeper"): "poller",
+    ("seams/receiving", "runtime_context", "ParallelContext"): (
+        "tp_rank dp_rank attn_tp_rank attn_cp_rank attn_dp_rank attn_tp_size attn_dp_enabled"
+    ),
+    (
+        "seams/receiving and encoder/server",
+        "distributed.device_communicators.mooncake_transfer_engine",
+        "MooncakeTransferEngine",
+    ): "hostname engine",
     ("seams/scheduler", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
     ("seams/prompt", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): (
         "mm_tokens _tokenizer"
@@ -144,12 +189,17 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("encoder/engine", "server_args", "PortArgs"): "nccl_port",
     ("flags", "arg_groups.fields.disagg", "Disagg"): (
         "encoder_only language_only encoder_transfer_backend encoder_urls "
-        "encoder_register_urls enable_adaptive_dispatch_to_encoder"
+        "encoder_register_urls enable_adaptive_dispatch_to_encoder "
+        "disaggregation_mode disaggregation_bootstrap_port enable_pd_role_switch"
     ),
     ("flags", "arg_groups.fields.mm", "Mm"): "enable_prefix_mm_cache allowed_media_domains",
     ("flags", "arg_groups.fields.model", "Model"): "model_path revision",
-    ("flags", "arg_groups.fields.observability", "Observability"): "log_level_http",
-    ("flags", "arg_groups.fields.parallel", "Parallel"): "tp_size pp_size dp_size nnodes",
+    ("flags", "arg_groups.fields.observability", "Observability"): (
+        "log_level_http enable_metrics"
+    ),
+    ("flags", "arg_groups.fields.parallel", "Parallel"): (
+        "tp_size pp_size dp_size attn_dp_size attn_cp_size nnodes"
+    ),
     ("flags", "arg_groups.fields.serving", "Serving"): (
         "host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode"
     ),
@@ -165,6 +215,60 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if dispatch_ready is not None:",
         "await self._handle_abort_finish_reason( out, state, is_stream )",
     ],
+    (
+        "seams/tokenizer",
+        "managers.tokenizer_manager",
+        "TokenizerManager._tokenize_one_request",
+    ): [
+        "mm_inputs = await self.mm_receiver.recv_mm_data( request_obj=obj, "
+        "mm_processor=self.mm_processor, prompt=mm_processor_input, "
+        "need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )",
+        "if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids",
+        'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
+    ],
+    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
+        "self.app = web.Application()",
+        "self._setup_routes()",
+        "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
+    ],
+    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+        "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
+        "else None )",
+        "self.mm_receiver = create_mm_receiver(",
+    ],
+    ("seams/decode", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
+        "mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and "
+        "input_ids is not None else (input_text or input_ids) )",
+        "mm_inputs = await self.mm_processor.process_mm_data_async( image_data=obj.image_data, "
+        "audio_data=obj.audio_data, input_text=mm_processor_input, request_obj=obj, "
+        "max_req_input_len=self.max_req_input_len, )",
+        "input_ids = mm_inputs.input_ids",
+    ],
+    ("seams/decode", "entrypoints.openai.serving_base", "OpenAIServingBase.handle_request"): [
+        "except HTTPException as e: return self.create_error_response( message=e.detail, "
+        "err_type=str(e.status_code), status_code=e.status_code )",
+        "except ValueError as e:",
+    ],
+    ("seams/decode", "managers.schedule_batch", "MultimodalDataItem.set_pad_value"): [
+        "if self.pad_value is not None: return",
+    ],
+    (
+        "seams/embeddings",
+        "managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor",
+    ): [
+        "if req.multimodal_inputs is not None and req.session is None: "
+        "req.multimodal_inputs.release_features()",
+    ],
+    (
+        "seams/embeddings",
+        "disaggregation.prefill",
+        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+    ): [
+        "elif poll == KVPoll.Success:",
+        "release_kv_cache(req, self.tree_cache, checkpoint=True)",
+        "return done_reqs",
+    ],
     ("seams/scheduler", "managers.scheduler", "Scheduler"): [
         "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
         "hf_config=self.model_config.hf_config, scheduler=self, )",
@@ -178,6 +282,19 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)",
         "for req, error_msg, error_code in abort_reqs:",
         "isinstance(error_code, HTTPStatus)",
+        'in ["zmq_to_scheduler", "mooncake"]',
+    ],
+    (
+        "seams/scheduler",
+        "managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver._pull_raw_reqs",
+    ): [
+        "if get_parallel().attn_tp_rank == 0 and get_parallel().attn_cp_rank == 0: recv_reqs = []",
+        "else: recv_reqs = None",
+    ],
+    ("seams/scheduler", "managers.scheduler", "Scheduler.process_input_requests"): [
+        "for recv_req in recv_reqs:",
+        "output = self._request_dispatcher(recv_req)",
     ],
     ("seams/scheduler", "managers.scheduler_components.metrics_reporter", ""): [
         "len(self.scheduler.mm_receiver.waiting_list)"
@@ -265,6 +382,52 @@ def test_what_is_created_elsewhere_is_created_there_by_name(sglang):
         assert sglang(module).create_mm_receiver is created
 
 
+def test_what_waits_is_held_back_before_the_broadcast(sglang):
+    """And sorted out after it, in the same tick, so that every rank does it alike."""
+    receiver = sglang("managers.scheduler_components.request_receiver").SchedulerRequestReceiver
+    source = one_line(inspect.getsource(receiver.recv_requests))
+    steps = [
+        "recv_reqs = self._pull_raw_reqs()",
+        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)",
+        "recv_reqs = self._apply_mm_receiver(recv_reqs)",
+        "return recv_reqs",
+    ]
+    assert all(step in source for step in steps)
+    assert sorted(steps, key=source.index) == steps
+
+
+def test_the_engine_is_there_for_every_side_that_uses_it(sglang):
+    source = one_line(
+        inspect.getsource(
+            sglang(
+                "distributed.device_communicators.mooncake_transfer_engine"
+            ).maybe_init_shared_mooncake_transfer_engine
+        )
+    )
+    for side in ("encoder_only", "language_only"):
+        condition = f'get_disagg().{side} and get_disagg().encoder_transfer_backend == "mooncake"'
+        assert condition in source
+
+
+def test_replicas_and_attention_groups_do_not_come_together(sglang):
+    """The places of schedulers are counted in one or in the other."""
+    assert "one of the two is one" in (sglang("runtime_context").num_dp_ranks_of.__doc__ or "")
+
+
+def test_the_prompts_of_a_batch_do_not_carry_what_a_user_wrote_into_it(sglang):
+    module = sglang("managers.io_struct")
+    batch = module.GenerateReqInput(
+        text=["a", "b"],
+        image_data=["1", "2"],
+        need_wait_for_mm_inputs=True,
+        encoder_urls=["forged"],
+    )
+    batch.normalize_batch_and_arguments()
+    assert batch[0].need_wait_for_mm_inputs is None
+    assert batch[0].encoder_urls is None
+    assert batch[0] is batch[0], "what is set on a prompt of a batch stays set"
+
+
 def test_an_identity_is_a_key_long(sglang):
     item = sglang("managers.schedule_batch").MultimodalDataItem(
         modality=sglang("managers.schedule_batch").Modality.IMAGE
@@ -278,3 +441,26 @@ def test_an_identity_is_a_key_long(sglang):
 def test_an_idle_scheduler_waits_on_a_poller(sglang):
     sleeper = sglang("managers.scheduler_components.idle_sleeper").IdleSleeper(sockets=[])
     assert callable(sleeper.poller.register)
+
+
+def test_every_transfer_backends_bootstrap_server_has_our_routes(sglang):
+    """None sets up routes of its own, so the hook on the base class reaches them all."""
+    base = sglang("disaggregation.common.conn").CommonKVBootstrapServer
+    for backend in ("mooncake", "nixl"):
+        module = importlib.import_module(f"sglang.srt.disaggregation.{backend}.conn")
+        for name, cls in vars(module).items():
+            if name.endswith("BootstrapServer"):
+                assert issubclass(cls, base)
+                assert cls._setup_routes is base._setup_routes
+
+
+def test_an_item_without_features_becomes_a_schedulers_item(sglang):
+    """A decode server's items: laid out and identified, with nothing to embed."""
+    batch = sglang("managers.schedule_batch")
+    item = batch.MultimodalDataItem(modality=batch.Modality.IMAGE, offsets=[(1, 3)])
+    item.set_identity(bytes(range(32)))
+    output = batch.MultimodalProcessorOutput(input_ids=[5, 9, 9, 9, 6], mm_items=[item])
+    inputs = batch.MultimodalInputs.from_processor_output(output)
+    assert inputs.mm_items[0].pad_value == item.pad_value
+    assert inputs.compute_mm_token_counts() == (3, 0, 0)
+    inputs.release_features()

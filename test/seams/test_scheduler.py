@@ -5,26 +5,33 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_epd.seams.scheduler import SchedulerSeam, _reachable_address, _split_batch
+from sglang_epd.seams.scheduler import SchedulerSeam, pull_and_pass_on
+
+
+class FakeLeader:
+    """Holds back what is to wait, and lets go what the test says."""
+
+    def __init__(self) -> None:
+        self.waiting: list = []
+        self.settled: list = []
+        self.abandoned: list[str] = []
+
+    def pass_on(self, requests):
+        self.waiting += [one for one in requests if one.need_wait_for_mm_inputs]
+        settled, self.settled = self.settled, []
+        return [*settled, *(one for one in requests if not one.need_wait_for_mm_inputs)]
+
+    def abandon(self, matches) -> None:
+        self.abandoned += [one.rid for one in self.waiting if matches(one.rid)]
 
 
 class FakeBackend:
-    def __init__(self) -> None:
-        self.waiting: list = []
-        self.failures: dict = {}
-        self.settled: tuple[list, list] = ([], [])
-        self.abandoned: list[str] = []
-
-    def wait(self, request):
-        self.waiting.append(request)
-        return self.failures.get(request.rid)
-
-    def poll(self):
-        settled, self.settled = self.settled, ([], [])
-        return settled
-
-    def abandon(self, matches) -> None:
-        self.abandoned += [request.rid for request in self.waiting if matches(request.rid)]
+    def sort_out(self, requests):
+        failed = [one for one in requests if one.rid.startswith("bad")]
+        return (
+            [one for one in requests if one not in failed],
+            [(f"abort {one.rid}", "no", HTTPStatus.BAD_REQUEST) for one in failed],
+        )
 
 
 def request(rid: str, wait: bool | None = True) -> SimpleNamespace:
@@ -32,72 +39,78 @@ def request(rid: str, wait: bool | None = True) -> SimpleNamespace:
 
 
 @pytest.fixture
-def backend():
-    return FakeBackend()
+def leader():
+    return FakeLeader()
 
 
 @pytest.fixture
-def seam(backend):
-    return SchedulerSeam(backend)
+def seam(leader):
+    """Of the rank that leads."""
+    return SchedulerSeam(FakeBackend(), leader)
 
 
-def test_only_requests_that_wait_are_held(seam, backend):
-    waiting, text, control = request("w"), request("t", None), SimpleNamespace()
-    assert seam.process_waiting_requests([waiting, text, control]) == ([text, control], [])
+@pytest.fixture
+def follower():
+    """Of any other rank."""
+    return SchedulerSeam(FakeBackend(), None)
+
+
+def pull(seam, pulled):
+    """What SGLang broadcasts, when its own method has taken in `pulled`."""
+    receiver = SimpleNamespace(mm_receiver=seam)
+
+    def original(request_receiver):
+        assert request_receiver is receiver
+        return pulled
+
+    return pull_and_pass_on(original, receiver)
+
+
+def test_the_leading_rank_holds_back_what_waits(seam, leader):
+    waiting, text = request("w"), request("t", None)
+    assert pull(seam, [waiting, text]) == [text]
     assert seam.waiting_list == [waiting]
+    leader.settled = [waiting]
+    assert pull(seam, []) == [waiting]
 
 
-def test_what_settled_goes_on_after_what_came(seam, backend):
-    backend.settled = ([request("ready")], [("abort", "late", HTTPStatus.GATEWAY_TIMEOUT)])
-    backend.failures["bad"] = ("abort bad", "no manifest", HTTPStatus.BAD_REQUEST)
-    new = request("new", False)
-    ready, failed = seam.process_waiting_requests([request("bad"), new])
-    assert [r.rid for r in ready] == ["new", "ready"]
-    assert [message for _, message, _ in failed] == ["no manifest", "late"]
+def test_a_rank_that_takes_nothing_in_says_so_still(seam, follower):
+    """None tells SGLang's broadcast apart from an empty list."""
+    assert pull(follower, None) is None
+    assert pull(seam, None) is None
+    assert pull(seam, []) == []
 
 
-def test_a_batch_whose_members_wait_is_taken_apart(seam, backend):
-    members = [request("a"), request("b", False)]
-    ready, _ = seam.process_waiting_requests([SimpleNamespace(batch=members)])
-    assert (ready, backend.waiting) == ([members[1]], [members[0]])
+def test_the_in_tree_receiver_is_left_alone():
+    pulled = [request("w")]
+    assert pull(SimpleNamespace(), pulled) is pulled
 
 
-@pytest.mark.parametrize("batch", [[], [request("a", False), request("b", None)]])
-def test_any_other_batch_stays_together(batch):
-    received = SimpleNamespace(batch=batch)
-    assert _split_batch(received) == [received]
+def test_a_rank_that_does_not_lead_waits_for_nothing(follower):
+    assert follower.waiting_list == []
+    requests = [request("w")]
+    assert follower.pass_on(requests) == requests
+    follower.abort_waiting_requests(SimpleNamespace(rid="w", abort_all=False))
+
+
+@pytest.mark.parametrize("which", ["seam", "follower"])
+def test_every_rank_sorts_out_what_was_broadcast(which, request):
+    seam = request.getfixturevalue(which)
+    good, bad = SimpleNamespace(rid="good"), SimpleNamespace(rid="bad")
+    ready, failed = seam.process_waiting_requests([bad, good])
+    assert ready == [good]
+    assert failed == [("abort bad", "no", HTTPStatus.BAD_REQUEST)]
 
 
 @pytest.mark.parametrize(
     ("rid", "abort_all", "abandoned"),
     [("a", False, ["a", "ab"]), ("b", False, ["b"]), ("", True, ["a", "ab", "b"])],
 )
-def test_an_abort_gives_up_the_requests_that_it_names(seam, backend, rid, abort_all, abandoned):
-    backend.waiting = [request("a"), request("ab"), request("b")]
+def test_an_abort_gives_up_the_requests_that_it_names(seam, leader, rid, abort_all, abandoned):
+    leader.waiting = [request("a"), request("ab"), request("b")]
     seam.abort_waiting_requests(SimpleNamespace(rid=rid, abort_all=abort_all))
-    assert backend.abandoned == abandoned
+    assert leader.abandoned == abandoned
 
 
-LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
-
-
-@pytest.mark.parametrize(
-    ("host", "urls", "address"),
-    [
-        ("10.0.0.1", [REMOTE], "10.0.0.1"),
-        ("10.0.0.1", [], "10.0.0.1"),
-        ("[fd00::1]", [REMOTE], "fd00::1"),
-        ("127.0.0.1", [LOCAL], "127.0.0.1"),
-        ("localhost", [LOCAL], "127.0.0.1"),
-        ("::1", [LOCAL], "::1"),
-        ("127.0.0.1", [LOCAL, REMOTE], "found"),
-        ("127.0.0.1", [], "found"),  # encoders that register may be anywhere
-        ("0.0.0.0", [LOCAL], "found"),
-        ("::", [], "found"),
-        ("", [], "found"),
-        (None, [REMOTE], "found"),
-    ],
-)
-def test_encoders_are_told_an_address_they_can_reach(sglang, monkeypatch, host, urls, address):
-    monkeypatch.setattr(sglang("utils.network"), "get_local_ip_auto", lambda: "found")
-    assert _reachable_address(host, urls) == address
+def test_an_idle_scheduler_is_woken():
+    assert SchedulerSeam.wakes_idle_scheduler

@@ -34,23 +34,36 @@ def check(sglang, monkeypatch):
     return run
 
 
-def test_the_flags_that_are_served_pass(check):
-    check()
-    check(encoder_transfer_backend="auto", encoder_urls=[])
-    check(**ENCODER, tokenizer_worker_num=4)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"encoder_transfer_backend": "auto", "encoder_urls": []},
+        {"encoder_transfer_backend": "zmq_to_tokenizer"},
+        {"encoder_transfer_backend": "mooncake"},
+        {"tp_size": 4},
+        {"dp_size": 2},
+        {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
+        {**ENCODER, "tokenizer_worker_num": 4},
+        {**ENCODER, "encoder_transfer_backend": "mooncake"},
+    ],
+    ids=str,
+)
+def test_the_flags_that_are_served_pass(check, changes):
+    check(**changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"encoder_transfer_backend": "mooncake"}, "--encoder-transfer-backend mooncake"),
         ({"enable_prefix_mm_cache": True}, "--enable-prefix-mm-cache"),
-        ({"tp_size": 2}, "--tp-size 2 with --language-only"),
-        ({"pp_size": 2}, "--pp-size 2"),
-        ({"dp_size": 2}, "--dp-size 2"),
-        ({"nnodes": 2}, "--nnodes 2"),
-        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),
+        ({"pp_size": 2}, "--pp-size 2 with --language-only"),
+        ({"nnodes": 2}, "--nnodes 2 with --language-only"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 with --language-only"),
         ({**ENCODER, "tp_size": 2}, "--tp-size 2 with --encoder-only"),
+        ({**ENCODER, "dp_size": 2}, "--dp-size 2 with --encoder-only"),
+        ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
+        ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
         ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),

@@ -1,29 +1,70 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
+from fastapi import HTTPException
 
+from sglang_epd.errors import (
+    DeadlineError,
+    EpdError,
+    MediaError,
+    MediaForbiddenError,
+    MediaTooLargeError,
+    RequestCancelledError,
+    UnavailableError,
+)
 from sglang_epd.language import manifest
+from sglang_epd.language.assembly import ReceivedItem
+from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
     _answer_before_streaming,
     _cancel_at_encoders,
 )
-from sglang_epd.wire import Expect
+from sglang_epd.wire import Expect, Layout, LayoutReply, TensorSpec
+from sglang_epd.wire.http import decode_body
 
 
 class FakeFrontend:
     def __init__(self) -> None:
         self.started: list[tuple] = []
+        self.slots: list[Slot | None] = []
         self.cancelled: list[str] = []
 
-    def start(self, rid, items, consumers) -> Expect:
+    def start(self, rid, items, consumers, slot) -> Expect:
         self.started.append((rid, [item.data for item in items], consumers))
+        self.slots.append(slot)
         return Expect(f"ticket of {rid}", len(items), consumers, 60.0)
 
     def cancel(self, rid) -> None:
         self.cancelled.append(rid)
+
+    def cancel_all(self) -> None:
+        self.cancelled.append("all of them")
+
+
+class FakeCollector:
+    """Has a prompt's items, or what became of them instead, when the test says so."""
+
+    def __init__(self) -> None:
+        self.expected: list[Expect] = []
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.items: list[ReceivedItem] = []
+        self.error: BaseException | None = None
+
+    async def collect(self, expect: Expect) -> list[ReceivedItem]:
+        self.expected.append(expect)
+        await self.ready.wait()
+        if self.error is not None:
+            raise self.error
+        return self.items
 
 
 class Request(SimpleNamespace):
@@ -39,6 +80,7 @@ class Request(SimpleNamespace):
             "parallel_sample_num": 1,
             "need_wait_for_mm_inputs": None,
             "encoder_urls": None,
+            "bootstrap_room": None,
         }
         super().__init__(**{**values, **changes})
 
@@ -61,8 +103,17 @@ def frontend():
 
 
 @pytest.fixture
-def seam(frontend):
-    return TokenizerSeam(frontend)
+async def collector():
+    return FakeCollector()
+
+
+@pytest.fixture
+async def seam(frontend, collector, monkeypatch):
+    # So that what `draw_run_id` writes is undone.
+    for name in ("SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"):
+        monkeypatch.setenv(name, "")
+    rundir.draw_run_id()
+    return TokenizerSeam(frontend, collector, 60.0)
 
 
 def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
@@ -70,7 +121,8 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
     assert seam.send_encode_request(request) is None
     assert frontend.started == [("rid", [b"1", b"2"], 1)]
     assert request.need_wait_for_mm_inputs is True
-    assert manifest.read(request.encoder_urls) == Expect("ticket of rid", 2, 1, 60.0)
+    expect = manifest.read_expect(request.encoder_urls, rundir.secret())
+    assert expect == Expect("ticket of rid", 2, 1, 60.0)
 
 
 def test_each_sample_and_the_warm_up_wait_for_the_items(seam, frontend):
@@ -92,12 +144,223 @@ def test_a_batch_with_one_bad_prompt_starts_nothing(seam, frontend):
     assert not frontend.started
 
 
+def test_each_prompt_of_a_prefill_server_has_its_room(seam, frontend):
+    seam.layouts = Board()
+    prompts = [
+        Request("a", [b"1"], bootstrap_room=5),
+        Request("b", bootstrap_room=6),
+        Request("c", [b"2"], bootstrap_room=7),
+        Request("d", [b"3"]),
+    ]
+    seam.send_encode_request(Batch(*prompts))
+    assert [slot and slot.room for slot in frontend.slots] == [5, 7, None]
+    assert [seam.layouts.look(room) for room in (5, 6, 7)] == [
+        frontend.slots[0],
+        None,
+        frontend.slots[1],
+    ]
+
+
+def test_a_server_without_rooms_keeps_no_layouts(seam, frontend):
+    seam.send_encode_request(Request(images=[b"1"], bootstrap_room=5))
+    assert frontend.slots == [None]
+
+
+def test_what_cannot_be_planned_has_failed_for_the_decode_server_too(seam):
+    seam.layouts = Board()
+    bad = Request("b", ["not base64!"], bootstrap_room=6)
+    with pytest.raises(ValueError, match="image 1 of 1"):
+        seam.send_encode_request(Batch(Request("a", [b"1"], bootstrap_room=5), bad))
+    for room in (5, 6):
+        reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
+        assert reply.error.code == "MediaError"
+        assert "image 1 of 1" in reply.error.message
+
+
 def test_an_aborted_request_is_cancelled_at_the_encoders(frontend):
     manager = SimpleNamespace(mm_receiver=SimpleNamespace(frontend=frontend))
     _cancel_at_encoders(None, manager, "rid")
     _cancel_at_encoders(None, manager, rid="rid2")
     _cancel_at_encoders(None, manager, "")
-    assert frontend.cancelled == ["rid", "rid2"]
+    _cancel_at_encoders(None, manager, abort_all=True)
+    assert frontend.cancelled == ["rid", "rid2", "all of them"]
+
+
+class Processor:
+    """One placeholder (-1) an image, as SGLang's processors lay a prompt out."""
+
+    def get_validated_mm_data(self, prompt, embeddings, img_grid_thw):
+        if prompt.count(-1) != len(img_grid_thw):
+            raise IndexError("list index out of range")
+        ((modality, rows),) = embeddings.items()
+        mm_items = []
+        for grid in img_grid_thw:
+            count = int(grid.prod())
+            mm_items.append(MmItem(modality=modality, precomputed_embeddings=rows[:count]))
+            rows = rows[count:]
+        return SimpleNamespace(mm_items=mm_items, input_ids=prompt)
+
+
+class MmItem(SimpleNamespace):
+    """As SGLang's `MultimodalDataItem`."""
+
+    def set_identity(self, identity: bytes) -> None:
+        self.identity = identity
+
+
+def received(value: float) -> ReceivedItem:
+    layout = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 1, 2]])
+    return ReceivedItem(bytes([int(value)]) * 32, layout, torch.full((2, 4), value))
+
+
+@pytest.fixture
+def adaptive(sglang, monkeypatch):
+    """Whether SGLang may process media on this server."""
+    flags = SimpleNamespace(enable_adaptive_dispatch_to_encoder=False)
+    monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: flags)
+    return lambda value: setattr(flags, "enable_adaptive_dispatch_to_encoder", value)
+
+
+@pytest.fixture
+def receive(seam, adaptive):
+    """Call `recv_mm_data` as SGLang does."""
+
+    def call(request, prompt=(7, -1, 8), **changes):
+        arguments = {
+            "request_obj": request,
+            "mm_processor": Processor(),
+            "prompt": list(prompt),
+            "need_wait_for_mm_inputs": True,
+        }
+        return seam.recv_mm_data(**{**arguments, **changes})
+
+    return call
+
+
+async def test_a_prompts_inputs_are_made_of_what_was_received(receive, frontend, collector, sglang):
+    collector.items = [received(1.0), received(2.0)]
+    inputs = await receive(Request(images=[b"1", b"2"]), [-1, 7, -1])
+    assert frontend.started == [("rid", [b"1", b"2"], 1)]
+    assert collector.expected == [Expect("ticket of rid", 2, 1, 60.0)]
+    image = sglang("managers.schedule_batch").Modality.IMAGE
+    assert [item.modality for item in inputs.mm_items] == [image, image]
+    for mm_item, item in zip(inputs.mm_items, collector.items, strict=True):
+        assert mm_item.precomputed_embeddings.data_ptr() == item.embedding.data_ptr()
+        assert mm_item.identity == item.key
+
+
+@pytest.mark.parametrize("wait", [True, False, None])
+async def test_a_prompt_without_media_is_not_waited_for(receive, frontend, adaptive, wait):
+    """SGLang's processor sees the texts of a model that wants to see them."""
+    for value in (False, True):
+        adaptive(value)
+        assert await receive(Request(), need_wait_for_mm_inputs=wait) is None
+    assert not frontend.started
+
+
+async def test_what_sglang_does_not_send_to_encoders_is_not_waited_for(receive, frontend, adaptive):
+    adaptive(True)
+    assert await receive(Request(images=[b"1"]), need_wait_for_mm_inputs=False) is None
+    assert not frontend.started
+
+
+@pytest.mark.parametrize(
+    ("may_be_local", "wait"),
+    [(False, True), (False, None), (False, False), (True, True), (True, None)],
+)
+async def test_the_prompts_of_a_batch_are_encoded_too(
+    receive, frontend, collector, adaptive, may_be_local, wait
+):
+    """Left to SGLang, they would reach a tower that is not there, and end the server.
+
+    It does not copy the flag to them; a user may have written one.
+    """
+    adaptive(may_be_local)
+    collector.items = [received(1.0)]
+    assert await receive(Request(images=[b"1"]), need_wait_for_mm_inputs=wait) is not None
+    assert frontend.started
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (MediaError, 400),
+        (MediaForbiddenError, 403),
+        (MediaTooLargeError, 413),
+        (DeadlineError, 504),
+        (UnavailableError, 503),
+        (RequestCancelledError, 400),
+        (EpdError, 500),
+    ],
+)
+async def test_an_error_is_answered_with_its_status(receive, collector, kind, status):
+    collector.error = kind("what went wrong")
+    with pytest.raises(HTTPException) as raised:
+        await receive(Request(images=[b"1"]))
+    assert (raised.value.status_code, raised.value.detail) == (status, "what went wrong")
+
+
+async def test_media_that_cannot_be_read_are_the_users_fault(receive, frontend):
+    with pytest.raises(HTTPException) as raised:
+        await receive(Request(images=["not base64!"]))
+    assert raised.value.status_code == 400
+    assert "image 1 of 1" in raised.value.detail
+    assert not frontend.started
+
+
+async def test_the_tokenizers_items_have_rooms_too(receive, seam, frontend, collector):
+    seam.layouts = Board()
+    collector.items = [received(1.0)]
+    await receive(Request(images=[b"1"], bootstrap_room=5))
+    assert frontend.slots == [seam.layouts.look(5)]
+    with pytest.raises(HTTPException):
+        await receive(Request(images=["not base64!"], bootstrap_room=6))
+    reply = decode_body(seam.layouts.look(6).body, LayoutReply, 1 << 20)
+    assert reply.error.code == "MediaError"
+
+
+async def test_a_prompt_that_does_not_match_its_media_is_the_users_fault(receive, collector):
+    collector.items = [received(1.0)]
+    with pytest.raises(HTTPException, match="placeholders do not match") as raised:
+        await receive(Request(images=[b"1"]), [-1, -1])
+    assert raised.value.status_code == 400
+
+
+async def test_it_can_be_cancelled_while_it_waits(receive, frontend, collector):
+    collector.ready.clear()
+    receiving = asyncio.create_task(receive(Request(images=[b"1"])))
+    await asyncio.sleep(0)
+    assert collector.expected
+    assert not frontend.cancelled
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert frontend.cancelled == ["rid"]
+
+
+@pytest.fixture
+def counted():
+    """Nothing dies but by its last reference."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("kind", [IndexError, MediaError])
+async def test_an_error_keeps_no_item_alive(receive, collector, counted, monkeypatch, kind):
+    """Neither by its own trace nor by that of its cause, for as long as SGLang keeps it."""
+
+    def refuse(*_arguments, **_grids):
+        raise kind("no")
+
+    monkeypatch.setattr(Processor, "get_validated_mm_data", refuse)
+    collector.items = [received(1.0)]
+    embedding = weakref.ref(collector.items[0].embedding)
+    with pytest.raises(HTTPException) as raised:
+        await receive(Request(images=[b"1"]))
+    assert raised.value.__traceback__
+    collector.items = []
+    assert embedding() is None
 
 
 @pytest.fixture

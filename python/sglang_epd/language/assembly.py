@@ -4,18 +4,30 @@ SGLang's processors lay a prompt out from grids and from the number of embedding
 rows; they slice the embeddings they are given but never look inside. So they are
 given row numbers instead, and each slice that comes back says which rows of which
 item belong there: no concatenation, no copy, whatever the model's layout.
+
+A server that only decodes needs the layout alone: its KV comes from the prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from blake3 import blake3
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.transfer.ledger import ReceivedItem
+from sglang_epd.wire import Layout
+
+
+@dataclass(frozen=True)
+class ReceivedItem:
+    """An item's identity, layout and embedding [tokens, width], on the host."""
+
+    key: bytes
+    layout: Layout
+    embedding: torch.Tensor
 
 
 class Processor(Protocol):
@@ -25,6 +37,18 @@ class Processor(Protocol):
         self, prompt: str | list[int], embeddings: dict[Any, torch.Tensor], **metadata: Any
     ) -> Any: ...
 
+
+class LaidOut(Protocol):
+    """An item as far as the prompt's layout is concerned."""
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+Item = TypeVar("Item", bound=LaidOut)
 
 # Modality -> the processor's name for its grids, and whether they are flattened.
 _GRIDS = {
@@ -56,7 +80,40 @@ def assemble(
     Raises:
         MediaError: the prompt and the items do not match.
     """
-    by_modality: dict[str, list[ReceivedItem]] = {}
+    output, pieces = _lay_out(processor, prompt, items, modalities)
+    for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
+        mm_item.precomputed_embeddings = owner.embedding[first : first + count]
+    return output
+
+
+def lay_out(
+    processor: Processor,
+    prompt: str | list[int],
+    items: Sequence[LaidOut],
+    modalities: dict[str, Any],
+) -> Any:
+    """As `assemble`, of items whose embeddings nobody needs: none is attached.
+
+    SGLang's scheduler takes such items as long as it never extends over their rows; a
+    decode server does not, because it receives the whole prompt's KV.
+
+    Raises:
+        MediaError: the prompt and the items do not match.
+    """
+    output, _ = _lay_out(processor, prompt, items, modalities)
+    for mm_item in output.mm_items:
+        mm_item.precomputed_embeddings = None
+    return output
+
+
+def _lay_out(
+    processor: Processor,
+    prompt: str | list[int],
+    items: Sequence[Item],
+    modalities: dict[str, Any],
+) -> tuple[Any, list[tuple[Item, int, int]]]:
+    """The output with identities set, and each of its items as (owner, first row, rows)."""
+    by_modality: dict[str, list[Item]] = {}
     for item in items:
         by_modality.setdefault(item.layout.modality, []).append(item)
     row_numbers = {}
@@ -77,19 +134,19 @@ def assemble(
         raise MediaError(
             f"the prompt's placeholders do not match the request's {len(items)} media items"
         ) from error
+    pieces = []
     for mm_item in output.mm_items:
-        rows = mm_item.precomputed_embeddings.flatten()
-        owner, first = _locate(by_modality[mm_item.modality.name], int(rows[0]))
-        count = len(rows)
-        embedding = owner.embedding[first : first + count]
-        if len(embedding) != count:
+        numbers = mm_item.precomputed_embeddings.flatten()
+        owner, first = _locate(by_modality[mm_item.modality.name], int(numbers[0]))
+        count = len(numbers)
+        if first + count > owner.layout.tokens:
             raise EncodeError("the model's processor put two media items into one")
-        mm_item.precomputed_embeddings = embedding
         mm_item.set_identity(_identity(owner, first, count))
-    return output
+        pieces.append((owner, first, count))
+    return output, pieces
 
 
-def _locate(items: Sequence[ReceivedItem], row: int) -> tuple[ReceivedItem, int]:
+def _locate(items: Sequence[Item], row: int) -> tuple[Item, int]:
     for item in items:
         if row < item.layout.tokens:
             return item, row
@@ -97,7 +154,7 @@ def _locate(items: Sequence[ReceivedItem], row: int) -> tuple[ReceivedItem, int]
     raise EncodeError("the model's processor asked for a row that no item has")
 
 
-def _identity(item: ReceivedItem, first: int, count: int) -> bytes:
+def _identity(item: LaidOut, first: int, count: int) -> bytes:
     if count == item.layout.tokens:
         return item.key
     digest = blake3(item.key)

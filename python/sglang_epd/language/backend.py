@@ -1,111 +1,196 @@
-"""The scheduler process: requests that wait for their items.
+"""The scheduler processes: requests that wait for their items.
 
-SGLang's scheduler calls `process_waiting_requests` once a tick with what it received
-and goes on with what comes back. Waiting costs it nothing: the receiver thread does
-the receiving, and wakes it when something settled.
+Of the ranks that run a request together, one leads: it takes the request in, claims its
+items, and lets it go on, with the outcome written in it, once they are there. SGLang
+broadcasts to the other ranks what the leader lets through, as it does with every
+request, so all of them see it in the same tick, without a word of their own; each then
+reads the items from the memory they landed in. Waiting costs nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
-from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
+from sglang_epd.errors import EncodeError, EpdError, UnavailableError, from_code
 from sglang_epd.language import manifest
-from sglang_epd.transfer.ledger import ReceivedItem, Settled
-from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.language.assembly import ReceivedItem
+from sglang_epd.transfer.arena import Arena
+from sglang_epd.wire import Expect, Settled
 
 logger = logging.getLogger(__name__)
 
+# The receiver ends a request at its deadline. This long after it, it must be dead.
+_GRACE_S = 30.0
+
 # Builds a request's mm_inputs from its items.
-Assemble = Callable[[Any, tuple[ReceivedItem, ...]], Any]
+Assemble = Callable[[Any, Sequence[ReceivedItem]], Any]
 # (request, error message, status)
 Failure = tuple[Any, str, HTTPStatus]
 
 
-class Backend:
-    """Holds the scheduler's requests until their items are there.
+class ClaimsTickets(Protocol):
+    """What a leader needs of the control channel."""
+
+    def claim(self, claim: str, expect: Expect) -> None: ...
+
+    def abandon(self, claim: str) -> None: ...
+
+    def take(self) -> list[Settled]: ...
+
+
+class Leader:
+    """Holds requests back until their items have landed, or cannot any more.
 
     Args:
-        receiver: the thread that gets them.
-        assemble: makes `mm_inputs` of a request and its items.
-        abortable: makes the object that the scheduler aborts a request by.
-        max_wait_s: a manifest that asks to wait longer is not our tokenizer's.
+        claims: how tickets are claimed.
+        secret: what manifests are signed with.
     """
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        assemble: Assemble,
-        abortable: Callable[[Any], Any],
-        max_wait_s: float,
-    ) -> None:
-        self._max_wait_s = max_wait_s
-        self._receiver = receiver
-        self._assemble = assemble
-        self._abortable = abortable
+    def __init__(self, claims: ClaimsTickets, secret: bytes) -> None:
+        self._claims = claims
+        self._secret = secret
         self._waiting: dict[str, Any] = {}
-        self._claims = itertools.count()
+        self._until: dict[str, float] = {}
+        self._next_look = 0.0
+        self._abandoned: set[str] = set()
+        self._names = itertools.count()
 
     @property
     def waiting(self) -> list[Any]:
         """The requests that wait."""
         return list(self._waiting.values())
 
-    def wait(self, request: Any) -> Failure | None:
-        """Hold a request until its items are there; returns its failure if they never can be."""
-        try:
-            expect = manifest.read(request.encoder_urls)
-            # The manifest's field is part of SGLang's API, so a user may have forged it.
-            if not expect.ttl_s <= self._max_wait_s:
-                raise ProtocolError("the request carries another server's manifest")
-        except EpdError as error:
-            return self._failure(request, error)
-        claim = f"{next(self._claims)}:{request.rid}"
-        self._waiting[claim] = request
-        self._receiver.claim(claim, expect)
-        return None
+    def pass_on(self, requests: list[Any]) -> list[Any]:
+        """Take the requests that wait out of `requests`, add those that have settled.
+
+        Never blocks.
+        """
+        passed: list[Any] = []
+        # These first: an abort among `requests` must find them where they go on.
+        for settled in self._claims.take():
+            request = self._waiting.pop(settled.claim, None)
+            if request is None:
+                logger.error("The receiver settled a request after it was given up")
+                continue
+            del self._until[settled.claim]
+            aborted = settled.claim in self._abandoned
+            self._abandoned.discard(settled.claim)
+            request.encoder_urls = self._write(_aborted(settled) if aborted else settled)
+            passed.append(request)
+        for received in requests:
+            for request in _split_batch(received):
+                if not getattr(request, "need_wait_for_mm_inputs", False) or self._hold(request):
+                    passed.append(request)
+        return passed + self._given_up(time.monotonic())
 
     def abandon(self, matches: Callable[[str], bool]) -> None:
-        """Stop waiting for the requests whose id matches; they come back as failures."""
+        """Stop waiting for the requests whose id matches; they will come as failures."""
         for claim, request in self._waiting.items():
-            if matches(request.rid):
-                self._receiver.abandon(claim)
+            if matches(request.rid) and claim not in self._abandoned:
+                self._abandoned.add(claim)
+                self._claims.abandon(claim)
 
-    def poll(self) -> tuple[list[Any], list[Failure]]:
-        """Requests that can go on, and those that cannot; never blocks."""
+    def _hold(self, request: Any) -> bool:
+        """Claim a request's items; True if that has failed already."""
+        try:
+            expect = manifest.read_expect(request.encoder_urls, self._secret)
+        except EpdError as error:
+            request.encoder_urls = self._write(Settled("", (), error.code, error.message))
+            return True
+        claim = str(next(self._names))
+        self._waiting[claim] = request
+        self._until[claim] = time.monotonic() + expect.ttl_s + _GRACE_S
+        self._claims.claim(claim, expect)
+        return False
+
+    def _given_up(self, now: float) -> list[Any]:
+        """Requests that the receiver has not settled at their deadline, as it always does."""
+        if now < self._next_look:
+            return []
+        self._next_look = now + 1.0
+        overdue = [claim for claim, until in self._until.items() if now >= until]
+        error = UnavailableError("this server's receiver does not answer")
+        given_up = []
+        for claim in overdue:
+            logger.error("No word of the items of %s", self._waiting[claim].rid)
+            request = self._waiting.pop(claim)
+            del self._until[claim]
+            self._abandoned.discard(claim)
+            request.encoder_urls = self._write(Settled("", (), error.code, error.message))
+            given_up.append(request)
+        return given_up
+
+    def _write(self, settled: Settled) -> list[str]:
+        return manifest.write(settled, self._secret)
+
+
+class Backend:
+    """Turns what a leader has passed on into requests that can run; one on every rank.
+
+    Args:
+        arena: where items landed.
+        reader: this rank's number among those that read the arena.
+        assemble: makes `mm_inputs` of a request and its items.
+        abortable: makes the object that the scheduler aborts a request by.
+        secret: what manifests are signed with.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        reader: int,
+        *,
+        assemble: Assemble,
+        abortable: Callable[[Any], Any],
+        secret: bytes,
+    ) -> None:
+        self._secret = secret
+        self._arena = arena
+        self._reader = reader
+        self._assemble = assemble
+        self._abortable = abortable
+
+    def sort_out(self, requests: list[Any]) -> tuple[list[Any], list[Failure]]:
+        """The requests that can go on, and those that cannot."""
         ready: list[Any] = []
         failed: list[Failure] = []
-        settled_now = self._receiver.take_settled()
-        if self._waiting and not self._receiver.alive:
-            # It survives what messages do to it; should it end all the same, nobody
-            # must wait for it.
-            ended = UnavailableError("this server's receiver has ended")
-            settled_now = [Settled(claim, error=ended) for claim in self._waiting]
-        for settled in settled_now:
-            request = self._waiting.pop(settled.rid, None)
-            if request is None:
+        for request in requests:
+            if not getattr(request, "need_wait_for_mm_inputs", False):
+                ready.append(request)
                 continue
-            error = settled.error or self._complete(request, settled)
-            if error is None:
+            failure = self._complete(request)
+            if failure is None:
                 ready.append(request)
             else:
-                failed.append(self._failure(request, error))
+                failed.append(failure)
         return ready, failed
 
-    def _complete(self, request: Any, settled: Settled) -> EpdError | None:
+    def _complete(self, request: Any) -> Failure | None:
         try:
-            mm_inputs = self._assemble(request, settled.items)
+            settled = manifest.read_settled(request.encoder_urls, self._secret)
+            # Dropped at the end of this call unless the request's inputs keep them.
+            items = [
+                ReceivedItem(item.key, item.layout, self._arena.read(item, self._reader))
+                for item in settled.items
+            ]
+            if settled.code:
+                return self._failure(request, from_code(settled.code, settled.message))
+            mm_inputs = self._assemble(request, items)
         except EpdError as error:
-            return error
+            # Never the error itself: its trace holds the frames that hold the items, and
+            # a frame that held it would close the circle.
+            return self._failure(request, error)
         except Exception:
             # Whatever a model's processor makes of one prompt ends that request only.
             logger.exception("Could not lay out the prompt of %s", request.rid)
-            return EncodeError("the prompt could not be laid out with its media")
+            surprise = EncodeError("the prompt could not be laid out with its media")
+            return self._failure(request, surprise)
         request.mm_inputs = mm_inputs
         request.input_ids = array("q", mm_inputs.input_ids)
         return None
@@ -120,3 +205,18 @@ class Backend:
         except ValueError:  # 499 is not in the standard library's list
             status = HTTPStatus.BAD_REQUEST
         return self._abortable(request), error.message, status
+
+
+def _split_batch(received: Any) -> list[Any]:
+    """A batch whose members wait is taken apart, so that each goes on by itself."""
+    batch = getattr(received, "batch", None)
+    if batch and any(getattr(member, "need_wait_for_mm_inputs", False) for member in batch):
+        return list(batch)
+    return [received]
+
+
+def _aborted(settled: Settled) -> Settled:
+    """The outcome of a request that was aborted when its items were on their way."""
+    if settled.code:
+        return settled
+    return Settled(settled.claim, settled.items, "RequestCancelledError", "the request was aborted")

@@ -2,7 +2,8 @@
 
 One background task a request. It ends when every item was delivered or the request
 failed; the scheduler learns of the latter over the control channel. It is cancelled
-when the client goes away.
+when the client goes away. What the encoders say of the items' layouts is kept for the
+decode server, where there is one (`layouts`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from dataclasses import dataclass
 
 from sglang_epd.dispatch.dispatcher import Dispatcher
-from sglang_epd.errors import EncodeError, EpdError
+from sglang_epd.errors import EncodeError, EpdError, RequestCancelledError
+from sglang_epd.language.layouts import Slot
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import EncodeItem, Expect, ReplyTo
 
@@ -48,7 +50,9 @@ class Frontend:
     def __len__(self) -> int:
         return len(self._live)
 
-    def start(self, rid: str, items: list[EncodeItem], consumers: int) -> Expect:
+    def start(
+        self, rid: str, items: list[EncodeItem], consumers: int, slot: Slot | None = None
+    ) -> Expect:
         """Begin to have `items` encoded; returns what the scheduler is to wait for.
 
         Must be called in the event loop. Never blocks.
@@ -56,14 +60,20 @@ class Frontend:
         Args:
             rid: the request's id, under which it may be cancelled.
             consumers: how many scheduler requests will wait for these items.
+            slot: where a decode server learns the layouts, or that there will be none.
         """
         expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
         task = asyncio.get_running_loop().create_task(
-            self._run(rid, items, expect), name=f"encode {rid}"
+            self._run(rid, items, expect, slot), name=f"encode {rid}"
         )
         self._live[rid] = _Live(expect.ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
         task.add_done_callback(lambda _task: self._forget(rid, expect.ticket))
+        if slot is not None:
+            # Does nothing where the task itself said how it ended.
+            task.add_done_callback(
+                lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
+            )
         return expect
 
     def cancel(self, rid: str) -> None:
@@ -82,13 +92,17 @@ class Frontend:
         for live in self._live.values():
             live.task.cancel()
 
-    async def _run(self, rid: str, items: list[EncodeItem], expect: Expect) -> None:
+    async def _run(
+        self, rid: str, items: list[EncodeItem], expect: Expect, slot: Slot | None
+    ) -> None:
         started = time.monotonic()
         deadline = started + expect.ttl_s
         try:
             endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
             await self._control.expect(expect)
-            await self._dispatcher.run(ReplyTo(endpoint, expect.ticket), items, deadline)
+            layouts = await self._dispatcher.run(ReplyTo(endpoint, expect.ticket), items, deadline)
+            if slot is not None:
+                slot.learnt([layouts.get(item.item) for item in items])
             elapsed_ms = (time.monotonic() - started) * 1e3
             logger.info("Encoded %d items of %s in %.1f ms", len(items), rid, elapsed_ms)
         except asyncio.CancelledError:
@@ -96,9 +110,13 @@ class Frontend:
             await self._control.cancel(expect.ticket)
         except EpdError as error:
             logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
-            await self._control.fail(expect.ticket, error)
+            await self._fail(expect, slot, error)
         except Exception:
             logger.exception("Could not encode %s", rid)
-            await self._control.fail(
-                expect.ticket, EncodeError("the request's media could not be dispatched")
-            )
+            unknown = EncodeError("the request's media could not be dispatched")
+            await self._fail(expect, slot, unknown)
+
+    async def _fail(self, expect: Expect, slot: Slot | None, error: EpdError) -> None:
+        if slot is not None:
+            slot.failed(error)
+        await self._control.fail(expect.ticket, error)

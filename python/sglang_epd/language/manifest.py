@@ -1,35 +1,74 @@
-"""How a request tells the scheduler which ticket its items come under.
+"""What a request carries about its media, from process to process.
 
-SGLang carries `encoder_urls`, a list of strings, from the tokenizer to the scheduler
-and copies it to every sample of an n > 1 request. We put one string in it.
+SGLang carries `encoder_urls`, a list of strings, from the tokenizer to the scheduler,
+copies it to every sample of an n > 1 request, and broadcasts it to the other ranks. We
+put one string in it: from the tokenizer, which ticket the items come under; from the
+rank that leads a group of schedulers, what has become of them.
+
+`encoder_urls` is a field of SGLang's public API, so a user may have written it. What we
+write carries a code made with a secret that only this server's processes share.
 """
 
 from __future__ import annotations
 
 import base64
+import hmac
+
+from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import Expect, decode_message, encode_message
+from sglang_epd.wire import Expect, Message, Settled, decode_message, encode_message
+from sglang_epd.wire.messages import MAX_CONTROL_BYTES, MAX_HEADER_BYTES
+
+_CODE_BYTES = 32
 
 
-def write(expect: Expect) -> list[str]:
-    """The manifest as it travels in `encoder_urls`."""
-    return [base64.b64encode(encode_message(expect)).decode()]
+def write(message: Expect | Settled, secret: bytes) -> list[str]:
+    """A message as it travels in `encoder_urls`.
+
+    Args:
+        secret: 32 bytes.
+    """
+    frame = encode_message(message)
+    return [base64.b64encode(_code(frame, secret) + frame).decode()]
 
 
-def read(encoder_urls: list[str] | None) -> Expect:
+def read_expect(encoder_urls: list[str] | None, secret: bytes) -> Expect:
     """The manifest of a request that waits for items.
 
     Raises:
-        ProtocolError: there is none.
+        ProtocolError: there is none of this server's.
     """
-    if not encoder_urls:
-        raise ProtocolError("the request carries no manifest")
-    try:
-        message = decode_message(base64.b64decode(encoder_urls[0], validate=True))
-    except (TypeError, ValueError, ProtocolError) as error:
-        # `encoder_urls` is a field of SGLang's API, so a user may have written it.
-        raise ProtocolError(f"the request carries no manifest: {error}") from None
+    message = _read(encoder_urls, secret, MAX_HEADER_BYTES)
     if not isinstance(message, Expect):
         raise ProtocolError("the request carries something else than a manifest")
     return message
+
+
+def read_settled(encoder_urls: list[str] | None, secret: bytes) -> Settled:
+    """The outcome that a leading rank has written.
+
+    Raises:
+        ProtocolError: there is none of this server's.
+    """
+    message = _read(encoder_urls, secret, MAX_CONTROL_BYTES)
+    if not isinstance(message, Settled):
+        raise ProtocolError("the request carries something else than an outcome")
+    return message
+
+
+def _read(encoder_urls: list[str] | None, secret: bytes, max_bytes: int) -> Message:
+    if not encoder_urls:
+        raise ProtocolError("the request carries no manifest")
+    try:
+        raw = base64.b64decode(encoder_urls[0], validate=True)
+        code, frame = raw[:_CODE_BYTES], raw[_CODE_BYTES:]
+        if not hmac.compare_digest(code, _code(frame, secret)):
+            raise ProtocolError("it was not written by this server")
+        return decode_message(frame, max_bytes)
+    except (TypeError, ValueError, ProtocolError) as error:
+        raise ProtocolError(f"the request carries no manifest: {error}") from None
+
+
+def _code(frame: bytes, secret: bytes) -> bytes:
+    return blake3(frame, key=secret).digest(_CODE_BYTES)

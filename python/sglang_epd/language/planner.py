@@ -39,15 +39,7 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
         MediaError: an entry is unreadable or of a modality that is not supported;
             the message names the entry.
     """
-    entries = [
-        (modality, entry)
-        for modality, data in (
-            ("IMAGE", request.image_data),
-            ("VIDEO", request.video_data),
-            ("AUDIO", request.audio_data),
-        )
-        for entry in _flatten(data)
-    ]
+    entries = _entries(request)
     if not entries:
         raise MediaError("the request's list of media is empty")
     if len(entries) > MAX_ITEMS:
@@ -62,6 +54,23 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
         label = f"{modality.lower()} {seen[modality]} of {totals[modality]}"
         items.append(_item(index, modality, label, entry))
     return items
+
+
+def modalities(request: MultimodalRequest) -> list[str]:
+    """The modality of each of the request's items, in the order of `plan`."""
+    return [modality for modality, _ in _entries(request)]
+
+
+def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:
+    return [
+        (modality, entry)
+        for modality, data in (
+            ("IMAGE", request.image_data),
+            ("VIDEO", request.video_data),
+            ("AUDIO", request.audio_data),
+        )
+        for entry in _flatten(data)
+    ]
 
 
 def _item(index: int, modality: str, label: str, entry: Any) -> EncodeItem:

@@ -19,12 +19,20 @@ import tempfile
 from pathlib import Path
 
 _VARIABLE = "SGLANG_EPD_RUN_ID"
+# The id names a folder that others can list; this they cannot know.
+_SECRET = "SGLANG_EPD_RUN_SECRET"
 
 
 def draw_run_id() -> None:
-    """Give this server a run id, unless this process is a child of one that did."""
+    """Give this server a run id and secret, unless this process is a child of one that did."""
     if multiprocessing.parent_process() is None or _VARIABLE not in os.environ:
         os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
+        os.environ[_SECRET] = secrets.token_hex(32)
+
+
+def secret() -> bytes:
+    """32 bytes that only this server's processes share."""
+    return bytes.fromhex(os.environ[_SECRET])
 
 
 def control_path() -> Path:

@@ -24,21 +24,13 @@ def check(_result: None, server_args: Any) -> None:
     args = resolving_view(server_args)
     if not (args.encoder_only or args.language_only):
         return
-    if args.encoder_transfer_backend not in ("auto", "zmq_to_scheduler"):
-        raise ConfigError(
-            f"--encoder-transfer-backend {args.encoder_transfer_backend} is not in this version "
-            f"of sglang-epd, only zmq_to_scheduler is; {_RIVAL}"
-        )
     if args.enable_prefix_mm_cache:
         raise ConfigError(
             f"--enable-prefix-mm-cache has no effect in this version of sglang-epd; {_RIVAL}"
         )
-    limits = {
-        "--tp-size": args.tp_size,
-        "--pp-size": args.pp_size,
-        "--dp-size": args.dp_size,
-        "--nnodes": args.nnodes,
-    }
+    limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
+    if args.encoder_only:
+        limits |= {"--tp-size": args.tp_size, "--dp-size": args.dp_size}
     if args.language_only:
         limits["--tokenizer-worker-num"] = args.tokenizer_worker_num
     for flag, value in limits.items():

@@ -2,28 +2,36 @@
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
-`send_encode_request(obj, ...)` for each request with media, before it tokenizes;
+`send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
+the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.dispatch.policies import policy
-from sglang_epd.errors import MediaError
+from sglang_epd.errors import EncodeError, EpdError, MediaError
 from sglang_epd.language import manifest
+from sglang_epd.language.assembly import assemble
+from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
+from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import plan
 from sglang_epd.namespace import checkpoint_folder, namespace
-from sglang_epd.seams import rundir
+from sglang_epd.seams import receiving, rundir
 from sglang_epd.seams.hooks import hook
+from sglang_epd.seams.prompt import robust_placeholders
 from sglang_epd.transfer.control import Control
+from sglang_epd.wire import Expect
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +41,13 @@ _MODULE = "sglang.srt.managers.tokenizer_manager"
 class TokenizerSeam:
     """What `TokenizerManager.mm_receiver` is while this package serves EPD."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, collector: Collector, request_timeout_s: float) -> None:
         self.frontend = frontend
+        self._collector = collector
+        self._timeout_s = request_timeout_s
+        # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
+        self.layouts: Board | None = None
+        self._processor: Any = None
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -46,24 +59,95 @@ class TokenizerSeam:
         """
         prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
         samples = getattr(obj, "parallel_sample_num", 1)
+        prompts = [prompt for prompt in prompts if prompt.contains_mm_input()]
+        slots = [self._slot(prompt) for prompt in prompts]
         try:
-            planned = [(prompt, plan(prompt)) for prompt in prompts if prompt.contains_mm_input()]
+            planned = [plan(prompt) for prompt in prompts]
         except MediaError as error:
+            for slot in slots:
+                if slot is not None:
+                    slot.failed(MediaError(error.message))
             raise ValueError(error.message) from None
-        for prompt, items in planned:
+        for prompt, items, slot in zip(prompts, planned, slots, strict=True):
             # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
             # once a sample; each of them waits for the same items.
             consumers = 1 if samples == 1 else samples + 1
-            expect = self.frontend.start(prompt.rid, items, consumers)
+            expect = self.frontend.start(prompt.rid, items, consumers, slot)
             prompt.need_wait_for_mm_inputs = True
-            prompt.encoder_urls = manifest.write(expect)
+            prompt.encoder_urls = manifest.write(expect, rundir.secret())
+
+    async def recv_mm_data(
+        self,
+        request_obj: Any,
+        mm_processor: Any,
+        prompt: str | list[int],
+        need_wait_for_mm_inputs: bool | None = True,
+    ) -> Any:
+        """Have a prompt's items encoded and wait for them; returns its `mm_inputs`.
+
+        None if there is nothing to encode, or SGLang decided (False: None is what the
+        prompts of a batch come with) to process the media on this server.
+
+        Raises:
+            fastapi.HTTPException: with the status and message for the user.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.runtime_context import get_disagg
+
+        # A user may write the field; without a tower here it means nothing.
+        adaptive = get_disagg().enable_adaptive_dispatch_to_encoder
+        local = adaptive and need_wait_for_mm_inputs is False
+        if local or not request_obj.contains_mm_input():
+            return None
+        if self._processor is None:
+            self._processor = robust_placeholders(mm_processor)
+        outcome = await self._collect(request_obj, prompt)
+        if not isinstance(outcome, EpdError):
+            return outcome
+        known = outcome.status in set(HTTPStatus)
+        # Not where the error was caught: with it the exception would keep the items alive.
+        raise HTTPException(outcome.status if known else HTTPStatus.BAD_REQUEST, outcome.message)
+
+    async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
+        """A prompt's `mm_inputs`, or the error that it ends with."""
+        from sglang.srt.managers.schedule_batch import Modality
+
+        try:
+            expect = self._start(request, self._slot(request))
+            items = await self._collector.collect(expect)
+            modalities = {member.name: member for member in Modality}
+            return assemble(self._processor, prompt, items, modalities)
+        except EpdError as error:
+            error.__cause__ = error.__context__ = None  # their traces hold the items too
+            return error.with_traceback(None)
+        except Exception:
+            # Whatever a model's processor makes of one prompt ends that request only.
+            logger.exception("Could not lay out the prompt of %s", request.rid)
+            return EncodeError("the prompt could not be laid out with its media")
+        except asyncio.CancelledError:
+            self.frontend.cancel(request.rid)
+            raise
+
+    def _start(self, prompt: Any, slot: Slot | None) -> Expect:
+        try:
+            items = plan(prompt)
+        except MediaError as error:
+            if slot is not None:
+                slot.failed(error)
+            raise
+        return self.frontend.start(prompt.rid, items, 1, slot)
+
+    def _slot(self, prompt: Any) -> Slot | None:
+        if self.layouts is None or not isinstance(prompt.bootstrap_room, int):
+            return None
+        return self.layouts.open(prompt.bootstrap_room, self._timeout_s)
 
 
 def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_model
+    from sglang.srt.runtime_context import get_disagg, get_model
 
     settings = Settings.from_env()
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
@@ -76,8 +160,12 @@ def create_frontend(
         namespace=identity,
     )
     rundir.remove_at_exit()
+    if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
+        receiving.start(readers=1)
     control = Control(rundir.control_path())
-    seam = TokenizerSeam(Frontend(dispatcher, control, settings.request_timeout_s))
+    timeout_s = settings.request_timeout_s
+    frontend = Frontend(dispatcher, control, timeout_s)
+    seam = TokenizerSeam(frontend, Collector(control), timeout_s)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")

@@ -1,0 +1,128 @@
+"""Starts this server's receiver, in the process that the transfer backend calls for.
+
+Leans on the rank and width names of `runtime_context`'s parallel context, on
+`utils.network.get_local_ip_auto`, and on the transfer engine that SGLang shares with
+prefill-decode disaggregation (`get_mooncake_transfer_engine`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_epd.config import Settings
+from sglang_epd.errors import ConfigError
+from sglang_epd.seams import rundir
+from sglang_epd.tally import Tally
+from sglang_epd.transfer.mooncake import MooncakeEngine
+from sglang_epd.transfer.receiver import Receiver
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A scheduler's place among the server's.
+
+    Attributes:
+        reader: this process among all of the server's schedulers.
+        readers: how many those are.
+        leads: whether it takes in the requests of its group, the ranks that run one
+            together.
+        first_in_group, group: the group's readers.
+    """
+
+    reader: int
+    readers: int
+    leads: bool
+    first_in_group: int
+    group: int
+
+
+def ranks(parallel: Any) -> Ranks:
+    """Where this scheduler stands, from SGLang's parallel context.
+
+    Data-parallel replicas have each their own tensor-parallel ranks; with data-parallel
+    attention the ranks of one tensor-parallel group are divided among the replicas.
+    """
+    replica = parallel.dp_rank or 0 if not parallel.attn_dp_enabled else 0
+    replicas = parallel.dp_size if not parallel.attn_dp_enabled else 1
+    group = parallel.attn_tp_size * parallel.attn_cp_size
+    first = replica * parallel.tp_size + parallel.attn_dp_rank * group
+    return Ranks(
+        reader=replica * parallel.tp_size + parallel.tp_rank,
+        readers=replicas * parallel.tp_size,
+        leads=parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0,
+        first_in_group=first,
+        group=group,
+    )
+
+
+def start(readers: int) -> None:
+    """Start the receiver thread in this process, with the settings of this server.
+
+    Raises:
+        ConfigError: the transfer engine cannot be used here.
+    """
+    from sglang.srt.runtime_context import get_disagg, get_observability, get_serving
+
+    settings = Settings.from_env()
+    tally = Tally()
+    if get_observability().enable_metrics:
+        from sglang_epd.observability.receiver import PrometheusTally
+
+        tally = PrometheusTally()
+    engine = None
+    if get_disagg().encoder_transfer_backend == "mooncake":
+        engine = _shared_engine()
+    rundir.claim()
+    address = _reachable_address(get_serving().host, get_disagg().encoder_urls)
+    try:
+        receiver = Receiver(
+            address,
+            address,
+            rundir.control_path(),
+            budget_bytes=settings.receive_budget_mb << 20,
+            readers=readers,
+            grant_ttl_s=settings.grant_timeout_s,
+            engine=engine,
+            tally=tally,
+        )
+    except OSError as error:
+        raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
+    receiver.start()
+    logger.info(
+        "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d readers)",
+        receiver.endpoint,
+        get_disagg().encoder_transfer_backend,
+        settings.receive_budget_mb,
+        readers,
+    )
+
+
+def _shared_engine() -> MooncakeEngine:
+    """The transfer engine that SGLang started for this backend, PD disaggregation or both."""
+    from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
+
+    shared = get_mooncake_transfer_engine()
+    if shared is None:
+        raise ConfigError("--encoder-transfer-backend mooncake: SGLang has started no engine")
+    return MooncakeEngine(shared.hostname, engine=shared.engine)
+
+
+def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str:
+    """The address to listen on and to tell encoders.
+
+    The serving host if it is one; loopback only if every encoder is there too.
+    """
+    from sglang.srt.utils.network import get_local_ip_auto
+
+    host = (serving_host or "").strip("[]")
+    local = ("127.0.0.1", "localhost", "::1")
+    if host in local:
+        if encoder_urls and all(any(f"//{name}" in url for name in local) for url in encoder_urls):
+            return "127.0.0.1" if host == "localhost" else host
+    elif host not in ("", "0.0.0.0", "::"):
+        return host
+    return get_local_ip_auto()

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_epd.config import Settings
+from sglang_epd.errors import ConfigError
+from sglang_epd.observability import receiver as observability
+from sglang_epd.seams import receiving
+from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
+from sglang_epd.tally import Tally
+
+
+def parallel(tp_rank: int = 0, dp_rank: int | None = None, **widths: int) -> SimpleNamespace:
+    """A scheduler's parallel context, its attention ranks derived as SGLang does."""
+    sizes = {"tp_size": 1, "dp_size": 1, "attn_dp_size": 1, "attn_cp_size": 1, **widths}
+    attn_tp_size = sizes["tp_size"] // sizes["attn_dp_size"] // sizes["attn_cp_size"]
+    return SimpleNamespace(
+        **sizes,
+        tp_rank=tp_rank,
+        dp_rank=dp_rank,
+        attn_dp_enabled=sizes["attn_dp_size"] > 1,
+        attn_tp_size=attn_tp_size,
+        attn_tp_rank=tp_rank % attn_tp_size,
+        attn_cp_rank=tp_rank // attn_tp_size % sizes["attn_cp_size"],
+        attn_dp_rank=tp_rank // (attn_tp_size * sizes["attn_cp_size"]),
+    )
+
+
+def places(**widths: int) -> list[Ranks]:
+    """Every scheduler of a server, replica by replica."""
+    return [
+        ranks(parallel(tp_rank, dp_rank, **widths))
+        for dp_rank in range(widths.get("dp_size", 1))
+        for tp_rank in range(widths.get("tp_size", 1))
+    ]
+
+
+def test_a_single_scheduler_leads_itself():
+    assert ranks(parallel()) == Ranks(0, 1, leads=True, first_in_group=0, group=1)
+
+
+LAYOUTS = {
+    "tp": ({"tp_size": 4}, [(0, 4)]),
+    "dp": ({"dp_size": 3}, [(0, 1), (1, 1), (2, 1)]),
+    "tp and dp": ({"tp_size": 2, "dp_size": 2}, [(0, 2), (2, 2)]),
+    "cp": ({"tp_size": 4, "attn_cp_size": 2}, [(0, 4)]),
+    "cp only": ({"tp_size": 2, "attn_cp_size": 2}, [(0, 2)]),
+    "dp attention": ({"tp_size": 4, "attn_dp_size": 2}, [(0, 2), (2, 2)]),
+    "dp attention, one rank each": ({"tp_size": 2, "attn_dp_size": 2}, [(0, 1), (1, 1)]),
+    "dp attention and cp": (
+        {"tp_size": 8, "attn_dp_size": 2, "attn_cp_size": 2},
+        [(0, 4), (4, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("widths", "groups"), LAYOUTS.values(), ids=LAYOUTS)
+def test_each_group_has_one_leader_which_claims_for_all_of_it(widths, groups):
+    """Of (first reader, readers) of a group."""
+    found = places(**widths)
+    assert [place.reader for place in found] == list(range(len(found)))
+    assert {place.readers for place in found} == {len(found)}
+    leaders = [(place.first_in_group, place.group) for place in found if place.leads]
+    assert leaders == groups
+    for place in found:
+        assert place.first_in_group <= place.reader < place.first_in_group + place.group
+        assert place.leads == (place.reader == place.first_in_group)
+
+
+def test_without_a_data_parallel_controller_there_is_no_replica_number():
+    assert ranks(parallel(1, None, tp_size=2)) == ranks(parallel(1, 0, tp_size=2))
+
+
+def test_the_replica_number_does_not_count_twice_under_dp_attention():
+    """There the controller numbers the groups inside the one replica."""
+    counted = ranks(parallel(3, 1, tp_size=4, attn_dp_size=2))
+    assert counted == ranks(parallel(3, None, tp_size=4, attn_dp_size=2))
+
+
+def test_the_places_are_those_that_sglang_gives(sglang):
+    module = sglang("runtime_context")
+    widths = {"tp_size": 8, "attn_cp_size": 2, "attn_dp_size": 2}
+    tp_size = module.derive_attn_tp_size(**widths)
+    for tp_rank in range(8):
+        attn_tp_rank, attn_dp_rank = module.derive_attention_ranks(
+            tp_rank=tp_rank, attn_tp_size=tp_size, attn_cp_size=2
+        )
+        ours = parallel(tp_rank, **widths)
+        assert (ours.attn_tp_size, ours.attn_tp_rank) == (tp_size, attn_tp_rank)
+        assert ours.attn_dp_rank == attn_dp_rank
+
+
+class FakeReceiver:
+    """Notes what it is started with."""
+
+    made: list[FakeReceiver]
+    error: OSError | None = None
+
+    def __init__(self, *args, **options) -> None:
+        if self.error is not None:
+            raise self.error
+        self.args, self.options = args, options
+        self.endpoint = "tcp://10.0.0.1:1"
+        self.running = False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.running = True
+
+
+@pytest.fixture
+def start(sglang, monkeypatch):
+    """Start a receiver with SGLang's flags as given; the one that was made."""
+    FakeReceiver.made = []
+    FakeReceiver.error = None
+    monkeypatch.setattr(receiving, "Receiver", FakeReceiver)
+    monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
+    monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
+    monkeypatch.setattr(observability, "PrometheusTally", CountingTally)
+    context = sglang("runtime_context")
+
+    def start(
+        enable_metrics: bool = False, encoder_transfer_backend: str = "zmq_to_scheduler"
+    ) -> FakeReceiver:
+        flags = SimpleNamespace(
+            encoder_transfer_backend=encoder_transfer_backend,
+            encoder_urls=["http://10.0.0.2:1"],
+            enable_metrics=enable_metrics,
+            host="10.0.0.1",
+        )
+        for name in ("get_disagg", "get_observability", "get_serving"):
+            monkeypatch.setattr(context, name, lambda: flags)
+        receiving.start(readers=3)
+        return FakeReceiver.made[-1]
+
+    return start
+
+
+class CountingTally(Tally):
+    pass
+
+
+def test_the_receiver_has_this_servers_settings(start, monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "3")
+    monkeypatch.setenv("SGLANG_EPD_GRANT_TIMEOUT_S", "7.5")
+    made = start()
+    assert made.running
+    assert made.args == ("10.0.0.1", "10.0.0.1", "control")
+    tally = made.options.pop("tally")
+    assert type(tally) is Tally
+    assert made.options == {
+        "budget_bytes": 3 << 20,
+        "readers": 3,
+        "grant_ttl_s": 7.5,
+        "engine": None,
+    }
+
+
+def test_without_settings_the_defaults_hold(start, monkeypatch):
+    for name in ("SGLANG_EPD_RECEIVE_BUDGET_MB", "SGLANG_EPD_GRANT_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+    made = start()
+    assert made.options["budget_bytes"] == Settings().receive_budget_mb << 20
+    assert made.options["grant_ttl_s"] == Settings().grant_timeout_s
+
+
+def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
+    assert type(start(enable_metrics=True).options["tally"]) is CountingTally
+
+
+def test_it_is_written_to_through_the_engine_that_sglang_started(start, sglang, monkeypatch):
+    started = SimpleNamespace(
+        hostname="10.0.0.1", engine=SimpleNamespace(get_rpc_port=lambda: 12345)
+    )
+    module = sglang("distributed.parallel_state")
+    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: started)
+    engine = start(encoder_transfer_backend="mooncake").options["engine"]
+    assert engine.session == "10.0.0.1:12345"
+
+
+def test_without_an_engine_of_sglangs_the_mooncake_backend_is_refused(start, sglang, monkeypatch):
+    module = sglang("distributed.parallel_state")
+    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: None)
+    with pytest.raises(ConfigError, match="--encoder-transfer-backend mooncake"):
+        start(encoder_transfer_backend="mooncake")
+
+
+def test_an_address_that_cannot_be_bound_is_a_configuration_error(start):
+    FakeReceiver.error = OSError("cannot assign requested address")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1: cannot assign"):
+        start()
+
+
+LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
+
+
+@pytest.mark.parametrize(
+    ("host", "urls", "address"),
+    [
+        ("10.0.0.1", [REMOTE], "10.0.0.1"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("[fd00::1]", [REMOTE], "fd00::1"),
+        ("127.0.0.1", [LOCAL], "127.0.0.1"),
+        ("localhost", [LOCAL], "127.0.0.1"),
+        ("::1", [LOCAL], "::1"),
+        ("127.0.0.1", [LOCAL, REMOTE], "found"),
+        ("127.0.0.1", [], "found"),  # encoders that register may be anywhere
+        ("0.0.0.0", [LOCAL], "found"),
+        ("::", [], "found"),
+        ("", [], "found"),
+        (None, [REMOTE], "found"),
+    ],
+)
+def test_encoders_are_told_an_address_they_can_reach(sglang, monkeypatch, host, urls, address):
+    monkeypatch.setattr(sglang("utils.network"), "get_local_ip_auto", lambda: "found")
+    assert _reachable_address(host, urls) == address

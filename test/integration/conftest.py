@@ -13,12 +13,24 @@ from integration.client import Client
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
+# Starting a topology takes most of a minute; what uses the same one runs in a row. Files
+# that are not named use "qwen2_5", or that and "qwen3".
+_ORDER = ["test_backends", "test_budget", "test_rival", "test_router", "test_survival"]
 
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "integration" in item.path.parts:
             item.add_marker(pytest.mark.servers)
             item.add_marker(pytest.mark.timeout(900))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, int, bool]:
+    name = item.path.stem
+    order = _ORDER.index(name) + 1 if name in _ORDER else 0
+    return "integration" in item.path.parts, order, not order and "[qwen3" in item.name
 
 
 @pytest.fixture(scope="session")

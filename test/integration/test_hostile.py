@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import re
 import socket
 import time
 
 import pytest
 import requests
-import zmq
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.hostile import flood_the_payload_port
 from integration.topology import Topology
 from sglang_epd.language import manifest
 from sglang_epd.wire import Expect
@@ -68,28 +67,7 @@ def test_clients_that_leave_are_cleaned_up(
 
 
 def test_garbage_on_the_payload_port(qwen2_5: Topology, language: Client, message: dict) -> None:
-    log = qwen2_5.servers["language"].log_path.read_text()
-    endpoint = re.findall(r"encoders deliver to (tcp://\S+)", log)[-1]
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-    envelope = b"EPD\x01\x00"
-    for index in range(10_000):
-        frames = [
-            [os.urandom(64)],
-            [envelope + os.urandom(32)],
-            [b"EPD\x09\x00" + os.urandom(8), os.urandom(1024)],
-            [b""],
-            [envelope + b"\x81\xa1t\xa5offer"],
-        ][index % 5]
-        socket.send_multipart(frames)
-    assert language.answer(message)
-    socket.close()
-    context.term()
-    port = int(endpoint.rsplit(":", 1)[1])
-    with socket_to(port) as raw:
-        raw.sendall(os.urandom(4096))
+    flood_the_payload_port(qwen2_5, "language")
     assert language.answer(message)
     qwen2_5.check_alive()
 
@@ -102,10 +80,6 @@ def test_garbage_on_the_encode_api(qwen2_5: Topology, language: Client, message:
     assert language.answer(message)
 
 
-def socket_to(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port))
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -113,8 +87,8 @@ def socket_to(port: int) -> socket.socket:
         ["bm90IGEgbWFuaWZlc3Q="],
         [],
         # A well-formed one that asks to wait a thousand years.
-        manifest.write(Expect("stolen", 1, 1, 3e10)),
-        manifest.write(Expect("stolen", 1, 1, float("inf"))),
+        manifest.write(Expect("stolen", 1, 1, 3e10), bytes(32)),
+        manifest.write(Expect("stolen", 1, 1, float("inf")), bytes(32)),
     ],
     ids=["no base64", "no manifest", "empty", "a thousand years", "for ever"],
 )

@@ -42,7 +42,7 @@ def _wait_until_used(topology: Topology, name: str, message: dict) -> None:
 
 
 def test_an_encoder_that_registers_itself_gets_its_share(topology: Topology, message: dict) -> None:
-    for name in ("encoder", "encoder2"):
+    for name in ("encoder", "registering"):
         _wait_until_used(topology, name, message)
 
 
@@ -60,7 +60,7 @@ def test_a_killed_encoder_costs_no_request(topology: Topology, message: dict) ->
     expected = language.generation(message)
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         answers = [pool.submit(language.generation, message) for _ in range(20)]
-        topology.servers["encoder2"].kill()
+        topology.servers["registering"].kill()
         distances = [answer.result().distance(expected) for answer in answers]
     assert max(distances) < 1e-3
     # And with the dead one still in the list of URLs.
@@ -71,16 +71,16 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
     topology: Topology, message: dict
 ) -> None:
     language = Client(topology.urls["language"])
-    topology.servers["encoder2"].kill()
+    topology.servers["registering"].kill()
     topology.servers["encoder"].kill()
     begin = time.monotonic()
     response = language.chat(message)
     assert response.status_code == 503, response.text
     assert time.monotonic() - begin < 10
     assert language.answer(user(text_part("Still there?")))
-    for name in ("encoder", "encoder2"):
+    for name in ("encoder", "registering"):
         topology.servers[name].start()
-    for name in ("encoder", "encoder2"):
+    for name in ("encoder", "registering"):
         topology.servers[name].wait_ready(START_TIMEOUT_S)
         _wait_until_used(topology, name, message)
 
@@ -88,7 +88,7 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
 def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, message: dict) -> None:
     """Both freeze, the client gives up; afterwards everything works again."""
     language = Client(topology.urls["language"])
-    pids = [topology.servers[name].pid for name in ("encoder", "encoder2")]
+    pids = [topology.servers[name].pid for name in ("encoder", "registering")]
     expected = language.generation(message)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -32,14 +33,18 @@ class Topology:
 
     Args:
         model: name of the checkpoint.
-        roles: any of encoder, encoder2, language, colocated, prefill, decode, router.
-            The language servers are told of `encoder`; `encoder2` registers itself.
+        roles: any of encoder, registering (an encoder that registers itself), language,
+            colocated, prefill, decode, router. Each may be there several times, told
+            apart by what follows an "@"; the language and prefill servers are told of
+            all encoders, and the router of all prefill and decode servers.
         env: added to every server's environment.
+        flags: added to the command lines of a role, or of one server.
     """
 
     model: str
     roles: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -49,15 +54,14 @@ class Topology:
         for role in self.roles:
             self.ports[role] = free_port()
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
-        self.ports["prefill_bootstrap"] = free_port()
-        self.ports["language_bootstrap"] = free_port()
+            self.ports[f"{role} bootstrap"] = free_port()
         for role in self.roles:
             env = {**os.environ, **_NO_IMAGE_CACHE, **_LOOPBACK_MEDIA, **self.env}
             self.servers[role] = ServerProcess(
                 role,
                 self.command(role, path),
                 log_path=logs / f"{role}.log",
-                ready_url=f"{self.urls[role]}/health",
+                ready_url=self.urls[role] + self._readiness(role),
                 env=env,
             )
             # The mini-lb asks its servers about themselves as it starts.
@@ -70,31 +74,51 @@ class Topology:
 
     def command(self, role: str, path: str) -> list[str]:
         """The command line that a user would type."""
-        serve = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
-        serve += ["--dtype", "float32", "--port", str(self.ports[role])]
-        language = ["--language-only", "--encoder-urls", self.urls.get("encoder", "")]
-        registry = self.ports["language_bootstrap"] if role == "language" else free_port()
-        language += ["--encoder-bootstrap-port", str(registry)]
-        bootstrap = str(self.ports["prefill_bootstrap"])
-        registered = f"http://127.0.0.1:{self.ports['language_bootstrap']}"
+        kind = role.partition("@")[0]
+        if kind == "router":
+            return self._router()
+        encoders = [self.urls[name] for name in self._named("encoder")]
+        bootstrap = str(self.ports[f"{role} bootstrap"])
+        language = ["--language-only", "--encoder-urls", *encoders]
+        # A prefill server has another use for the port below.
+        registry = bootstrap if kind == "language" else str(free_port())
+        language += ["--encoder-bootstrap-port", registry]
         prefill = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", bootstrap]
-        flags = {
+        own = {
             "encoder": ["--encoder-only"],
-            "encoder2": ["--encoder-only", "--encoder-register-urls", registered],
+            "registering": ["--encoder-only"],
             "language": language,
             "colocated": ["--disable-radix-cache"],
             "prefill": [*language, *prefill],
-            "decode": ["--disaggregation-mode", "decode"],
-        }
-        if role == "router":
-            router = [sys.executable, "-m", "sglang_router.launch_router"]
-            router += ["--pd-disaggregation", "--mini-lb", "--port", str(self.ports["router"])]
-            return [
-                *router,
-                *("--prefill", self.urls["prefill"], bootstrap),
-                *("--decode", self.urls["decode"]),
-            ]
-        return [*serve, *flags[role]]
+            "decode": ["--disaggregation-mode", "decode", "--enable-metrics"],
+        }[kind]
+        if kind == "registering":
+            registry = f"http://127.0.0.1:{self.ports['language bootstrap']}"
+            own += ["--encoder-register-urls", registry]
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", path),
+            *("--dtype", "float32", "--port", str(self.ports[role])),
+            *own,
+            *shlex.split(self.flags.get(kind, "")),
+            *(shlex.split(self.flags[role]) if role != kind and role in self.flags else ()),
+        ]
+
+    def _router(self) -> list[str]:
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command += ["--port", str(self.ports["router"])]
+        for name in self._named("prefill"):
+            command += ["--prefill", self.urls[name], str(self.ports[f"{name} bootstrap"])]
+        for name in self._named("decode"):
+            command += ["--decode", self.urls[name]]
+        return command + shlex.split(self.flags.get("router", "--mini-lb"))
+
+    def _readiness(self, role: str) -> str:
+        # SGLang's router is healthy before it knows its servers; the mini-lb has no more.
+        mini = "--mini-lb" in self.flags.get("router", "--mini-lb")
+        return "/readiness" if role == "router" and not mini else "/health"
+
+    def _named(self, kind: str) -> list[str]:
+        return [role for role in self.roles if role.partition("@")[0] == kind]
 
     def stop(self) -> None:
         stop_all(list(self.servers.values()))
@@ -112,15 +136,57 @@ class Topology:
             self.servers[role].wait_ready(max(1.0, end - time.monotonic()))
 
 
+_TINY = "tiny-qwen2_5-vl"
 _FULL = ("encoder", "language", "colocated", "prefill", "decode", "router")
+_APART = ("encoder", "colocated", "prefill", "decode", "router")
+_TP2 = "--tp 2"
+
+
+def _backend(name: str) -> dict[str, str]:
+    flag = f"--encoder-transfer-backend {name}"
+    return {"encoder": flag, "language": flag, "prefill": flag}
+
+
 TOPOLOGIES = {
-    "qwen2_5": lambda: Topology("tiny-qwen2_5-vl", _FULL),
-    "qwen3": lambda: Topology("tiny-qwen3-vl", _FULL),
-    "in_tree": lambda: Topology(
-        "tiny-qwen2_5-vl", ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}
+    "qwen2_5": lambda: Topology(_TINY, _FULL, flags={"language": "--enable-metrics"}),
+    "qwen3": lambda: Topology("tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}),
+    "zmq_to_tokenizer": lambda: Topology(_TINY, _FULL, flags=_backend("zmq_to_tokenizer")),
+    "mooncake": lambda: Topology("tiny-qwen3-vl", _FULL, flags=_backend("mooncake")),
+    # Three backends at two ranks; the encoder serves them all.
+    "ranks": lambda: Topology(
+        _TINY,
+        ("encoder", "colocated", "language@zmq_to_scheduler", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language": _TP2,
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
     ),
+    "replicas": lambda: Topology(
+        _TINY,
+        ("encoder", "colocated", "language@zmq_to_tokenizer", "language@replicas"),
+        flags={
+            "language@zmq_to_tokenizer": f"{_TP2} --encoder-transfer-backend zmq_to_tokenizer",
+            "language@replicas": "--dp-size 2",
+        },
+    ),
+    "ranks_apart": lambda: Topology(_TINY, _APART, flags={"prefill": _TP2, "decode": _TP2}),
+    "two_of_each": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "prefill", "prefill@2", "decode", "router"),
+        # SGLang's router as it is in production.
+        flags={"router": "--policy round_robin"},
+    ),
+    "small_budget": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "colocated"),
+        # Eight images of 448 px.
+        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
+        flags={"language": "--enable-metrics"},
+    ),
+    "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
     "two_encoders": lambda: Topology(
-        "tiny-qwen2_5-vl", ("encoder", "encoder2", "language"), {"SGLANG_EPD_TOKEN": TOKEN}
+        _TINY, ("encoder", "registering", "language"), {"SGLANG_EPD_TOKEN": TOKEN}
     ),
 }
 
@@ -145,6 +211,13 @@ class Machine:
                 self.clear()
                 raise
         return self._current
+
+    def reference(self, model: str) -> Topology:
+        """A topology with one colocated server of the checkpoint: the one that is up, if it has."""
+        current = self._current
+        if current is not None and current.model == model and "colocated" in current.roles:
+            return current
+        return self.use("qwen2_5" if model == _TINY else "qwen3")
 
     def clear(self) -> None:
         if self._current is not None:

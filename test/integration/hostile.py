@@ -1,0 +1,51 @@
+"""What a stranger may do to a port."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+import psutil
+import zmq
+
+from integration.topology import Topology
+
+FRAMES = 10_000
+GROWTH = 64 << 20
+
+
+def flood_the_payload_port(topology: Topology, role: str) -> None:
+    """Send ten thousand messages of every wrong kind, and raw bytes; memory stays."""
+    log = topology.servers[role].log_path.read_text()
+    host, port = re.findall(r"encoders deliver to tcp://(\S+):(\d+)", log)[-1]
+    before = resident(topology, role)
+    envelope = b"EPD\x01\x00"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 5000)
+        dealer.connect(f"tcp://{host}:{port}")
+        for index in range(FRAMES):
+            frames = [
+                [os.urandom(64)],
+                [envelope + os.urandom(32)],
+                [b"EPD\x09\x00" + os.urandom(8), os.urandom(1024)],
+                [b""],
+                [envelope + b"\x81\xa1t\xa5offer"],
+                [envelope + os.urandom(1 << 14), *[b"x"] * 5],
+            ][index % 6]
+            dealer.send_multipart(frames)
+    for size in (1, 4096, 1 << 20):
+        with socket.create_connection((host, int(port))) as raw:
+            raw.settimeout(5.0)
+            try:
+                raw.sendall(os.urandom(size))
+            except OSError:
+                assert size > 4096  # the connection was dropped in the middle
+    assert resident(topology, role) < before + GROWTH
+
+
+def resident(topology: Topology, role: str) -> int:
+    """Bytes that a server's processes hold, without what they share."""
+    server = psutil.Process(topology.servers[role].pid)
+    family = [server, *server.children(recursive=True)]
+    return sum(one.memory_full_info().uss for one in family)

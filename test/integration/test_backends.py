@@ -1,0 +1,141 @@
+"""Every transfer backend, on one rank and on several: the same answer as one server."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.hostile import flood_the_payload_port
+from integration.test_parity import CASES, TOKENS, TOLERANCE
+from integration.topology import Machine, Topology
+
+Photographs = list[Image.Image]
+
+# Topology and entry point; in the order in which they are started.
+ENTRIES = [
+    ("zmq_to_tokenizer", "language"),
+    ("zmq_to_tokenizer", "router"),
+    ("mooncake", "language"),
+    ("mooncake", "router"),
+    ("ranks", "language@zmq_to_scheduler"),
+    ("ranks", "language@mooncake"),
+    ("replicas", "language@zmq_to_tokenizer"),
+    ("replicas", "language@replicas"),
+    ("ranks_apart", "router"),
+]
+LANDINGS = {
+    "zmq_to_tokenizer": {"shared"},
+    "mooncake": {"remote"},
+    "ranks": {"shared", "remote"},
+    "replicas": {"shared"},
+    "ranks_apart": {"shared"},
+}
+
+
+@pytest.fixture(scope="module", params=ENTRIES, ids="-".join)
+def entry(machine: Machine, request: pytest.FixtureRequest) -> tuple[Topology, Client]:
+    name, role = request.param
+    topology = machine.use(name)
+    return topology, Client(topology.urls[role])
+
+
+def counted(url: str, name: str, label: str) -> dict[str, float]:
+    """A counter of a server's /metrics, by the values of one of its labels."""
+    text = requests.get(f"{url}/metrics", timeout=20).text
+    found: dict[str, float] = {}
+    for labels, value in re.findall(rf"^{name}_total(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
+        kind = re.search(rf'{label}="([^"]*)"', labels) if label else None
+        key = kind.group(1) if kind else ""
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_log_probabilities_equal_one_servers(
+    entry: tuple[Topology, Client], photographs: Photographs, case: Any
+) -> None:
+    topology, client = entry
+    messages = case(photographs)
+    expected = Client(topology.urls["colocated"]).generation(*messages, tokens=TOKENS)
+    actual = client.generation(*messages, tokens=TOKENS)
+    assert actual.tokens == expected.tokens
+    assert actual.prompt_tokens == expected.prompt_tokens
+    assert actual.distance(expected) < TOLERANCE
+
+
+def test_embeddings_travel_the_way_that_was_asked_for(
+    entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
+) -> None:
+    topology, client = entry
+    client.answer(user(image_part(data_url(photographs[0])), text_part("What is it?")))
+    ways = counted(topology.urls["encoder"], "sglang:epd_encoder_delivered_bytes", "landing")
+    used = {way for way, nbytes in ways.items() if nbytes}
+    name, role = request.node.callspec.params["entry"]
+    assert used
+    assert used <= LANDINGS[name]
+    if role.startswith("language@"):
+        assert ("remote" in used) or role != "language@mooncake"
+
+
+def test_samples_and_many_at_once(
+    entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
+) -> None:
+    """Requests that are copied, or spread over replicas, find their items."""
+    _, client = entry
+    urls = [data_url(photo.resize((224, 168))) for photo in photographs]
+    questions = [user(image_part(url), text_part("Describe it.")) for url in urls]
+    answers = [client.answer(question) for question in questions]
+    if "router" not in request.node.name:
+        # SGLang's prefill and decode servers never answer n > 1, of text alone neither.
+        samples = client.chat(questions[0], n=3).json()["choices"]
+        assert [sample["message"]["content"] for sample in samples] == [answers[0]] * 3
+    with ThreadPoolExecutor(8) as pool:
+        many = list(pool.map(client.answer, questions * 8))
+    assert many == answers * 8
+
+
+def test_what_is_wrong_with_an_image_is_that_requests_error(
+    entry: tuple[Topology, Client], photographs: Photographs, media_server: str
+) -> None:
+    topology, client = entry
+    good = image_part(data_url(photographs[0].resize((224, 168))))
+    for stream in (False, True):
+        bad = client.chat(user(good, image_part(f"{media_server}/none.png")), stream=stream)
+        # The mini-lb answers 200 to every stream, and passes on the error as its body.
+        status = bad.json()["code"] if stream else bad.status_code
+        assert 400 <= status < 500, bad.text
+        assert "image 2 of 2" in bad.text
+    empty = client.chat(user(image_part("data:image/png;base64,")))
+    assert 400 <= empty.status_code < 500, empty.text
+    client.answer(user(good))
+    topology.check_alive()
+
+
+def test_garbage_on_the_payload_port(
+    entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
+) -> None:
+    topology, client = entry
+    role = request.node.callspec.params["entry"][1]
+    flood_the_payload_port(topology, "prefill" if role == "router" else role)
+    client.answer(user(image_part(data_url(photographs[0]))))
+    topology.check_alive()
+
+
+def test_a_client_that_leaves_is_forgotten(
+    entry: tuple[Topology, Client], photographs: Photographs
+) -> None:
+    topology, client = entry
+    messages = [user(image_part(data_url(photographs[0])), text_part("What is it?"))]
+    body = {"model": "default", "messages": messages, "max_tokens": 64}
+    for timeout_s in (0.01, 0.05, 0.1):
+        with pytest.raises(requests.Timeout):
+            url = f"{client.url}/v1/chat/completions"
+            requests.post(url, json=body, timeout=(5.0, timeout_s))
+    client.answer(*messages)
+    topology.check_alive()

@@ -1,0 +1,59 @@
+"""A receive budget of eight images, and what is asked of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.test_backends import counted
+from integration.test_parity import TOLERANCE
+from integration.topology import Machine, Topology
+
+Photographs = list[Image.Image]
+
+
+@pytest.fixture(scope="module")
+def topology(machine: Machine) -> Topology:
+    return machine.use("small_budget")
+
+
+def test_requests_wait_for_memory_and_all_are_answered(
+    topology: Topology, photographs: Photographs
+) -> None:
+    url = topology.urls["language"]
+    client = Client(url)
+    pictures = [photographs[index % 2].resize((448, 448)).rotate(7 * index) for index in range(4)]
+    parts = [image_part(data_url(picture)) for picture in pictures]
+    message = user(*parts, text_part("What do these have in common?"))
+    expected = Client(topology.urls["colocated"]).generation(message)
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: client.generation(message), range(24)))
+    assert max(answer.distance(expected) for answer in answers) < TOLERANCE
+    assert counted(url, "sglang:epd_receiver_waits", "")[""] > 0
+    assert counted(url, "sglang:epd_receiver_payloads", "landing").keys() == {"inline"}
+
+
+def test_more_than_the_budget_fails_at_once_and_nobody_else(
+    topology: Topology, photographs: Photographs
+) -> None:
+    client = Client(topology.urls["language"])
+    part = image_part(data_url(photographs[0].resize((448, 448))))
+    huge = image_part(data_url(photographs[0].resize((1920, 1344))))
+    for parts in ([huge] * 2, [part] * 9):
+        answer = client.chat(user(*parts))
+        assert answer.status_code == 413, answer.text
+        assert "larger than this server takes" in answer.text
+    client.answer(user(part))
+    topology.check_alive()
+
+
+def test_every_step_is_counted(topology: Topology, photographs: Photographs) -> None:
+    url = topology.urls["language"]
+    steps = [f"sglang:epd_receiver_{name}" for name in ("offers", "grants", "received_bytes")]
+    before = [counted(url, step, "")[""] for step in steps]
+    Client(url).answer(user(image_part(data_url(photographs[0]))))
+    assert all(counted(url, step, "")[""] > was for step, was in zip(steps, before, strict=True))
+    assert counted(url, "sglang:epd_receiver_declines", "reason").keys() >= {"too_large"}

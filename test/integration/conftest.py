@@ -18,12 +18,15 @@ from photographs import load as load_photograph
 _ORDER = ["test_backends", "test_budget", "test_rival", "test_router", "test_survival"]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "integration" in item.path.parts:
+        item.add_marker(pytest.mark.servers)
+        item.add_marker(pytest.mark.timeout(900))
+
+
+# After pytest's own sorting by fixtures.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "integration" in item.path.parts:
-            item.add_marker(pytest.mark.servers)
-            item.add_marker(pytest.mark.timeout(900))
     items.sort(key=_place)
 
 

@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 _RECENT = 256
 _RETRY_AFTER_S = 1.0
-# Items preprocessed or in the tower at a time: enough that the tower never waits, few
-# enough that a burst does not hold all its pixels in memory.
+# Items preprocessed or in the tower at a time, and embeddings that wait for an answer to
+# their offer: enough that the tower never waits, few enough that a burst does not hold all
+# its pixels in memory.
 _PREPARED_AHEAD = 4
 
 
@@ -92,6 +93,8 @@ class EncoderService:
         self._metrics = metrics
         self._turn = asyncio.Lock()
         self._ahead = asyncio.Semaphore(_PREPARED_AHEAD)
+        # Embeddings that nobody has granted memory to yet.
+        self._kept = 0
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
         self._items = 0
         # Requests that have come to their end, whatever it was.
@@ -222,8 +225,16 @@ class EncoderService:
                     if embedding is None:
                         embedding = await self._forward(prepared, offered, ms)
                         del prepared
-                with self._stage("grant", ms):
-                    decision = await offered.decided
+                keeps = embedding is not None and offered.granted is None
+                if keeps and self._kept >= _PREPARED_AHEAD:
+                    # The receiver is slow to answer: made again once it has granted.
+                    embedding, keeps = None, False
+                self._kept += keeps
+                try:
+                    with self._stage("grant", ms):
+                        decision = await offered.decided
+                finally:
+                    self._kept -= keeps
                 if isinstance(decision, Decline):
                     return ItemOutcome(
                         item.item, "declined", decision.reason, ms=ms, layout=layout, key=key

@@ -13,7 +13,7 @@ from PIL import Image
 from integration.client import Client, data_url, image_part, text_part, user
 from integration.hostile import flood_the_payload_port
 from integration.test_parity import CASES, TOKENS, TOLERANCE
-from integration.topology import Machine, Topology
+from integration.topology import TOPOLOGIES, Machine, Topology
 
 Photographs = list[Image.Image]
 
@@ -39,8 +39,13 @@ LANDINGS = {
 
 
 @pytest.fixture(scope="module", params=ENTRIES, ids="-".join)
-def entry(machine: Machine, request: pytest.FixtureRequest) -> tuple[Topology, Client]:
+def entry(
+    machine: Machine, photographs: Photographs, request: pytest.FixtureRequest
+) -> tuple[Topology, Client]:
     name, role = request.param
+    model = TOPOLOGIES[name]().model
+    for case in CASES:
+        machine.reference(model, case(photographs), TOKENS)
     topology = machine.use(name)
     return topology, Client(topology.urls[role])
 
@@ -58,11 +63,11 @@ def counted(url: str, name: str, label: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_log_probabilities_equal_one_servers(
-    entry: tuple[Topology, Client], photographs: Photographs, case: Any
+    machine: Machine, entry: tuple[Topology, Client], photographs: Photographs, case: Any
 ) -> None:
     topology, client = entry
     messages = case(photographs)
-    expected = Client(topology.urls["colocated"]).generation(*messages, tokens=TOKENS)
+    expected = machine.reference(topology.model, messages, TOKENS)
     actual = client.generation(*messages, tokens=TOKENS)
     assert actual.tokens == expected.tokens
     assert actual.prompt_tokens == expected.prompt_tokens

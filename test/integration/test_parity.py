@@ -57,10 +57,10 @@ def topology(machine: Machine, request: pytest.FixtureRequest) -> Topology:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("entry", ["language", "router"], ids=["E+PD", "E+P+D"])
 def test_log_probabilities_equal_one_servers(
-    topology: Topology, photographs: Photographs, entry: str, case: Any
+    machine: Machine, topology: Topology, photographs: Photographs, entry: str, case: Any
 ) -> None:
     messages = case(photographs)
-    expected = Client(topology.urls["colocated"]).generation(*messages, tokens=TOKENS)
+    expected = machine.reference(topology.model, messages, TOKENS)
     actual = Client(topology.urls[entry]).generation(*messages, tokens=TOKENS)
     assert actual.prompt_tokens == expected.prompt_tokens
     assert actual.tokens == expected.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -9,9 +10,11 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import requests
 
+from integration.client import Client, Generation
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 
@@ -138,7 +141,7 @@ class Topology:
 
 _TINY = "tiny-qwen2_5-vl"
 _FULL = ("encoder", "language", "colocated", "prefill", "decode", "router")
-_APART = ("encoder", "colocated", "prefill", "decode", "router")
+_APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
 
 
@@ -150,12 +153,16 @@ def _backend(name: str) -> dict[str, str]:
 TOPOLOGIES = {
     "qwen2_5": lambda: Topology(_TINY, _FULL, flags={"language": "--enable-metrics"}),
     "qwen3": lambda: Topology("tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}),
-    "zmq_to_tokenizer": lambda: Topology(_TINY, _FULL, flags=_backend("zmq_to_tokenizer")),
-    "mooncake": lambda: Topology("tiny-qwen3-vl", _FULL, flags=_backend("mooncake")),
+    "zmq_to_tokenizer": lambda: Topology(
+        _TINY, ("language", *_APART), flags=_backend("zmq_to_tokenizer")
+    ),
+    "mooncake": lambda: Topology(
+        "tiny-qwen3-vl", ("language", *_APART), flags=_backend("mooncake")
+    ),
     # Three backends at two ranks; the encoder serves them all.
     "ranks": lambda: Topology(
         _TINY,
-        ("encoder", "colocated", "language@zmq_to_scheduler", "language@mooncake"),
+        ("encoder", "language@zmq_to_scheduler", "language@mooncake"),
         flags={
             "encoder": "--encoder-transfer-backend mooncake",
             "language": _TP2,
@@ -164,7 +171,7 @@ TOPOLOGIES = {
     ),
     "replicas": lambda: Topology(
         _TINY,
-        ("encoder", "colocated", "language@zmq_to_tokenizer", "language@replicas"),
+        ("encoder", "language@zmq_to_tokenizer", "language@replicas"),
         flags={
             "language@zmq_to_tokenizer": f"{_TP2} --encoder-transfer-backend zmq_to_tokenizer",
             "language@replicas": "--dp-size 2",
@@ -197,6 +204,7 @@ class Machine:
     def __init__(self) -> None:
         self._name = ""
         self._current: Topology | None = None
+        self._references: dict[str, Generation] = {}
 
     def use(self, name: str) -> Topology:
         """The topology `name`, started if it is not up."""
@@ -212,12 +220,19 @@ class Machine:
                 raise
         return self._current
 
-    def reference(self, model: str) -> Topology:
-        """A topology with one colocated server of the checkpoint: the one that is up, if it has."""
-        current = self._current
-        if current is not None and current.model == model and "colocated" in current.roles:
-            return current
-        return self.use("qwen2_5" if model == _TINY else "qwen3")
+    def reference(self, model: str, messages: list[dict[str, Any]], tokens: int) -> Generation:
+        """What one colocated server of the checkpoint answers; asked once in a session.
+
+        Starts a topology that has one if need be: call it before `use`.
+        """
+        key = json.dumps([model, messages, tokens])
+        if key not in self._references:
+            current = self._current
+            if current is None or current.model != model or "colocated" not in current.roles:
+                current = self.use("qwen2_5" if model == _TINY else "qwen3")
+            server = Client(current.urls["colocated"])
+            self._references[key] = server.generation(*messages, tokens=tokens)
+        return self._references[key]
 
     def clear(self) -> None:
         if self._current is not None:

@@ -122,6 +122,8 @@ class Leader:
             request = self._waiting.pop(claim)
             del self._until[claim]
             self._abandoned.discard(claim)
+            # Should it wake after all, nobody is to be handed the items.
+            self._claims.abandon(claim)
             request.encoder_urls = self._write(Settled("", (), error.code, error.message))
             given_up.append(request)
         return given_up

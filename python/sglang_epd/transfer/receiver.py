@@ -116,7 +116,6 @@ class Receiver:
             ),
         )
         self._ledger = Ledger(self._reservations, grant_ttl_s, self.tally)
-        self._grant_ttl_s = grant_ttl_s
         self._context = zmq.Context()
         self._payload = self._context.socket(zmq.ROUTER)
         self._payload.setsockopt(zmq.LINGER, 0)

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_epd.encoder.engine import Prepared
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError
 from sglang_epd.media import FetchedMedia, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -105,18 +105,30 @@ class Fakes:
     async def prepare(self, modality: str, data: bytes) -> Prepared:
         await self.preprocess(data)
         spec = TensorSpec("float32", (ROWS, WIDTH))
-        prepared = Prepared(Layout(modality, spec, [[1, 2, 6]]), modality, [data])
+        prepared = Prepared(Layout(modality, spec, [[1, 2, 6]]), 12, modality, data)
         self._prepared.append((data, weakref.ref(prepared)))
         return prepared
 
-    async def forward(self, prepared: Prepared) -> torch.Tensor:
+    @property
+    def alive(self) -> bool:
+        return True
+
+    @property
+    def preparers(self) -> int:
+        return 4
+
+    def discard(self, prepared: Prepared) -> None:
+        pass
+
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        (prepared,) = batch
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            await self.forwarded(prepared.model_items[0])
+            await self.forwarded(prepared.content)
         finally:
             self.at_once -= 1
-        return torch.full((ROWS, WIDTH), float(len(prepared.model_items[0])))
+        return [torch.full((ROWS, WIDTH), float(len(prepared.content)))]
 
     # Sender
 

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_epd.encoder.engine import Prepared
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import FetchedMedia, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.claims import Claims
@@ -71,11 +72,25 @@ class Tower:
 
     async def prepare(self, modality: str, data: bytes) -> Prepared:
         layout = Layout(modality, TensorSpec("float32", (ROWS, WIDTH)), [[1, 2, 2]])
-        return Prepared(layout, None, [data])
+        return Prepared(layout, 4, modality, data)
 
-    async def forward(self, prepared: Prepared) -> torch.Tensor:
-        await asyncio.sleep(0.002)
-        embedding = torch.full((ROWS, WIDTH), float(prepared.model_items[0]))
+    @property
+    def alive(self) -> bool:
+        return True
+
+    @property
+    def preparers(self) -> int:
+        return 4
+
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        await asyncio.sleep(0.002 * len(batch))
+        return [self._embedding(prepared) for prepared in batch]
+
+    def discard(self, prepared: Prepared) -> None:
+        pass
+
+    def _embedding(self, prepared: Prepared) -> torch.Tensor:
+        embedding = torch.full((ROWS, WIDTH), float(prepared.content))
         self._alive += 1
         self.most = max(self.most, self._alive)
         weakref.finalize(embedding, self._died)

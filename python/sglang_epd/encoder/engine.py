@@ -1,4 +1,4 @@
-"""SGLang's vision tower and media processor behind two calls: prepare and forward.
+"""SGLang's tower and media processor in this process, behind two calls: prepare and forward.
 
 Leans on the in-tree encoder's building blocks, so that a model family is prepared and
 run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` (loading, item
@@ -8,13 +8,15 @@ building, embedding widths) and its `EncoderPreprocessor`.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from PIL import Image
 
+from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
 from sglang_epd.media import MediaLimits, decode_image
 from sglang_epd.wire import Layout, TensorSpec
@@ -23,17 +25,8 @@ from sglang_epd.wire.tensors import tensor_spec
 _DECODE_THREADS = 4
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """An item ready for the tower: its layout, and the model's own item objects."""
-
-    layout: Layout
-    modality: Any
-    model_items: list[Any]
-
-
 class Engine:
-    """Loads the tower; prepares and encodes one item at a time.
+    """Loads the tower and is one (`encoder.tower.Tower`).
 
     Args:
         server_args: SGLang's, resolved.
@@ -61,13 +54,15 @@ class Engine:
         self._tower = ThreadPoolExecutor(1, "epd-tower")
         self._tower.submit(self._bind_device).result()
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
-        """Decode and preprocess one item, off the event loop.
+    @property
+    def alive(self) -> bool:
+        return True
 
-        Raises:
-            MediaError: the media cannot be decoded or preprocessed.
-            MediaTypeError: the model does not take this modality.
-        """
+    @property
+    def preparers(self) -> int:
+        return _DECODE_THREADS
+
+    async def prepare(self, modality: str, data: bytes) -> Prepared:
         if modality != "IMAGE" or not self._encoder.supports_modality(self._modalities.IMAGE):
             raise MediaTypeError(f"this model's encoder does not take {modality.lower()} input")
         image = await asyncio.get_running_loop().run_in_executor(
@@ -75,19 +70,15 @@ class Engine:
         )
         return await self._prepare_image(image)
 
-    async def forward(self, prepared: Prepared) -> torch.Tensor:
-        """Run the tower; returns the embedding [tokens, width] on the host.
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        return await asyncio.get_running_loop().run_in_executor(self._tower, self._forward, batch)
 
-        Raises:
-            EncodeError: the tower gave another shape or dtype than the layout says.
-        """
-        return await asyncio.get_running_loop().run_in_executor(
-            self._tower, self._forward, prepared
-        )
+    def discard(self, prepared: Prepared) -> None:
+        pass
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
-        await self.forward(await self._prepare_image(Image.new("RGB", (112, 112))))
+        await self.forward([await self._prepare_image(Image.new("RGB", (112, 112)))])
 
     async def _prepare_image(self, image: Image.Image) -> Prepared:
         modality = self._modalities.IMAGE
@@ -104,20 +95,29 @@ class Engine:
             self.dtype, (sum(result.token_counts), self._encoder._embedding_dims[modality])
         )
         grid = torch.as_tensor(result.grid_thw).reshape(count, -1).tolist()
-        return Prepared(Layout("IMAGE", spec, grid), modality, model_items)
+        patches = sum(math.prod(row) for row in grid)
+        return Prepared(Layout("IMAGE", spec, grid), patches, "IMAGE", (modality, model_items))
 
     def _bind_device(self) -> None:
         if self._encoder.device != "cpu":
             torch.get_device_module(self._encoder.device).set_device(self._encoder.gpu_id)
 
-    def _forward(self, prepared: Prepared) -> torch.Tensor:
-        encode = getattr(self._target, f"get_{prepared.modality.name.lower()}_feature")
+    def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        modality = batch[0].content[0]
+        encode = getattr(self._target, f"get_{modality.name.lower()}_feature")
         with torch.inference_mode():
-            embedding = encode(prepared.model_items).cpu()
-        embedding = embedding.reshape(-1, embedding.shape[-1])
-        if tensor_spec(embedding) != prepared.layout.embedding:
-            raise EncodeError(
-                f"the encoder made {tensor_spec(embedding)}, its layout says "
-                f"{prepared.layout.embedding}"
-            )
-        return embedding
+            together = encode([item for prepared in batch for item in prepared.content[1]])
+            together = together.reshape(-1, together.shape[-1])
+            embeddings = _split(together, [prepared.layout.embedding for prepared in batch])
+            # One alone is its storage's only user already.
+            return [
+                part.cpu() if len(batch) == 1 else part.to("cpu", copy=True) for part in embeddings
+            ]
+
+
+def _split(together: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    made = tensor_spec(together)
+    expected = TensorSpec(specs[0].dtype, (sum(spec.shape[0] for spec in specs), specs[0].shape[1]))
+    if made != expected:
+        raise EncodeError(f"the encoder made {made}, the layouts say {expected}")
+    return list(together.split([spec.shape[0] for spec in specs]))

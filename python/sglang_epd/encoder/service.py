@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from blake3 import blake3
 
-from sglang_epd.encoder.engine import Prepared
+from sglang_epd.encoder.tower import Prepared, Tower
 from sglang_epd.errors import (
     DeadlineError,
     DuplicateError,
@@ -53,14 +53,6 @@ _RETRY_AFTER_S = 1.0
 # their offer: enough that the tower never waits, few enough that a burst does not hold all
 # its pixels in memory.
 _PREPARED_AHEAD = 4
-
-
-class Tower(Protocol):
-    """What the service needs of the engine."""
-
-    async def prepare(self, modality: str, data: bytes) -> Prepared: ...
-
-    async def forward(self, prepared: Prepared) -> torch.Tensor: ...
 
 
 class EncoderService:
@@ -272,7 +264,8 @@ class EncoderService:
             if offered is not None and offered.answered.done() and offered.granted is None:
                 return None
             with self._stage("forward", ms):
-                return await self._tower.forward(prepared)
+                (embedding,) = await self._tower.forward([prepared])
+                return embedding
 
     @asynccontextmanager
     async def _entered(

@@ -1,0 +1,78 @@
+"""What runs items: the contract between the encoder's stages and whatever holds the model.
+
+A tower prepares items (decoding, preprocessing: processor time) and runs batches of
+them. `engine` is one in this process; a pool of worker processes is several. Owns no
+queue and no policy: what is run when, and with what, is decided by its user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_epd.wire import Layout
+
+
+class TowerLostError(Exception):
+    """What held the model is gone, with all that was prepared there: prepare it again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """An item ready to be run.
+
+    Attributes:
+        layout: of the embedding that it will become.
+        patches: what it costs to run: patches for images and videos, feature frames
+            for audio.
+        group: only items of equal groups may be run together.
+        content: the tower's own.
+    """
+
+    layout: Layout
+    patches: int
+    group: Hashable
+    content: Any
+
+
+class Tower(Protocol):
+    """Prepares any number of items at a time and runs one batch at a time."""
+
+    @property
+    def alive(self) -> bool:
+        """False while what holds the model is gone and not yet started again."""
+
+    @property
+    def preparers(self) -> int:
+        """How many items it prepares side by side; more would wait inside."""
+
+    async def prepare(self, modality: str, data: bytes) -> Prepared:
+        """Decode and preprocess one item, off the event loop.
+
+        Args:
+            modality: "IMAGE", "VIDEO" or "AUDIO".
+            data: the encoded media.
+
+        Raises:
+            MediaError: the media cannot be decoded or preprocessed.
+            MediaTypeError: the model does not take this modality.
+            TowerLostError: see there.
+        """
+
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        """Run a batch of one group; each item's embedding [tokens, width] on the host.
+
+        No embedding shares memory with another. A call that is cancelled runs on to its
+        end; the next one waits for it.
+
+        Raises:
+            EncodeError: the tower gave another shape or dtype than a layout says.
+            TowerLostError: see there.
+            Exception: whatever the model raises; the same items may do better apart.
+        """
+
+    def discard(self, prepared: Prepared) -> None:
+        """Forget an item that was prepared here and will not be run."""

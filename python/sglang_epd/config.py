@@ -36,6 +36,10 @@ class Settings:
         grant_timeout_s: how long an encoder may take from a grant to the payload.
         shared_memory: whether an encoder writes into the memory of language servers of
             its own machine, instead of sending over a socket.
+        encoder_max_items: items in work at a time on an encoder; more are refused with 503.
+        encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
+        encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
+            pass; a single item may have more patches.
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -46,6 +50,10 @@ class Settings:
     max_body_mb: int = 512
     receive_budget_mb: int = 2048
     grant_timeout_s: float = 30.0
+    encoder_max_items: int = 1024
+    encoder_queue_mb: int = 1024
+    encoder_batch_patches: int = 16_384
+    encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
 
@@ -63,6 +71,10 @@ class Settings:
             "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
             "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
             "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
+            "SGLANG_EPD_ENCODER_MAX_ITEMS": ("encoder_max_items", int),
+            "SGLANG_EPD_ENCODER_QUEUE_MB": ("encoder_queue_mb", int),
+            "SGLANG_EPD_ENCODER_BATCH_PATCHES": ("encoder_batch_patches", int),
+            "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
         }
@@ -82,14 +94,12 @@ class Settings:
                     f"{name}={raw!r} is not a valid {kind.__name__.strip('_')}"
                 ) from None
         settings = cls(**values)
-        if not 0 < settings.request_timeout_s < float("inf"):
-            raise ConfigError("SGLANG_EPD_REQUEST_TIMEOUT_S must be greater than 0 and finite")
-        if settings.max_body_mb <= 0:
-            raise ConfigError("SGLANG_EPD_MAX_BODY_MB must be greater than 0")
-        if settings.receive_budget_mb <= 0:
-            raise ConfigError("SGLANG_EPD_RECEIVE_BUDGET_MB must be greater than 0")
-        if not 0 < settings.grant_timeout_s < float("inf"):
-            raise ConfigError("SGLANG_EPD_GRANT_TIMEOUT_S must be greater than 0 and finite")
+        for name, (field, kind) in known.items():
+            value = getattr(settings, field)
+            if kind is float and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be greater than 0 and finite")
+            if kind is int and value <= 0:
+                raise ConfigError(f"{name} must be greater than 0")
         return settings
 
 

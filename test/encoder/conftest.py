@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_epd.encoder.service import EncoderService
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError
 from sglang_epd.media import FetchedMedia, MediaSource, digest
@@ -18,6 +22,7 @@ from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
 from sglang_epd.wire import (
     Decline,
     EncodeItem,
+    EncodeReply,
     EncodeRequest,
     Grant,
     Inline,
@@ -30,6 +35,7 @@ from sglang_epd.wire import (
 
 NAMESPACE = "Model/float32/0123456789abcdef"
 ROWS, WIDTH = 3, 4
+MAX_BYTES = 8 << 20
 
 
 class Stage:
@@ -83,6 +89,8 @@ class Fakes:
         self.open: list[tuple[Offer, Offered]] = []
         self.withdrawn: list[int] = []
         self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
+        self.batches: list[list[bytes]] = []
+        self.discarded: list[bytes] = []
         self.at_once = 0
         self.most_at_once = 0
         self._grants = 0
@@ -118,17 +126,18 @@ class Fakes:
         return 4
 
     def discard(self, prepared: Prepared) -> None:
-        pass
+        self.discarded.append(prepared.content)
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        (prepared,) = batch
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
+        self.batches.append([prepared.content for prepared in batch])
         try:
-            await self.forwarded(prepared.content)
+            for prepared in batch:
+                await self.forwarded(prepared.content)
         finally:
             self.at_once -= 1
-        return [torch.full((ROWS, WIDTH), float(len(prepared.content)))]
+        return [torch.full((ROWS, WIDTH), float(len(one.content))) for one in batch]
 
     # Sender
 
@@ -192,16 +201,64 @@ def metrics() -> EncoderMetrics:
 
 
 @pytest.fixture
-def service(fakes: Fakes, metrics: EncoderMetrics) -> EncoderService:
-    return EncoderService(
-        tower=fakes,
-        fetcher=fakes,
-        sender=fakes,
-        metrics=metrics,
-        namespace=NAMESPACE,
-        name="http://encoder:1",
-        max_items=8,
-    )
+def limits() -> Limits:
+    """One item is run at a time, and one more may be ready meanwhile."""
+    return Limits(batch=Bounds(patches=1 << 20, items=1))
+
+
+@pytest.fixture
+def capacity() -> int:
+    return 0
+
+
+@pytest.fixture
+def cache(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache:
+    return EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
+
+
+@pytest.fixture
+async def computations(
+    fakes: Fakes, cache: EmbeddingCache, metrics: EncoderMetrics, limits: Limits
+) -> AsyncIterator[Computations]:
+    computations = Computations([fakes], cache, metrics, limits)
+    yield computations
+    fakes.preprocess.go_on()
+    fakes.forwarded.go_on()
+    await computations.close()
+    cache.check_integrity()
+
+
+class Asked(EncoderService):
+    """The service, with the room of a request around each call."""
+
+    async def encode(self, request: EncodeRequest, room: Room | None = None) -> EncodeReply:
+        with self.receiving() as own:
+            return await super().encode(request, room or own)
+
+
+@pytest.fixture
+def service_for(
+    fakes: Fakes, metrics: EncoderMetrics, computations: Computations
+) -> Callable[..., EncoderService]:
+    """A service with this sender and namespace."""
+
+    def make(sender: Any, namespace: str = NAMESPACE) -> EncoderService:
+        return Asked(
+            computations=computations,
+            fetcher=fakes,
+            sender=sender,
+            admission=Admission(max_items=8, max_bytes=MAX_BYTES),
+            metrics=metrics,
+            namespace=namespace,
+            name="http://encoder:1",
+        )
+
+    return make
+
+
+@pytest.fixture
+def service(service_for: Callable[..., EncoderService], fakes: Fakes) -> EncoderService:
+    return service_for(fakes)
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ async def test_our_client_learns_that_its_body_is_too_large(serve, asking):
 async def test_a_refusal_has_its_status_and_class(
     serve, http, service, asking, count, monkeypatch, error, status
 ):
-    async def refuse(_request):
+    async def refuse(_request, _room):
         raise error
 
     monkeypatch.setattr(service, "encode", refuse)
@@ -200,7 +200,7 @@ async def test_a_refusal_has_its_status_and_class(
 async def test_an_overloaded_encoder_says_when_to_come_again(
     serve, http, service, asking, monkeypatch
 ):
-    async def refuse(_request):
+    async def refuse(_request, _room):
         raise OverloadedError("full", retry_after_s=2.0)
 
     monkeypatch.setattr(service, "encode", refuse)
@@ -265,7 +265,11 @@ async def test_health_info_status_and_metrics_need_no_token(serve, http, fakes, 
             assert (await response.json())["model_path"] == "model"
     async with http.get(f"{url}/v1/status") as response:
         status = await response.text()
-    assert '"state":"delivered"' in status
+    assert '"finished":1' in status
+    assert "r1" not in status, "whose requests there were is not for everybody"
+    async with http.get(f"{url}/v1/status", headers=headers) as response:
+        status = await response.text()
+    assert '"state":"delivered"' in status and "r1" in status
     assert "secret" not in status, "neither the token nor a ticket"
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()

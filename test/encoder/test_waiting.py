@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EncodeError
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.claims import Claims
@@ -99,10 +98,8 @@ async def sender(request) -> AsyncIterator[Watched]:
 
 
 @pytest.fixture
-def service(fakes, sender, metrics):
-    return EncoderService(
-        tower=fakes, fetcher=fakes, sender=sender, metrics=metrics, namespace="n", name="e"
-    )
+def service(service_for, sender):
+    return service_for(sender, namespace="n")
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def check(sglang, monkeypatch):
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "tokenizer_worker_num": 4},
         {**ENCODER, "encoder_transfer_backend": "mooncake"},
+        {**ENCODER, "enable_prefix_mm_cache": True},
     ],
     ids=str,
 )
@@ -56,7 +57,6 @@ def test_the_flags_that_are_served_pass(check, changes):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"enable_prefix_mm_cache": True}, "--enable-prefix-mm-cache"),
         ({"pp_size": 2}, "--pp-size 2 with --language-only"),
         ({"nnodes": 2}, "--nnodes 2 with --language-only"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 with --language-only"),

@@ -20,6 +20,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import FetchedMedia, MediaSource, digest
@@ -184,11 +188,15 @@ async def encode(
     tower: Tower, endpoint: str, tickets: list[str], shared: bool
 ) -> list[EncodeReply]:
     sender = Sender(share_memory=shared)
+    metrics = EncoderMetrics()
+    limits = Limits(batch=Bounds(patches=1024, items=1))
+    computations = Computations([tower], EmbeddingCache(0), metrics, limits)
     service = EncoderService(
-        tower=tower,
+        computations=computations,
         fetcher=Fetcher(),  # type: ignore[arg-type]
         sender=sender,
-        metrics=EncoderMetrics(),
+        admission=Admission(max_items=1024, max_bytes=1 << 20),
+        metrics=metrics,
         namespace="test",
         name="encoder",
     )
@@ -203,8 +211,11 @@ async def encode(
             )
             for number, ticket in enumerate(tickets)
         ]
-        return list(await asyncio.gather(*map(service.encode, requests)))
+        with service.receiving() as room:
+            encoding = (service.encode(request, room) for request in requests)
+            return list(await asyncio.gather(*encoding))
     finally:
+        await computations.close()
         await sender.close()
 
 

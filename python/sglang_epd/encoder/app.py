@@ -2,12 +2,14 @@
 
 POST /v1/encode            encode and deliver (msgpack body, see `wire.http`)
 DELETE /v1/encode/{id}     cancel a live request
-GET /health                200 while the server takes work
-GET /v1/status             queue, counters and the last items, JSON
+GET /health                200 while the server takes work, 503 while it drains
+GET /v1/status             queues, rates, cache, JSON; with the token the last items too
+GET /v1/cache              what the embedding cache holds, JSON
+DELETE /v1/cache[/{key}]   forget all of it, or one embedding
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
 
-Everything under /v1/encode wants the shared token when one is set.
+Everything under /v1/encode and /v1/cache wants the shared token when one is set.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
 from typing import Any
 
@@ -23,7 +26,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
-from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.errors import EpdError, MediaTooLargeError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.wire import EncodeReply, EncodeRequest
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # nginx's "client closed request"; nobody reads it, but logs and metrics do.
 _CLIENT_CLOSED = 499
+# Embeddings listed by GET /v1/cache.
+_MAX_SHOWN = 1000
 
 
 def create_app(
@@ -60,12 +65,19 @@ def create_app(
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
+        response = await answer(request)
+        metrics.requests.labels(str(response.status_code)).inc()
+        return response
+
+    async def answer(request: Request) -> Response:
         if not authorised(request):
             return Response(status_code=401)
         try:
-            body = await _read_body(request, max_body_bytes)
-            asked = decode_body(body, EncodeRequest, max_body_bytes)
-            reply = await _until_disconnected(request, service, asked)
+            with service.receiving() as room:
+                body = await _read_body(request, max_body_bytes, room)
+                asked = decode_body(body, EncodeRequest, max_body_bytes)
+                del body
+                reply = await _until_disconnected(request, service, asked, room)
         except EpdError as error:
             metrics.refusals.labels(error.code).inc()
             logger.warning("Refused an encode request: %s (%s)", error, error.code)
@@ -85,11 +97,35 @@ def create_app(
     @app.get("/health")
     @app.get("/health_generate")
     async def health() -> Response:
-        return Response(status_code=200)
+        return Response(status_code=503 if service.admission.draining else 200)
 
     @app.get("/v1/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(service.status())
+    async def status(request: Request) -> JSONResponse:
+        state = service.status()
+        if authorised(request):
+            state["recent"] = service.recent()
+        return JSONResponse(state)
+
+    @app.get("/v1/cache")
+    async def cache(request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        return JSONResponse(_cache_contents(service))
+
+    @app.delete("/v1/cache")
+    async def clear_cache(request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        return JSONResponse({"dropped": service.computations.cache.clear()})
+
+    @app.delete("/v1/cache/{key}")
+    async def drop_from_cache(key: str, request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        with contextlib.suppress(ValueError):
+            if service.computations.cache.drop(bytes.fromhex(key)):
+                return Response(status_code=204)
+        return Response(status_code=404)
 
     @app.get("/v1/info")
     @app.get("/model_info")
@@ -104,20 +140,48 @@ def create_app(
     return app
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int, room: Room) -> bytearray:
+    announced = request.headers.get("content-length", "")
+    expected = int(announced) if announced.isdecimal() else 0
+    if expected > max_bytes:
+        raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
+    room.take(expected)
     body = bytearray()
     async for chunk in request.stream():
+        taken = max(expected, len(body))
         body += chunk
         if len(body) > max_bytes:
             raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
-    return bytes(body)
+        if len(body) > taken:
+            room.take(len(body) - taken)
+    return body
+
+
+def _cache_contents(service: EncoderService) -> dict[str, Any]:
+    cache = service.computations.cache
+    shown = itertools.islice(cache.entries(), _MAX_SHOWN)
+    return {
+        **service.computations.status()["cache"],
+        "shown": [
+            {
+                "key": entry.key.hex(),
+                "modality": entry.layout.modality,
+                "grid": entry.layout.grid,
+                "tokens": entry.layout.tokens,
+                "bytes": entry.nbytes,
+                "pins": entry.pins,
+                "uses": entry.uses,
+            }
+            for entry in shown
+        ],
+    }
 
 
 async def _until_disconnected(
-    request: Request, service: EncoderService, asked: EncodeRequest
+    request: Request, service: EncoderService, asked: EncodeRequest, room: Room
 ) -> EncodeReply | None:
     """Run the request; None if the client left, or cancelled it, before it was done."""
-    work = asyncio.create_task(service.encode(asked), name=f"encode {asked.request_id}")
+    work = asyncio.create_task(service.encode(asked, room), name=f"encode {asked.request_id}")
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -152,7 +152,8 @@ class FairQueue:
         jobs.sort(key=lambda job: job.tag)
         if rate <= 0:
             return jobs
-        urgent, others = [], []
+        urgent: list[Job] = []
+        others: list[Job] = []
         done_at = now
         for job in jobs:
             done_at += job.cost / rate

@@ -15,16 +15,22 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from sglang_epd.cache import EmbeddingCache
 from sglang_epd.config import Settings
+from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
+from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.engine import Engine
 from sglang_epd.encoder.memory import give_back
+from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -59,6 +65,8 @@ def launch(server_args: Any) -> None:
     if get_mm().allowed_media_domains and not limits.allowed_domains:
         limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
 
+    capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
+
     engine = Engine(server_args, limits)
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
     identity = namespace(engine.hf_config, folder, engine.dtype)
@@ -81,10 +89,17 @@ def launch(server_args: Any) -> None:
         await engine.warm_up()
         async with MediaFetcher(limits) as fetcher:
             sender = Sender(remote, checksum=settings.checksum, share_memory=settings.shared_memory)
+            cache = EmbeddingCache(
+                capacity,
+                on_evict=lambda _entry: metrics.evictions.inc(),
+            )
+            metrics.watch(cache)
+            batch = Bounds(settings.encoder_batch_patches, settings.encoder_batch_items)
             service = EncoderService(
-                tower=engine,
+                computations=Computations([engine], cache, metrics, Limits(batch=batch)),
                 fetcher=fetcher,
                 sender=sender,
+                admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
                 metrics=metrics,
                 namespace=identity,
                 name=name,
@@ -114,6 +129,7 @@ def launch(server_args: Any) -> None:
                 loop="uvloop",
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_DRAIN_S,
+                lifespan="on",
             )
             logger.info(
                 "Encoder ready in %.1f s at %s: namespace %s",
@@ -121,7 +137,7 @@ def launch(server_args: Any) -> None:
                 name,
                 identity,
             )
-            await uvicorn.Server(config).serve()
+            await _DrainingServer(config, service).serve()
 
     if get_disagg().encoder_register_urls:
         in_tree._register_encoder_url_with_bootstrap()
@@ -130,6 +146,56 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+class _DrainingServer(uvicorn.Server):
+    """Told to stop, it refuses what is new, finishes what it has, and stops then.
+
+    Meanwhile it answers /health with 503, so that whoever balances load looks elsewhere.
+    Told again, it stops at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: EncoderService) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        self._told = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._told:
+            super().handle_exit(sig, frame)
+            return
+        self._told = True
+
+        def begin() -> None:
+            self._draining = asyncio.create_task(self._drain(sig, frame))
+
+        self._loop.call_soon_threadsafe(begin)
+
+    async def _drain(self, sig: int, frame: FrameType | None) -> None:
+        self._service.drain()
+        logger.info("Draining: %d requests in work", self._service.admission.live)
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self._service.wait_idle()
+        except TimeoutError:
+            logger.warning("%d requests given up", self._service.admission.live)
+        super().handle_exit(sig, frame)
+
+
+def cache_bytes(*, enabled: bool) -> int:
+    """Capacity of the embedding cache: `SGLANG_VLM_CACHE_SIZE_MB` (4096), 0 if not enabled.
+
+    Raises:
+        ConfigError: the variable is not a whole number of MiB.
+    """
+    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "4096"
+    if not enabled:
+        return 0
+    if not raw.isdecimal():
+        raise ConfigError(f"SGLANG_VLM_CACHE_SIZE_MB={raw!r} is not a number of MiB")
+    return int(raw) << 20
 
 
 def _housekeeping(service: EncoderService, sender: Sender) -> Any:
@@ -150,6 +216,7 @@ def _housekeeping(service: EncoderService, sender: Sender) -> Any:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await service.computations.close()
             await sender.close()
 
     return lifespan

@@ -1,8 +1,9 @@
-"""Takes encode requests through their stages: acquire, preprocess, offer, forward, deliver.
+"""Takes encode requests through: acquire, have encoded, offer, deliver.
 
-Items of a request run side by side and fail alone. The offer is made as soon as the
-layout is known, so the grant is usually there when the forward is done, and an item
-that is declined before its turn at the tower is never encoded.
+Items of a request run side by side and fail alone. What happens between an item's bytes
+and its embedding, and who shares it, is `computations`'s. The offer is made as soon as
+the layout is known, so the grant is usually there when the embedding is; an item that is
+declined before its turn is never encoded.
 
 Owns admission, cancellation and the outcomes. Does not own HTTP, sockets or the model.
 """
@@ -14,27 +15,24 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from blake3 import blake3
 
-from sglang_epd.encoder.tower import Prepared, Tower
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.computations import Computations, Hold
 from sglang_epd.errors import (
     DeadlineError,
-    DuplicateError,
     EncodeError,
     EpdError,
-    MediaTooLargeError,
     NamespaceError,
-    OverloadedError,
     ProtocolError,
 )
-from sglang_epd.media import MediaFetcher, MediaSource
+from sglang_epd.media import FetchedMedia, MediaFetcher, MediaSource
 from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.transfer.sender import GrantLostError, Offered, Sender
+from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
 from sglang_epd.wire import (
     Decline,
     EncodeItem,
@@ -48,61 +46,107 @@ from sglang_epd.wire.tensors import spec_bytes
 logger = logging.getLogger(__name__)
 
 _RECENT = 256
-_RETRY_AFTER_S = 1.0
-# Items preprocessed or in the tower at a time, and embeddings that wait for an answer to
-# their offer: enough that the tower never waits, few enough that a burst does not hold all
-# its pixels in memory.
-_PREPARED_AHEAD = 4
+_RETRY_AFTER_S = (1.0, 30.0)
+
+
+class Room:
+    """The bytes that one request takes, from its first to its end."""
+
+    def __init__(self, service: EncoderService) -> None:
+        self._service = service
+        self._nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Before bytes of the request are read.
+
+        Raises:
+            OverloadedError: too many are in work.
+        """
+        service = self._service
+        service.admission.take_bytes(nbytes, service.retry_after_s)
+        self._nbytes += nbytes
+
+    def note(self, nbytes: int) -> None:
+        """Bytes that have been fetched for it."""
+        self._service.admission.note_bytes(nbytes)
+        self._nbytes += nbytes
+
+    def close(self) -> None:
+        self._service._give_bytes(self._nbytes)
+        self._nbytes = 0
 
 
 class EncoderService:
     """The encoder's work, whoever asks for it.
 
     Args:
-        tower: prepares and encodes items.
+        computations: makes embeddings.
         fetcher: reads media.
         sender: the payload channel.
+        admission: what may be in work.
         metrics: counts what happens.
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
-        max_items: items in work at a time; more are refused with 503.
     """
 
     def __init__(
         self,
         *,
-        tower: Tower,
+        computations: Computations,
         fetcher: MediaFetcher,
         sender: Sender,
+        admission: Admission,
         metrics: EncoderMetrics,
         namespace: str,
         name: str,
-        max_items: int = 1024,
     ) -> None:
-        self._tower = tower
+        self.computations = computations
         self._fetcher = fetcher
         self._sender = sender
+        self.admission = admission
         self._metrics = metrics
-        self._turn = asyncio.Lock()
-        self._ahead = asyncio.Semaphore(_PREPARED_AHEAD)
-        # Embeddings that nobody has granted memory to yet.
-        self._kept = 0
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
-        self._items = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Set while fewer bytes are in work than may be.
+        self._roomy = asyncio.Event()
+        self._roomy.set()
         # Requests that have come to their end, whatever it was.
         self.finished = 0
-        self._max_items = max_items
+        self._started = time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.namespace = namespace
         self.name = name
 
-    async def encode(self, request: EncodeRequest) -> EncodeReply:
+    @property
+    def retry_after_s(self) -> float:
+        """When an asker who is turned away may come again."""
+        least, most = _RETRY_AFTER_S
+        return min(max(self.computations.expected_wait_s(), least), most)
+
+    @contextmanager
+    def receiving(self) -> Iterator[Room]:
+        """Around all of a request, from before its body is read; counts its bytes.
+
+        Raises:
+            UnavailableError: the encoder is being shut down.
+            OverloadedError: there is no room for anything.
+        """
+        self.admission.check(self.retry_after_s)
+        room = Room(self)
+        try:
+            yield room
+        finally:
+            room.close()
+
+    async def encode(self, request: EncodeRequest, room: Room) -> EncodeReply:
         """Encode and deliver a request's items; one outcome an item.
 
         Cancelling the call cancels the items at their next stage.
 
         Raises:
             NamespaceError: the asker expects another encoder.
+            UnavailableError: the encoder is being shut down.
             DuplicateError: the request id is live.
             MediaTooLargeError: more items than may ever be in work at a time.
             OverloadedError: too many items in work now.
@@ -112,41 +156,41 @@ class EncoderService:
                 f"encoder identity differs: the language server has {request.namespace}, "
                 f"this encoder {self.namespace}; both must serve the same checkpoint and dtype"
             )
-        if request.request_id in self._live:
-            raise DuplicateError(f"request {request.request_id} is being encoded already")
-        if len(request.items) > self._max_items:
-            raise MediaTooLargeError(
-                f"{len(request.items)} items for one encoder, which takes {self._max_items}"
-            )
-        if self._items + len(request.items) > self._max_items:
-            raise OverloadedError(
-                f"{self._items} items in work, at most {self._max_items}",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        self.admission.admit(request.request_id, len(request.items), self.retry_after_s)
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
-        self._items += len(request.items)
-        self._metrics.items_in_work.set(self._items)
+        self._idle.clear()
+        self._metrics.items_in_work.set(self.admission.items)
         try:
             deadline = time.monotonic() + request.ttl_s
             async with asyncio.TaskGroup() as group:
                 running = [
-                    group.create_task(self._encode_item(request, item, deadline))
+                    group.create_task(self._encode_item(request, item, deadline, room))
                     for item in request.items
                 ]
             outcomes = [item.result() for item in running]
             return EncodeReply(request.request_id, self.name, outcomes)
         finally:
             del self._live[request.request_id]
-            self._items -= len(request.items)
+            self.admission.leave(request.request_id)
             self.finished += 1
-            self._metrics.items_in_work.set(self._items)
+            self._metrics.items_in_work.set(self.admission.items)
+            if not self._live:
+                self._idle.set()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in work."""
         return not self._live
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self.admission.draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is in work."""
+        await self._idle.wait()
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a live request; False if there is none of that id."""
@@ -156,23 +200,38 @@ class EncoderService:
         return task is not None
 
     def status(self) -> dict[str, Any]:
-        """The encoder's state for people and dispatchers."""
+        """The encoder's state for people and dispatchers; names no request."""
+        admission = self.admission
         return {
             "encoder": self.name,
             "namespace": self.namespace,
-            "requests": len(self._live),
-            "items": self._items,
-            "max_items": self._max_items,
-            "recent": list(self._recent),
+            "state": "draining" if admission.draining else "ready",
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "requests": admission.live,
+            "finished": self.finished,
+            "items": admission.items,
+            "max_items": admission.max_items,
+            "bytes": admission.nbytes,
+            "max_bytes": admission.max_bytes,
+            **self.computations.status(),
         }
 
+    def recent(self) -> list[dict[str, Any]]:
+        """The last items: whose they were, what became of them, and their timings."""
+        return list(self._recent)
+
+    def _give_bytes(self, nbytes: int) -> None:
+        self.admission.give_bytes(nbytes)
+        if self.admission.nbytes < self.admission.max_bytes:
+            self._roomy.set()
+
     async def _encode_item(
-        self, request: EncodeRequest, item: EncodeItem, deadline: float
+        self, request: EncodeRequest, item: EncodeItem, deadline: float, room: Room
     ) -> ItemOutcome:
         ms: dict[str, float] = {}
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                outcome = await self._run_stages(request, item, deadline, ms)
+                outcome = await self._run_stages(request, item, deadline, room, ms)
         except asyncio.CancelledError:
             self._metrics.items.labels(item.modality, "cancelled").inc()
             raise
@@ -187,97 +246,100 @@ class EncoderService:
         return outcome
 
     async def _run_stages(
-        self, request: EncodeRequest, item: EncodeItem, deadline: float, ms: dict[str, float]
+        self,
+        request: EncodeRequest,
+        item: EncodeItem,
+        deadline: float,
+        room: Room,
+        ms: dict[str, float],
     ) -> ItemOutcome:
-        reply_to = request.reply_to
         with self._stage("acquire", ms):
-            source = MediaSource(data=item.data, url=item.url)
-            media = await self._fetcher.fetch(source, deadline)
+            media = await self._acquire(item, deadline, room)
         key = _key(self.namespace, media.digest, item)
-        embedding: torch.Tensor | None = None
+        hold = self.computations.hold(key, item.modality, media.data, request.request_id, deadline)
+        try:
+            return await self._deliver(request, item, deadline, hold, ms)
+        finally:
+            hold.release()
+            ms |= hold.ms
+
+    async def _acquire(self, item: EncodeItem, deadline: float, room: Room) -> FetchedMedia:
+        source = MediaSource(data=item.data, url=item.url)
+        try:
+            if item.data is None:
+                await self._roomy.wait()
+            media = await self._fetcher.fetch(source, deadline)
+        except EpdError as error:
+            self._metrics.fetch_failures.labels(error.code).inc()
+            raise
+        if item.data is None:
+            room.note(len(media.data))
+            if self.admission.nbytes >= self.admission.max_bytes:
+                self._roomy.clear()
+        return media
+
+    async def _deliver(
+        self,
+        request: EncodeRequest,
+        item: EncodeItem,
+        deadline: float,
+        hold: Hold,
+        ms: dict[str, float],
+    ) -> ItemOutcome:
+        layout = await hold.layout()
+        endpoint, ticket = request.reply_to.endpoint, request.reply_to.ticket
+        nbytes = spec_bytes(layout.embedding)
         renewal = False
         # Again when a grant was lost on the way: the receiver had given us up.
         while True:
-            async with AsyncExitStack() as offering:
-                async with self._entered("wait", self._ahead, ms):
-                    if embedding is None:
-                        prepared = await self._prepare(item, media.data, ms)
-                        layout = prepared.layout
-                    offer = Offer(
-                        reply_to.ticket,
-                        item.item,
-                        key,
-                        layout,
-                        spec_bytes(layout.embedding),
-                        renewal=renewal,
-                    )
-                    offered = await offering.enter_async_context(
-                        self._sender.offer(reply_to.endpoint, offer)
-                    )
-                    if embedding is None:
-                        embedding = await self._forward(prepared, offered, ms)
-                        del prepared
-                keeps = embedding is not None and offered.granted is None
-                if keeps and self._kept >= _PREPARED_AHEAD:
-                    # The receiver is slow to answer: made again once it has granted.
-                    embedding, keeps = None, False
-                self._kept += keeps
-                try:
-                    with self._stage("grant", ms):
-                        decision = await offered.decided
-                finally:
-                    self._kept -= keeps
+            offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
+            async with self._sender.offer(endpoint, offer) as offered:
+                decision = await self._decision(hold, offered, ms)
                 if isinstance(decision, Decline):
                     return ItemOutcome(
-                        item.item, "declined", decision.reason, ms=ms, layout=layout, key=key
+                        item.item,
+                        "declined",
+                        decision.reason,
+                        ms=ms,
+                        layout=layout,
+                        key=hold.key,
+                        source=hold.source,
                     )
-                if embedding is None:
-                    # It waited for memory there, and held none here meanwhile.
-                    async with self._entered("wait", self._ahead, ms):
-                        prepared = await self._prepare(item, media.data, ms)
-                        embedding = await self._forward(prepared, None, ms)
-                        del prepared
-                assert embedding is not None
+                hold.want(True)
+                embedding = await hold.embedding()
                 try:
                     with self._stage("deliver", ms):
                         landing = await self._sender.deliver(
-                            reply_to.endpoint, decision, embedding, deadline - time.monotonic()
+                            endpoint, decision, embedding, deadline - time.monotonic()
                         )
                 except GrantLostError:
                     logger.info("Offering %s of %s again", item.label, request.request_id)
                     renewal = True
                     continue
-            self._metrics.bytes_delivered.labels(landing).inc(offer.nbytes)
+            self._metrics.bytes_delivered.labels(landing).inc(nbytes)
             return ItemOutcome(
-                item.item, "delivered", tokens=layout.tokens, ms=ms, layout=layout, key=key
+                item.item,
+                "delivered",
+                tokens=layout.tokens,
+                ms=ms,
+                layout=layout,
+                key=hold.key,
+                source=hold.source,
             )
 
-    async def _prepare(self, item: EncodeItem, data: bytes, ms: dict[str, float]) -> Prepared:
-        with self._stage("preprocess", ms):
-            return await self._tower.prepare(item.modality, data)
-
-    async def _forward(
-        self, prepared: Prepared, offered: Offered | None, ms: dict[str, float]
-    ) -> torch.Tensor | None:
-        """Run the tower, unless the receiver said meanwhile that it is no use now."""
-        async with self._entered("queue", self._turn, ms):
-            if offered is not None and offered.answered.done() and offered.granted is None:
-                return None
-            with self._stage("forward", ms):
-                (embedding,) = await self._tower.forward([prepared])
-                return embedding
-
-    @asynccontextmanager
-    async def _entered(
-        self, name: str, gate: asyncio.Lock | asyncio.Semaphore, ms: dict[str, float]
-    ) -> AsyncIterator[None]:
-        """Hold `gate`; the time it took to get in counts as stage `name`."""
-        with self._stage(name, ms):
-            await gate.acquire()
-        try:
-            yield
-        finally:
-            gate.release()
+    async def _decision(
+        self, hold: Hold, offered: Offered, ms: dict[str, float]
+    ) -> Granted | Decline:
+        """Wait for the grant, with the embedding in the making as long as it may be of use."""
+        signs: list[asyncio.Future[Any]] = [hold.made, offered.answered]
+        await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        if hold.made.done():
+            hold.made.result()
+        if offered.granted is None:
+            # The receiver is slow to answer, or has no memory now.
+            hold.want(False)
+        with self._stage("grant", ms):
+            return await offered.decided
 
     @contextmanager
     def _stage(self, name: str, ms: dict[str, float]) -> Iterator[None]:
@@ -301,6 +363,7 @@ class EncoderService:
                 "encoder": self.name,
                 "state": outcome.state,
                 "code": outcome.code,
+                "source": outcome.source,
                 "tokens": outcome.tokens,
                 "ms": outcome.ms,
             }

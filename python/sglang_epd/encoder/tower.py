@@ -65,8 +65,8 @@ class Tower(Protocol):
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Run a batch of one group; each item's embedding [tokens, width] on the host.
 
-        No embedding shares memory with another. A call that is cancelled runs on to its
-        end; the next one waits for it.
+        No embedding shares memory with another. The items are the tower's no more when
+        it returns; when it raises, they may be run again, and have to be discarded.
 
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.
@@ -75,4 +75,4 @@ class Tower(Protocol):
         """
 
     def discard(self, prepared: Prepared) -> None:
-        """Forget an item that was prepared here and will not be run."""
+        """Forget an item that was prepared here and will not be run again."""

@@ -24,10 +24,6 @@ def check(_result: None, server_args: Any) -> None:
     args = resolving_view(server_args)
     if not (args.encoder_only or args.language_only):
         return
-    if args.enable_prefix_mm_cache:
-        raise ConfigError(
-            f"--enable-prefix-mm-cache has no effect in this version of sglang-epd; {_RIVAL}"
-        )
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:
         limits |= {"--tp-size": args.tp_size, "--dp-size": args.dp_size}

@@ -89,6 +89,8 @@ class ItemOutcome(msgspec.Struct, frozen=True):
         ms: milliseconds spent in each stage.
         layout, key: what the item was found to be, where that is known; None and
             empty where it is not, as from encoders before minor version 1.
+        source: how the embedding came about: "computed", "cached" or "coalesced" with
+            another request's; empty where none did.
     """
 
     item: int
@@ -99,6 +101,7 @@ class ItemOutcome(msgspec.Struct, frozen=True):
     ms: dict[str, float] = {}
     layout: Layout | None = None
     key: bytes = b""
+    source: str = ""
 
 
 class EncodeReply(msgspec.Struct, frozen=True):
@@ -153,13 +156,13 @@ def encode_body(body: msgspec.Struct) -> bytes:
     return seal(_ENCODER.encode(body))
 
 
-def decode_body(data: bytes, kind: type[T], max_bytes: int) -> T:
+def decode_body(data: bytes | bytearray, kind: type[T], max_bytes: int) -> T:
     """Decode a body as `kind`.
 
     Raises:
         ProtocolError: not a well-formed `kind` of this major version.
     """
-    view = open_envelope(data, max_bytes)
+    view = open_envelope(memoryview(data), max_bytes)
     try:
         return msgspec.msgpack.decode(view, type=kind)
     except MALFORMED as error:

@@ -1,0 +1,165 @@
+"""Embeddings by key: pinned while somebody uses them, kept by last use after that.
+
+A key names everything that an embedding depends on (`encoder.service`), so an entry is
+never stale. What is pinned stays whatever it takes; what is idle goes, least recently
+used first, as soon as all of it together is over the capacity. So a capacity of 0 still
+lets those who want one embedding at the same time share it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_epd.wire import Layout
+
+
+@dataclass(eq=False)
+class Entry:
+    """An embedding [tokens, width] on the host, with its layout.
+
+    Attributes:
+        pins: how many use it; changed by the cache alone.
+        uses: how many have been given it.
+    """
+
+    key: bytes
+    layout: Layout
+    embedding: torch.Tensor = field(repr=False)
+    nbytes: int
+    pins: int = 0
+    uses: int = 0
+
+
+class EmbeddingCache:
+    """A byte-bounded LRU cache with pins.
+
+    Args:
+        capacity_bytes: what idle and pinned entries may take together before idle ones
+            are evicted; 0 keeps nothing that is idle.
+        on_evict: told of each entry that is evicted for room.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, on_evict: Callable[[Entry], None] = lambda _entry: None
+    ) -> None:
+        if capacity_bytes < 0:
+            raise ValueError("capacity_bytes must not be negative")
+        self.capacity_bytes = capacity_bytes
+        self._on_evict = on_evict
+        self._entries: dict[bytes, Entry] = {}
+        self._idle: OrderedDict[bytes, Entry] = OrderedDict()
+        # Pinned, but not to be found any more: they were dropped while in use.
+        self._dropped: set[Entry] = set()
+        self._bytes = 0
+        self._idle_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def nbytes(self) -> int:
+        """All that is held, idle, pinned or dropped but still in use."""
+        return self._bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._bytes - self._idle_bytes
+
+    def entries(self) -> Iterator[Entry]:
+        """Those that may be found; idle ones last, the next to be evicted first of them."""
+        yield from (entry for entry in self._entries.values() if entry.pins)
+        yield from self._idle.values()
+
+    def find(self, key: bytes) -> Entry | None:
+        """The entry of `key`, pinned once more; the caller releases it."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._pin(entry)
+        return entry
+
+    def add(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> Entry:
+        """Keep a new embedding; the entry is pinned once, and the caller releases it.
+
+        Raises:
+            ValueError: the key is there already.
+        """
+        if key in self._entries:
+            raise ValueError("an embedding of that key is there already")
+        nbytes = embedding.numel() * embedding.element_size()
+        entry = self._entries[key] = Entry(key, layout, embedding, nbytes, pins=1, uses=1)
+        self._bytes += nbytes
+        self._make_room()
+        return entry
+
+    def release(self, entry: Entry) -> None:
+        """Undo one pin.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if entry.pins < 1:
+            raise ValueError("released more often than pinned")
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if entry in self._dropped:
+            self._dropped.remove(entry)
+            self._bytes -= entry.nbytes
+            return
+        self._idle[entry.key] = entry
+        self._idle_bytes += entry.nbytes
+        self._make_room()
+
+    def drop(self, key: bytes) -> bool:
+        """Forget one entry, once nobody uses it; False if there is none."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        if entry.pins:
+            self._dropped.add(entry)
+        else:
+            self._forget_idle(entry)
+        return True
+
+    def clear(self) -> int:
+        """Forget all entries; how many there were."""
+        keys = list(self._entries)
+        for key in keys:
+            self.drop(key)
+        return len(keys)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the bookkeeping contradicts itself."""
+        held = [*self._entries.values(), *self._dropped]
+        assert self._bytes == sum(entry.nbytes for entry in held)
+        assert self._idle_bytes == sum(entry.nbytes for entry in self._idle.values())
+        assert all(entry.pins > 0 for entry in self._dropped)
+        assert self._idle.keys() == {key for key, e in self._entries.items() if not e.pins}
+        assert all(key == entry.key for key, entry in self._entries.items())
+        assert not self._idle or self._bytes <= self.capacity_bytes
+
+    def _pin(self, entry: Entry) -> None:
+        if not entry.pins:
+            del self._idle[entry.key]
+            self._idle_bytes -= entry.nbytes
+        entry.pins += 1
+        entry.uses += 1
+
+    def _make_room(self) -> None:
+        while self._idle and self._bytes > self.capacity_bytes:
+            entry = next(iter(self._idle.values()))
+            del self._entries[entry.key]
+            self._forget_idle(entry)
+            self._on_evict(entry)
+
+    def _forget_idle(self, entry: Entry) -> None:
+        del self._idle[entry.key]
+        self._idle_bytes -= entry.nbytes
+        self._bytes -= entry.nbytes

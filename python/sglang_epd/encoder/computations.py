@@ -1,0 +1,554 @@
+"""Makes each embedding once, for all who ask for it at the same time, and remembers it.
+
+An asker gets a `Hold` on the embedding of a key. Behind it is an entry of the cache, or
+one piece of `work` that all askers of the key share.
+
+Work ends at the next state boundary once nobody holds it. Preparing and running overlap:
+each tower has a queue of what is ready, filled as far as one batch ahead. Who goes next
+is decided by `scheduling`; what is kept, by `cache`. Owns neither media nor sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_epd.cache import EmbeddingCache, Entry
+from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.tower import Tower, TowerLostError
+from sglang_epd.encoder.work import Lane, State, Work
+from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.wire import Layout
+from sglang_epd.wire.tensors import spec_bytes
+
+logger = logging.getLogger(__name__)
+
+# Embeddings that may be kept for askers who cannot use them yet, on top of the cache.
+_KEPT_BYTES = 64 << 20
+# An item that was there each time a tower was lost is not tried again.
+_MAX_LOSSES = 2
+_LOOK_AGAIN_S = 0.2
+_ONE = Bounds(patches=1, items=1)
+_UTILISATION_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on what is in work.
+
+    Attributes:
+        batch: on one forward pass.
+        staged_bytes: embeddings in use or being made; past it no batch is begun.
+    """
+
+    batch: Bounds
+    staged_bytes: int = 1 << 30
+
+
+class Hold:
+    """One asker's interest in an embedding; made by `Computations.hold`.
+
+    Attributes:
+        key: of the embedding.
+        source: how it comes about: "cached", "coalesced" (with another asker) or
+            "computed".
+        ms: milliseconds that it spent in each stage.
+    """
+
+    def __init__(
+        self, computations: Computations, key: bytes, modality: str, data: bytes, job: Job
+    ) -> None:
+        self._computations = computations
+        self.key = key
+        self._modality = modality
+        self._data = data
+        self._job = job
+        self._wanted = True
+        self._over = False
+        self._layout: Layout | None = None
+        self._work: Work | None = None
+        self._entry: Entry | None = None
+        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.source = "computed"
+        self.ms: dict[str, float] = {}
+
+    async def layout(self) -> Layout:
+        """The embedding's layout, as soon as it is known.
+
+        Raises:
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._known)
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def made(self) -> asyncio.Future[None]:
+        """Done when the embedding is there, or will not be."""
+        return self._done
+
+    async def embedding(self) -> torch.Tensor:
+        """The embedding [tokens, width]; stays until the hold is released or unwanted.
+
+        Raises:
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._done)
+        assert self._entry is not None
+        return self._entry.embedding
+
+    def want(self, wanted: bool) -> None:
+        """Say whether the embedding is of use now.
+
+        Nothing is run for askers who do not want it now, and what they hold may go where
+        memory is short; it is made again when one wants it again.
+        """
+        if wanted != self._wanted and not self._over:
+            self._wanted = wanted
+            self._computations._want(self)
+
+    def release(self) -> None:
+        """Give the interest up; may be called again."""
+        if not self._over:
+            self._over = True
+            self._computations._release(self)
+
+
+class Computations:
+    """The stages between an item's bytes and its embedding.
+
+    Args:
+        towers: what prepares and runs; at least one.
+        cache: of embeddings.
+        metrics: counts what happens.
+        limits: see there.
+    """
+
+    def __init__(
+        self,
+        towers: Sequence[Tower],
+        cache: EmbeddingCache,
+        metrics: EncoderMetrics,
+        limits: Limits,
+    ) -> None:
+        if not towers:
+            raise ValueError("there is no tower")
+        self.cache = cache
+        self._metrics = metrics
+        self._limits = limits
+        self._lanes = [Lane(tower) for tower in towers]
+        self._waiting = FairQueue()
+        self._works: dict[bytes, Work] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Pinned for askers who do not want them now.
+        self._kept_bytes = 0
+        self._running_bytes = 0
+        self._look_again: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._busy: deque[tuple[float, float]] = deque()
+        self._busy_s = 0.0
+
+    def hold(self, key: bytes, modality: str, data: bytes, owner: str, deadline: float) -> Hold:
+        """Ask for an embedding.
+
+        Args:
+            key: names it; equal keys are of equal content, options and model.
+            data: the encoded media.
+            owner: whose turn it is taken in.
+            deadline: in seconds of `time.monotonic()`; nothing is begun after it.
+        """
+        hold = Hold(self, key, modality, data, Job(owner, len(data), deadline))
+        self._attach(hold)
+        self._metrics.lookups.labels(hold.source).inc()
+        self._pump()
+        return hold
+
+    def status(self) -> dict[str, Any]:
+        """Queues, rates and the cache, for people and dispatchers."""
+        states = dict.fromkeys(("waiting", "preparing", "ready", "running", "dormant"), 0)
+        for work in self._works.values():
+            states[work.state.value] += 1
+        cache = self.cache
+        return {
+            "queue": states,
+            "patches_queued": self._patches(),
+            "patches_per_s": round(sum(lane.rate for lane in self._lanes), 1),
+            "wait_s": round(self.expected_wait_s(), 3),
+            "utilisation": round(self.utilisation(), 3),
+            "towers": [
+                {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
+            ],
+            "cache": {
+                "entries": len(cache),
+                "bytes": cache.nbytes,
+                "pinned_bytes": cache.pinned_bytes,
+                "capacity_bytes": cache.capacity_bytes,
+            },
+        }
+
+    def expected_wait_s(self) -> float:
+        """How long something new would wait, as far as is known; 0 where it is not."""
+        rate = sum(lane.rate for lane in self._lanes)
+        return self._patches() / rate if rate > 0 else 0.0
+
+    def utilisation(self) -> float:
+        """Share of the last minute in which towers ran, 0 to 1."""
+        now = time.monotonic()
+        while self._busy and self._busy[0][1] < now - _UTILISATION_S:
+            self._busy.popleft()
+        busy_s = sum(end - max(begin, now - _UTILISATION_S) for begin, end in self._busy)
+        return min(busy_s / (_UTILISATION_S * len(self._lanes)), 1.0)
+
+    async def close(self) -> None:
+        """Fail what is in work and wait until the towers have let go of it."""
+        self._closed = True
+        if self._look_again is not None:
+            self._look_again.cancel()
+        for work in list(self._works.values()):
+            if work.state not in (State.PREPARING, State.RUNNING):
+                self._fail(work, UnavailableError("this encoder is shutting down"))
+        await asyncio.gather(*self._tasks)
+
+    # Askers
+
+    def _attach(self, hold: Hold) -> None:
+        entry = self.cache.find(hold.key)
+        if entry is not None:
+            hold.source = "cached"
+            self._give(hold, entry)
+            return
+        work = self._works.get(hold.key)
+        if work is None:
+            # It takes its place in the asker's turn; kept apart, as the asker may go.
+            job = Job(hold._job.owner, hold._job.cost, hold._job.deadline)
+            work = job.content = Work(hold.key, hold._modality, hold._data, job)
+            work.since = time.perf_counter()
+            self._works[hold.key] = work
+            self._waiting.push(job)
+        else:
+            hold.source = "coalesced"
+            work.job.deadline = max(work.job.deadline, hold._job.deadline)
+        hold._work = work
+        work.holds.append(hold)
+        self._consider(work)
+        if work.prepared is not None:
+            self._show(hold, work.prepared.layout)
+
+    def _want(self, hold: Hold) -> None:
+        if hold._work is not None:
+            self._consider(hold._work)
+        elif hold._entry is not None:
+            if hold._wanted:
+                self._kept_bytes -= hold._entry.nbytes
+            elif self._kept_bytes + hold._entry.nbytes <= _KEPT_BYTES:
+                self._kept_bytes += hold._entry.nbytes
+            else:
+                self.cache.release(hold._entry)
+                hold._entry = None
+        elif hold._wanted and not (hold._done.done() and hold._done.exception()):
+            hold._done = asyncio.get_running_loop().create_future()
+            self._attach(hold)
+        self._pump()
+
+    def _release(self, hold: Hold) -> None:
+        work, entry = hold._work, hold._entry
+        hold._work = hold._entry = None
+        if entry is not None:
+            if not hold._wanted:
+                self._kept_bytes -= entry.nbytes
+            self.cache.release(entry)
+        elif work is not None:
+            work.holds.remove(hold)
+            if work.holds:
+                work.job.deadline = max(other._job.deadline for other in work.holds)
+                self._consider(work)
+            elif work.state not in (State.PREPARING, State.RUNNING):
+                self._end(work, State.FAILED)
+        self._pump()
+
+    def _consider(self, work: Work) -> None:
+        """Act upon whether anybody wants it now."""
+        work.job.parked = not work.wanted
+        if work.wanted and work.state is State.DORMANT:
+            work.enter(State.WAITING)
+            self._waiting.push(work.job)
+
+    @staticmethod
+    def _show(hold: Hold, layout: Layout) -> None:
+        hold._layout = layout
+        if not hold._known.done():
+            hold._known.set_result(None)
+
+    def _give(self, hold: Hold, entry: Entry) -> None:
+        """An entry that is pinned for this hold."""
+        hold._work, hold._entry = None, entry
+        self._show(hold, entry.layout)
+        if not hold._done.done():
+            hold._done.set_result(None)
+        if not hold._wanted:
+            self._kept_bytes += entry.nbytes
+            if self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= entry.nbytes
+                self.cache.release(entry)
+                hold._entry = None
+
+    # Stages
+
+    def _pump(self) -> None:
+        """Begin whatever may be begun now."""
+        if self._closed:
+            return
+        now = time.monotonic()
+        for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
+            for job in queue.take_expired(now):
+                self._fail(job.content, DeadlineError("the request's deadline passed"))
+        for lane in self._lanes:
+            if not lane.tower.alive:
+                self._take_back(lane)
+            elif not lane.running:
+                self._begin_running(lane, now)
+        while any(not job.parked for job in self._waiting):
+            preparer = self._preparer()
+            if preparer is None:
+                break
+            (job,) = self._waiting.take(now, _ONE, 0.0, float("inf"))
+            work: Work = job.content
+            work.enter(State.PREPARING)
+            preparer.preparing += 1
+            self._spawn(self._prepare(work, preparer))
+        if self._works and not all(lane.tower.alive for lane in self._lanes):
+            self._pump_later()
+        self._metrics.patches_queued.set(self._patches())
+        self._metrics.items_queued.set(len(self._works))
+
+    def _pump_later(self) -> None:
+        """Nobody says when a tower that was lost is back."""
+        if self._look_again is None:
+
+            def look() -> None:
+                self._look_again = None
+                self._pump()
+
+            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
+
+    def _preparer(self) -> Lane | None:
+        """The lane that is to prepare next, if any has room for more."""
+        able = [
+            lane
+            for lane in self._lanes
+            if lane.tower.alive and lane.preparing < lane.tower.preparers and self._has_room(lane)
+        ]
+        return min(able, key=lambda lane: lane.patches, default=None)
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether less than a batch is on its way; unwanted pixels make room."""
+        batch = self._limits.batch
+
+        def full() -> bool:
+            items = len(lane.ready) + lane.preparing
+            patches = lane.ready.cost + lane.preparing * lane.typical
+            return items >= batch.items or patches >= batch.patches
+
+        while full():
+            parked = next((job for job in lane.ready if job.parked), None)
+            if parked is None:
+                return False
+            lane.ready.remove(parked)
+            work: Work = parked.content
+            self._discard(work)
+            work.enter(State.DORMANT)
+        return True
+
+    async def _prepare(self, work: Work, lane: Lane) -> None:
+        try:
+            prepared = await lane.tower.prepare(work.modality, work.data)
+        except TowerLostError:
+            self._lost(work)
+            return
+        except Exception as error:
+            self._fail(work, _said(error, work))
+            return
+        finally:
+            lane.preparing -= 1
+        work.lane, work.prepared = lane, prepared
+        lane.typical += 0.2 * (prepared.patches - lane.typical)
+        if not work.holds:
+            self._end(work, State.FAILED)
+            return
+        for hold in work.holds:
+            self._show(hold, prepared.layout)
+        old = work.job
+        work.job = Job(
+            old.owner,
+            max(prepared.patches, 1),
+            old.deadline,
+            spec_bytes(prepared.layout.embedding),
+            prepared.group,
+            alone=work.losses > 0,
+            content=work,
+        )
+        work.enter(State.READY)
+        lane.ready.push(work.job)
+        self._consider(work)
+
+    def _begin_running(self, lane: Lane, now: float) -> None:
+        in_use = self.cache.pinned_bytes + self._running_bytes
+        room = self._limits.staged_bytes - in_use if in_use else float("inf")
+        jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
+        if jobs:
+            works: list[Work] = [job.content for job in jobs]
+            for work in works:
+                work.enter(State.RUNNING)
+            lane.running = works
+            self._running_bytes += sum(job.nbytes for job in jobs)
+            self._spawn(self._run(lane, works))
+
+    async def _run(self, lane: Lane, works: list[Work]) -> None:
+        nbytes = sum(work.job.nbytes for work in works)
+        try:
+            await self._run_batch(lane, works)
+        except TowerLostError:
+            for work in works:
+                if work.state is State.RUNNING:
+                    self._lost(work)
+        finally:
+            lane.running = []
+            self._running_bytes -= nbytes
+
+    async def _run_batch(self, lane: Lane, works: list[Work]) -> None:
+        """Run a batch; one that fails is run again in halves, so that the bad item fails alone."""
+        batch = [work.prepared for work in works]
+        began = time.monotonic()
+        try:
+            embeddings = await lane.tower.forward([one for one in batch if one is not None])
+        except TowerLostError:
+            raise
+        except Exception as error:
+            self._note_busy(began)
+            if len(works) == 1:
+                self._fail(works[0], _said(error, works[0]))
+                return
+            logger.warning("A batch of %d failed, running it in halves: %s", len(works), error)
+            self._metrics.batch_splits.inc()
+            middle = len(works) // 2
+            del error, batch
+            for half in (works[:middle], works[middle:]):
+                still = [work for work in half if work.holds]
+                for work in half:
+                    if not work.holds:
+                        self._end(work, State.FAILED)
+                if still:
+                    await self._run_batch(lane, still)
+            return
+        elapsed_s = self._note_busy(began)
+        patches = sum(work.job.cost for work in works)
+        self._metrics.batch_patches.observe(patches)
+        self._metrics.batch_items.observe(len(works))
+        if elapsed_s > 0:
+            rate = patches / elapsed_s
+            lane.rate += (rate - lane.rate) * (0.2 if lane.rate else 1.0)
+        while works:
+            self._finish(works.pop(0), embeddings.pop(0))
+
+    def _note_busy(self, began: float) -> float:
+        ended = time.monotonic()
+        self._busy.append((began, ended))
+        while self._busy[0][1] < ended - _UTILISATION_S:
+            self._busy.popleft()
+        self._metrics.busy_seconds.inc(ended - began)
+        return ended - began
+
+    def _finish(self, work: Work, embedding: torch.Tensor) -> None:
+        assert work.prepared is not None
+        layout, work.prepared = work.prepared.layout, None
+        holds = work.holds
+        work.holds = []
+        self._end(work, State.DONE)
+        entry = self.cache.add(work.key, layout, embedding)
+        for hold in holds:
+            if hold.source == "computed":
+                hold.ms.update(work.ms)
+            pinned = self.cache.find(work.key)
+            assert pinned is entry
+            self._give(hold, entry)
+        self.cache.release(entry)
+        for stage, ms in work.ms.items():
+            self._metrics.stage_seconds.labels(stage).observe(ms / 1e3)
+
+    def _take_back(self, lane: Lane) -> None:
+        """What was ready on a tower that is gone begins again elsewhere."""
+        for job in list(lane.ready):
+            lane.ready.remove(job)
+            work: Work = job.content
+            work.prepared, work.lane = None, None
+            work.enter(State.WAITING)
+            self._waiting.push(job)
+
+    def _lost(self, work: Work) -> None:
+        """Its tower is gone: from the beginning, alone, and not for ever."""
+        work.losses += 1
+        work.prepared, work.lane = None, None
+        self._metrics.lost.inc()
+        if work.losses > _MAX_LOSSES or not work.holds or self._closed:
+            self._fail(work, EncodeError("the encoder's worker process died on this item"))
+            return
+        work.enter(State.WAITING)
+        self._waiting.push(work.job)
+
+    def _fail(self, work: Work, error: EpdError) -> None:
+        holds = work.holds
+        work.holds = []
+        self._end(work, State.FAILED)
+        for hold in holds:
+            hold._work = None
+            # An exception of its own for each: one that is kept keeps the frames it
+            # went through, and what they hold.
+            for future in (hold._known, hold._done):
+                if not future.done():
+                    future.set_exception(type(error)(error.message))
+                    future.exception()
+
+    def _end(self, work: Work, state: State) -> None:
+        for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
+            if work.job in queue:
+                queue.remove(work.job)
+        self._discard(work)
+        work.enter(state)
+        del self._works[work.key]
+
+    def _discard(self, work: Work) -> None:
+        if work.prepared is not None and work.lane is not None:
+            work.lane.tower.discard(work.prepared)
+            work.prepared = None
+
+    def _patches(self) -> int:
+        typical = max(lane.typical for lane in self._lanes)
+        return int(sum(lane.patches for lane in self._lanes) + len(self._waiting) * typical)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._step_done)
+
+    def _step_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("An encoder stage failed", exc_info=task.exception())
+        self._pump()
+
+
+def _said(error: Exception, work: Work) -> EpdError:
+    """What the askers are told; what is not ours to tell goes to the log."""
+    if isinstance(error, EpdError):
+        return error
+    logger.error("An item of %s failed", work.job.owner, exc_info=error)
+    return EncodeError("the encoder failed on this item")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import requests
@@ -40,3 +43,29 @@ def test_a_bad_image_is_that_requests_error(
     assert 400 <= bad.status_code < 500, bad.text
     router.answer(user(good))
     topology.check_alive()
+
+
+def test_an_encoder_told_to_stop_finishes_what_it_has(
+    machine: Machine, photographs: list[Image.Image]
+) -> None:
+    """The last test of these servers: there is one encoder afterwards."""
+    messages = two(photographs)
+    expected = machine.reference("tiny-qwen2_5-vl", messages, TOKENS)
+    topology = machine.use("two_of_each")
+    router = Client(topology.urls["router"])
+    leaving = topology.servers["encoder@2"]
+    status = f"{topology.urls['encoder@2']}/v1/status"
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(router.generation, *messages) for _ in range(12)]
+        end = time.monotonic() + 60
+        while not requests.get(status, timeout=20).json()["items"]:
+            assert time.monotonic() < end, "the encoder was asked for nothing"
+        os.kill(leaving.pid, signal.SIGTERM)
+        assert max(one.result().distance(expected) for one in answers) < TOLERANCE
+    while leaving.running:
+        assert time.monotonic() < end, leaving.tail()
+        time.sleep(0.1)
+    log = leaving.log_path.read_text()
+    assert "Draining: " in log
+    assert "given up" not in log
+    assert router.generation(*messages).distance(expected) < TOLERANCE

@@ -28,7 +28,8 @@ def message(photographs: list[Image.Image]) -> dict:
 
 def _used(topology: Topology, name: str) -> int:
     """How many items an encoder has delivered."""
-    status = requests.get(f"{topology.urls[name]}/v1/status", timeout=10).json()
+    url, headers = f"{topology.urls[name]}/v1/status", {"Authorization": f"Bearer {TOKEN}"}
+    status = requests.get(url, headers=headers, timeout=10).json()
     return sum(item["state"] == "delivered" for item in status["recent"])
 
 

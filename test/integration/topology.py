@@ -59,7 +59,9 @@ class Topology:
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             self.ports[f"{role} bootstrap"] = free_port()
         for role in self.roles:
-            env = {**os.environ, **_NO_IMAGE_CACHE, **_LOOPBACK_MEDIA, **self.env}
+            encoder = role.startswith(("encoder", "registering"))
+            cache = {} if encoder else _NO_IMAGE_CACHE
+            env = {**os.environ, **cache, **_LOOPBACK_MEDIA, **self.env}
             self.servers[role] = ServerProcess(
                 role,
                 self.command(role, path),
@@ -143,6 +145,7 @@ _TINY = "tiny-qwen2_5-vl"
 _FULL = ("encoder", "language", "colocated", "prefill", "decode", "router")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
+_CACHE = "--enable-prefix-mm-cache"
 
 
 def _backend(name: str) -> dict[str, str]:
@@ -151,8 +154,13 @@ def _backend(name: str) -> dict[str, str]:
 
 
 TOPOLOGIES = {
-    "qwen2_5": lambda: Topology(_TINY, _FULL, flags={"language": "--enable-metrics"}),
-    "qwen3": lambda: Topology("tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}),
+    # In both, what one entry had encoded the other finds in the encoder's cache.
+    "qwen2_5": lambda: Topology(
+        _TINY, _FULL, flags={"language": "--enable-metrics", "encoder": _CACHE}
+    ),
+    "qwen3": lambda: Topology(
+        "tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}, {"encoder": _CACHE}
+    ),
     "zmq_to_tokenizer": lambda: Topology(
         _TINY, ("language", *_APART), flags=_backend("zmq_to_tokenizer")
     ),

@@ -49,7 +49,18 @@ class ConfigError(EpdError, ValueError):
 
 
 class MediaError(EpdError):
+    """The user's media is at fault.
+
+    Attributes:
+        reason: of a bounded set, for metrics: what went wrong while it was fetched
+            ("dns", "connect", "timeout", "http_4xx", ...); empty where it was not.
+    """
+
     status = 400
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class MediaForbiddenError(MediaError):

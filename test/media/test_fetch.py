@@ -421,6 +421,38 @@ async def test_a_full_fetcher_waits_inside_the_deadline(serve: Serve) -> None:
             await waiting
 
 
+async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
+    url = await serve(give_body)
+    async with (
+        raw_server(hang) as slow,
+        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=4, per_host=2) as fetcher,
+    ):
+        waiting = [
+            asyncio.create_task(fetcher.fetch(MediaSource(url=f"{slow}/{n}"), in_seconds(5)))
+            for n in range(6)
+        ]
+        await asyncio.sleep(0.05)
+        media = await fetcher.fetch(MediaSource(url=url), in_seconds(0.2))
+        assert media.data == BODY
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [getattr(result, "reason", None) for result in results] == ["timeout"] * 6
+        assert not fetcher._hosts
+
+
+async def test_a_failure_has_a_reason(serve: Serve) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=int(request.path[1:]))
+
+    url = await serve(refuse)
+    for path, reason in (("404", "http_4xx"), ("503", "http_5xx"), ("200", "empty")):
+        with pytest.raises(MediaError) as caught:
+            await fetch(f"{url}/{path}", local_limits())
+        assert caught.value.reason == reason
+    with pytest.raises(MediaError) as caught:
+        await fetch("http://127.0.0.1:1", local_limits())
+    assert caught.value.reason == "connect"
+
+
 async def test_a_cancelled_fetch_closes_its_connection() -> None:
     closed = asyncio.Event()
 

@@ -270,7 +270,8 @@ class EncoderService:
                 await self._roomy.wait()
             media = await self._fetcher.fetch(source, deadline)
         except EpdError as error:
-            self._metrics.fetch_failures.labels(error.code).inc()
+            reason = getattr(error, "reason", "") or error.code
+            self._metrics.fetch_failures.labels(reason).inc()
             raise
         if item.data is None:
             room.note(len(media.data))

@@ -12,9 +12,12 @@ import asyncio
 import socket
 import time
 import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -64,6 +67,7 @@ class MediaFetcher:
     Args:
         limits: what may be read.
         concurrency: fetches at a time; further ones wait inside their deadline.
+        per_host: of these, fetches from one host, so that a slow one delays its own.
         resolver: looks host names up, instead of the system's resolver; closed with
             the fetcher.
     """
@@ -72,16 +76,20 @@ class MediaFetcher:
         self,
         limits: MediaLimits,
         *,
-        concurrency: int = 64,
+        concurrency: int = 128,
+        per_host: int = 32,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        if concurrency < 1:
+        if concurrency < 1 or per_host < 1:
             raise ValueError("concurrency must be positive")
         self._limits = limits
         self._policy = AddressPolicy(limits.allowed_networks)
         self._domains = tuple(map(_canonical_host, limits.allowed_domains))
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
+        self._per_host = per_host
+        # Of hosts that are being read from, with how many want to.
+        self._hosts: dict[str, tuple[asyncio.Semaphore, int]] = {}
         self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
 
@@ -138,16 +146,32 @@ class MediaFetcher:
                 if source.url is None:
                     data = self._check_inline(source)
                 else:
-                    async with self._slots:
+                    async with self._slot_of_host(source.url), self._slots:
                         data = await self._read_in_time(source)
                 return FetchedMedia(data, await _digest(data), source)
         except TimeoutError:
             raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
 
+    @asynccontextmanager
+    async def _slot_of_host(self, url: str) -> AsyncIterator[None]:
+        try:
+            host = urlsplit(url).netloc.rpartition("@")[2].lower()
+        except ValueError:  # what is wrong with it is said where it is read
+            host = ""
+        slots, users = self._hosts.get(host) or (asyncio.Semaphore(self._per_host), 0)
+        self._hosts[host] = slots, users + 1
+        try:
+            async with slots:
+                yield
+        finally:
+            slots, users = self._hosts.pop(host)
+            if users > 1:
+                self._hosts[host] = slots, users - 1
+
     def _check_inline(self, source: MediaSource) -> bytes:
         data = source.data or b""
         if not data:
-            raise MediaError("the media is empty")
+            raise MediaError("the media is empty", reason="empty")
         if len(data) > self._limits.max_bytes:
             raise self._too_large(f"inline media of {len(data)} bytes")
         return data
@@ -159,9 +183,11 @@ class MediaFetcher:
             async with asyncio.timeout(limit_s):
                 data = await self._read(source.url or "")
         except TimeoutError:
-            raise MediaError(f"{display(source)} took longer than {limit_s:g} s") from None
+            raise MediaError(
+                f"{display(source)} took longer than {limit_s:g} s", reason="timeout"
+            ) from None
         if not data:
-            raise MediaError(f"{display(source)} is empty")
+            raise MediaError(f"{display(source)} is empty", reason="empty")
         return data
 
     async def _read(self, url: str) -> bytes:
@@ -180,14 +206,20 @@ class MediaFetcher:
                         url = _redirect_target(url, response)
                         continue
                     if not 200 <= response.status < 300:
-                        raise MediaError(f"HTTP {response.status} from {host}")
+                        raise MediaError(
+                            f"HTTP {response.status} from {host}",
+                            reason="http_5xx" if response.status >= 500 else "http_4xx",
+                        )
                     body = await self._read_body(response, host)
                     encoding = response.headers.get("Content-Encoding", "").strip().lower()
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # ValueError: a header or an address that cannot be parsed.
                 raise _network_error(host, error) from error
             return await self._unpack(body, encoding, host)
-        raise MediaError(f"more than {self._limits.max_redirects} redirects, the last to {host}")
+        raise MediaError(
+            f"more than {self._limits.max_redirects} redirects, the last to {host}",
+            reason="redirects",
+        )
 
     def _check_url(self, url: URL) -> str:
         """The host of a URL that may be asked; its addresses are judged on connecting."""
@@ -288,21 +320,29 @@ def _network_error(host: str, error: Exception) -> MediaError:
     cause = getattr(error, "os_error", error)  # of a connection that did not come about
     if isinstance(cause, _AddressRefused):
         return MediaForbiddenError(f"host {host} is not at a public address")
-    for kind, reason in _NETWORK_REASONS:
+    for kind, reason, text in _NETWORK_REASONS:
         if isinstance(error, kind):
-            return MediaError(reason.format(host=host))
-    return MediaError(f"{host} gave no valid HTTP answer ({type(cause).__name__})")
+            return MediaError(text.format(host=host), reason=reason)
+    return MediaError(f"{host} gave no valid HTTP answer ({type(cause).__name__})", reason="broken")
 
 
-_NETWORK_REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (aiohttp.ClientConnectorDNSError, "host {host} cannot be resolved"),
-    (aiohttp.ClientSSLError, "no secure connection to {host}: its certificate or TLS is at fault"),
-    (aiohttp.ClientConnectorError, "cannot connect to {host}"),
-    (aiohttp.ServerTimeoutError, "cannot connect to {host} in time"),
-    (aiohttp.ClientPayloadError, "{host} ended its answer before the whole body had arrived"),
-    (aiohttp.ServerDisconnectedError, "{host} closed the connection without an answer"),
-    (aiohttp.ClientOSError, "the connection to {host} broke"),
-    (aiohttp.InvalidURL, "the media URL is malformed"),
+_NETWORK_REASONS: tuple[tuple[type[Exception], str, str], ...] = (
+    (aiohttp.ClientConnectorDNSError, "dns", "host {host} cannot be resolved"),
+    (
+        aiohttp.ClientSSLError,
+        "tls",
+        "no secure connection to {host}: its certificate or TLS is at fault",
+    ),
+    (aiohttp.ClientConnectorError, "connect", "cannot connect to {host}"),
+    (aiohttp.ServerTimeoutError, "connect", "cannot connect to {host} in time"),
+    (
+        aiohttp.ClientPayloadError,
+        "broken",
+        "{host} ended its answer before the whole body had arrived",
+    ),
+    (aiohttp.ServerDisconnectedError, "broken", "{host} closed the connection without an answer"),
+    (aiohttp.ClientOSError, "broken", "the connection to {host} broke"),
+    (aiohttp.InvalidURL, "url", "the media URL is malformed"),
 )
 
 

@@ -55,8 +55,8 @@ class EncoderMetrics:
         )
         self.fetch_failures = Counter(
             "sglang:epd_encoder_fetch_failures",
-            "Items whose media could not be had, by error class",
-            ("code",),
+            "Items whose media could not be had, by reason or error class",
+            ("reason",),
             registry=self.registry,
         )
         self.lookups = Counter(

@@ -52,6 +52,7 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "tp_size": 1,
         "pp_size": 1,
         "dp_size": 1,
+        "encoder_only": False,
         "disaggregation_mode": "null",
         "disaggregation_decode_retraction_backup": None,
         **UNSET,
@@ -176,4 +177,9 @@ def test_each_rank_has_cores_of_its_own(cores, ranks, expected):
 
 def test_one_rank_is_not_bound(model_config):
     threads.choose_binding(ranks=1)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in threads.os.environ
+
+
+def test_an_encoders_workers_are_not_bound(model_config):
+    defaults.apply_defaults(arguments(encoder_only=True, tp_size=64))
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in threads.os.environ

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 Find = Callable[[str, str], Any]
@@ -105,6 +106,17 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): "async self mm_items modality",
     ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
     ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
+    ("encoder/towers", "plugins", "load_plugins"): "",
+    ("encoder/towers", "server_args", "ServerArgs.resolve_once"): "self",
+    ("encoder/towers and seams/server_args", "arg_groups.overrides", "model_config_of"): (
+        "server_args"
+    ),
+    ("encoder/towers", "utils.common", "maybe_reindex_device_id"): "gpu_id",
+    (
+        "encoder/towers",
+        "distributed.device_communicators.mooncake_transfer_engine",
+        "init_mooncake_transfer_engine",
+    ): "hostname gpu_id ib_device",
     ("encoder/server", "runtime_context", "publish"): "server_args role hf_config ranks",
     ("encoder/server", "utils", "configure_logger"): "server_args prefix",
     (
@@ -118,9 +130,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "_unregister_encoder_url_from_bootstrap",
     ): "",
     **{
-        ("encoder/server and seams", "runtime_context", name): ""
+        ("encoder and seams", "runtime_context", name): ""
         for name in (
+            "get_device",
             "get_disagg",
+            "get_exec",
             "get_mm",
             "get_model",
             "get_observability",
@@ -464,3 +478,21 @@ def test_an_item_without_features_becomes_a_schedulers_item(sglang):
     assert inputs.mm_items[0].pad_value == item.pad_value
     assert inputs.compute_mm_token_counts() == (3, 0, 0)
     inputs.release_features()
+
+
+def test_what_was_typed_is_plain_and_makes_the_same_arguments_again(sglang):
+    """A worker of the encoder resolves the flags itself, from what crosses to it."""
+    cls = sglang("server_args").ServerArgs
+    assert issubclass(cls, msgspec.Struct)
+    typed = msgspec.structs.asdict(cls(model_path="dummy", tp_size=2))
+    assert set(typed) >= {
+        "dp_size",
+        "tp_size",
+        "nccl_port",
+        "encoder_transfer_backend",
+        "encoder_register_urls",
+        "random_seed",
+    }
+    packed = msgspec.msgpack.encode(typed)
+    again = cls(**msgspec.msgpack.decode(packed))
+    assert msgspec.msgpack.encode(msgspec.structs.asdict(again)) == packed

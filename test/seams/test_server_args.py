@@ -13,6 +13,8 @@ SERVED = {
     "encoder_transfer_backend": "zmq_to_scheduler",
     "enable_prefix_mm_cache": False,
     "tp_size": 1,
+    "attn_dp_size": 1,
+    "mm_enable_dp_encoder": False,
     "pp_size": 1,
     "dp_size": 1,
     "nnodes": 1,
@@ -21,14 +23,18 @@ SERVED = {
     "smg_grpc_mode": False,
     "encoder_urls": ["http://encoder:30000"],
 }
+TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
 ENCODER = {"encoder_only": True, "language_only": False}
 
 
 @pytest.fixture
 def check(sglang, monkeypatch):
-    monkeypatch.setattr(sglang("arg_groups.overrides"), "resolving_view", lambda args: args)
+    overrides = sglang("arg_groups.overrides")
+    monkeypatch.setattr(overrides, "resolving_view", lambda args: args)
 
-    def run(**changes) -> None:
+    def run(model=TOWER, **changes) -> None:
+        config = SimpleNamespace(hf_config=model)
+        monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
         server_args.check(None, SimpleNamespace(**{**SERVED, **changes}))
 
     return run
@@ -44,6 +50,11 @@ def check(sglang, monkeypatch):
         {"tp_size": 4},
         {"dp_size": 2},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
+        {**ENCODER, "tp_size": 2},
+        {**ENCODER, "dp_size": 3},
+        {**ENCODER, "tp_size": 4, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
+        # Whole images are dealt to the ranks.
+        {**ENCODER, "tp_size": 3, "mm_enable_dp_encoder": True},
         {**ENCODER, "tokenizer_worker_num": 4},
         {**ENCODER, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "enable_prefix_mm_cache": True},
@@ -60,8 +71,8 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({"pp_size": 2}, "--pp-size 2 with --language-only"),
         ({"nnodes": 2}, "--nnodes 2 with --language-only"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 with --language-only"),
-        ({**ENCODER, "tp_size": 2}, "--tp-size 2 with --encoder-only"),
-        ({**ENCODER, "dp_size": 2}, "--dp-size 2 with --encoder-only"),
+        ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
+        ({**ENCODER, "attn_dp_size": 2}, "--attn-dp-size 2 with --encoder-only"),
         ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
@@ -73,6 +84,35 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
     with pytest.raises(ConfigError) as raised:
         check(**changes)
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"vision_config": {"num_attention_heads": 16}}, "16 attention heads of vision_config"),
+        ({"audio_config": {"encoder_attention_heads": 20}}, "20 attention heads of audio_config"),
+        (
+            {"thinker_config": {"vision_config": {"num_heads": 7}}, "vision_config": None},
+            "7 attention heads of vision_config",
+        ),
+        ({"vision_config": {"num_heads": 6}, "audio_config": {"num_heads": 6}}, None),
+        ({"vision_config": {"num_heads": 25, "num_dummy_heads": 2}}, None),
+        ({"vision_config": {}}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_every_towers_heads_are_asked_for(check, model, named):
+    def config(plain):
+        if isinstance(plain, dict):
+            return SimpleNamespace(**{name: config(value) for name, value in plain.items()})
+        return plain
+
+    if named is None:
+        check(config(model), **ENCODER, tp_size=3)
+    else:
+        with pytest.raises(ConfigError, match=named):
+            check(config(model), **ENCODER, tp_size=3)
 
 
 def test_without_an_epd_flag_everything_passes(check):

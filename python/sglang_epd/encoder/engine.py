@@ -31,9 +31,20 @@ class Engine:
     Args:
         server_args: SGLang's, resolved.
         limits: bounds on decoding.
+        rank: of this process among the tower's; all are to be asked the same.
+        gpu_id: accelerator; `--base-gpu-id` plus the rank by default.
+        rendezvous: where the tower's ranks meet, tcp://host:port; a free port by default.
     """
 
-    def __init__(self, server_args: Any, limits: MediaLimits) -> None:
+    def __init__(
+        self,
+        server_args: Any,
+        limits: MediaLimits,
+        *,
+        rank: int = 0,
+        gpu_id: int | None = None,
+        rendezvous: str | None = None,
+    ) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
         from sglang.srt.managers.schedule_batch import Modality
         from sglang.srt.server_args import PortArgs
@@ -43,9 +54,12 @@ class Engine:
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
         self._limits = limits
-        port = PortArgs.init_new(server_args).nccl_port
-        rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        self._encoder = server.MMEncoder(server_args, dist_init_method=rendezvous)
+        if rendezvous is None:
+            port = PortArgs.init_new(server_args).nccl_port
+            rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
+        self._encoder = server.MMEncoder(
+            server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
+        )
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
         self.hf_config = self._encoder.model_config.hf_config
@@ -57,6 +71,11 @@ class Engine:
     @property
     def alive(self) -> bool:
         return True
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What it takes."""
+        return ("IMAGE",)
 
     @property
     def preparers(self) -> int:
@@ -75,6 +94,9 @@ class Engine:
 
     def discard(self, prepared: Prepared) -> None:
         pass
+
+    async def close(self) -> None:
+        """Nothing: it ends with the process."""
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""

@@ -12,7 +12,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import FrameType
@@ -26,10 +26,10 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.engine import Engine
 from sglang_epd.encoder.memory import give_back
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
@@ -66,37 +66,25 @@ def launch(server_args: Any) -> None:
         limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
 
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
-
-    engine = Engine(server_args, limits)
-    folder = checkpoint_folder(get_model().model_path, get_model().revision)
-    identity = namespace(engine.hf_config, folder, engine.dtype)
     serving = get_serving()
     name = f"http://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
 
-    remote = None
-    if get_disagg().encoder_transfer_backend == "mooncake":
-        from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
-
-        # The in-tree encoder, which the engine loads the tower by, has started it.
-        started_by_sglang = get_mooncake_transfer_engine()
-        remote = RemoteWriter(
-            MooncakeEngine(started_by_sglang.hostname, engine=started_by_sglang.engine),
-            staged=os.environ.get("MC_FORCE_TCP") != "1",
-        )
-
     async def serve() -> None:
-        await engine.warm_up()
+        towers = await start_towers(server_args, limits)
+        for tower in towers:
+            await tower.warm_up()
+        folder = checkpoint_folder(get_model().model_path, get_model().revision)
+        identity = namespace(towers[0].hf_config, folder, towers[0].dtype)
         async with MediaFetcher(limits) as fetcher:
-            sender = Sender(remote, checksum=settings.checksum, share_memory=settings.shared_memory)
-            cache = EmbeddingCache(
-                capacity,
-                on_evict=lambda _entry: metrics.evictions.inc(),
+            sender = Sender(
+                _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
             )
+            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
             metrics.watch(cache)
             batch = Bounds(settings.encoder_batch_patches, settings.encoder_batch_items)
             service = EncoderService(
-                computations=Computations([engine], cache, metrics, Limits(batch=batch)),
+                computations=Computations(towers, cache, metrics, Limits(batch=batch)),
                 fetcher=fetcher,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
@@ -108,8 +96,8 @@ def launch(server_args: Any) -> None:
                 "model_path": get_model().model_path,
                 "served_model_name": serving.served_model_name,
                 "namespace": identity,
-                "dtype": engine.dtype,
-                "modalities": ["IMAGE"],
+                "dtype": towers[0].dtype,
+                "modalities": list(towers[0].modalities),
                 "encoder_only": True,
             }
             app = create_app(
@@ -118,7 +106,7 @@ def launch(server_args: Any) -> None:
                 info,
                 token=settings.token,
                 max_body_bytes=settings.max_body_mb << 20,
-                lifespan=_housekeeping(service, sender),
+                lifespan=_housekeeping(service, sender, towers),
             )
             config = uvicorn.Config(
                 app,
@@ -137,15 +125,30 @@ def launch(server_args: Any) -> None:
                 name,
                 identity,
             )
+            if get_disagg().encoder_register_urls:
+                in_tree._register_encoder_url_with_bootstrap()
+                atexit.register(in_tree._unregister_encoder_url_from_bootstrap)
             await _DrainingServer(config, service).serve()
 
-    if get_disagg().encoder_register_urls:
-        in_tree._register_encoder_url_with_bootstrap()
-        atexit.register(in_tree._unregister_encoder_url_from_bootstrap)
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _remote_writer() -> RemoteWriter | None:
+    """Writes through Mooncake, where that is the transfer backend."""
+    from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().encoder_transfer_backend != "mooncake":
+        return None
+    # The in-tree encoder, which towers are loaded by, has started it.
+    started = get_mooncake_transfer_engine()
+    return RemoteWriter(
+        MooncakeEngine(started.hostname, engine=started.engine),
+        staged=os.environ.get("MC_FORCE_TCP") != "1",
+    )
 
 
 class _DrainingServer(uvicorn.Server):
@@ -198,7 +201,7 @@ def cache_bytes(*, enabled: bool) -> int:
     return int(raw) << 20
 
 
-def _housekeeping(service: EncoderService, sender: Sender) -> Any:
+def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[ServedTower]) -> Any:
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
@@ -218,5 +221,6 @@ def _housekeeping(service: EncoderService, sender: Sender) -> Any:
             await asyncio.gather(task, return_exceptions=True)
             await service.computations.close()
             await sender.close()
+            await asyncio.gather(*(tower.close() for tower in towers))
 
     return lifespan

@@ -46,7 +46,11 @@ def apply_defaults(server_args: Any) -> None:
         )
     disaggregation.choose_transport()
     disaggregation.choose_retraction_backup(server_args)
-    threads.choose_binding(ranks=server_args.tp_size * server_args.pp_size * server_args.dp_size)
+    if not server_args.encoder_only:
+        # SGLang's encoder asks for no binding, and its workers do better unbound: one that
+        # is busy may use the cores of one that is not.
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        threads.choose_binding(ranks=ranks)
 
 
 def _model_config(server_args: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 from sglang_epd.errors import ConfigError
 
+# What the families call the number of a tower's attention heads.
+_HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
 _RIVAL = "set SGLANG_EPD=off to use SGLang's own EPD"
 
 
@@ -19,14 +21,14 @@ def check(_result: None, server_args: Any) -> None:
     Raises:
         ConfigError: a flag that this version does not honour.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     args = resolving_view(server_args)
     if not (args.encoder_only or args.language_only):
         return
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:
-        limits |= {"--tp-size": args.tp_size, "--dp-size": args.dp_size}
+        limits["--attn-dp-size"] = args.attn_dp_size
     if args.language_only:
         limits["--tokenizer-worker-num"] = args.tokenizer_worker_num
     for flag, value in limits.items():
@@ -35,6 +37,31 @@ def check(_result: None, server_args: Any) -> None:
             raise ConfigError(f"{flag} {value} with {side} is not in this version; {_RIVAL}")
     if args.encoder_only and (args.grpc_mode or args.smg_grpc_mode):
         raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
+    if args.encoder_only and args.tp_size > 1 and not args.mm_enable_dp_encoder:
+        _check_heads(model_config_of(server_args).hf_config, args.tp_size)
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
+
+
+def _check_heads(hf_config: Any, ranks: int) -> None:
+    """A tower's attention is split by heads, so they have to divide.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    holder = getattr(hf_config, "thinker_config", None) or hf_config
+    for tower in ("vision_config", "audio_config"):
+        config = getattr(holder, tower, None)
+        heads = next(
+            (getattr(config, name) for name in _HEADS if getattr(config, name, None)), None
+        )
+        if heads is None:
+            continue
+        # Some towers are filled up with heads of zeros.
+        heads += getattr(config, "num_dummy_heads", 0)
+        if heads % ranks:
+            raise ConfigError(
+                f"--tp-size {ranks} with --encoder-only: the {heads} attention heads of "
+                f"{tower} do not divide by it"
+            )

@@ -1,0 +1,271 @@
+"""Which towers a server's flags ask for: one in this process, or several in workers.
+
+`--dp-size N` is N towers, `--tp-size T` T ranks each; with neither, the engine lives in
+the server's own process. Tower i's rank j uses accelerator `--base-gpu-id` + i * T + j.
+
+A worker resolves the flags itself, from what the user typed, as SGLang's launcher does:
+what crosses is plain data. What concerns the whole server (how many towers there are,
+Mooncake's engine) is the front's and taken out.
+
+Leans on `ServerArgs` being a msgspec Struct that holds what was typed, on
+`plugins.load_plugins`, and on `utils.common.maybe_reindex_device_id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_epd.encoder.engine import Engine
+from sglang_epd.encoder.tower import Tower
+from sglang_epd.encoder.workers import Rank, Times, WorkerTower
+from sglang_epd.errors import ConfigError
+from sglang_epd.media import MediaLimits
+
+_FACTORY = f"{__name__}:create"
+_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+_THREADS = "OMP_NUM_THREADS"
+
+
+class ServedTower(Tower, Protocol):
+    """What a server has: a tower with a life of its own.
+
+    Attributes:
+        alive: whether it takes calls now. One that is not raises TowerLostError and
+            comes back by itself; `WorkerTower.wait_alive` waits for that.
+        dtype: of its weights and embeddings, without "torch.".
+        modalities: that it takes.
+        hf_config: of the whole model.
+    """
+
+    hf_config: Any
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def modalities(self) -> tuple[str, ...]: ...
+
+    async def warm_up(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def start_towers(
+    server_args: Any, limits: MediaLimits, times: Times | None = None
+) -> list[ServedTower]:
+    """Start the towers that the flags ask for; all are loaded when it returns.
+
+    Call it once, in the server's event loop and on a thread that lives as long as the
+    server, after `publish(server_args, role="encoder")`. `close()` each tower before the
+    loop ends. With one tower of one rank that is `[Engine]`, whose loading blocks the
+    loop; else workers load side by side. Either way `warm_up()` may be called on all.
+
+    All towers have the same `dtype` and `hf_config`. With workers and Mooncake as the
+    transfer backend, SGLang's engine for it runs in this process when this returns, as
+    it does with one tower.
+
+    Args:
+        server_args: SGLang's, resolved.
+        limits: bounds on decoding.
+        times: bounds on worker processes.
+
+    Raises:
+        TowerStartError: a worker failed or died while it loaded; none is left running.
+        ConfigError: flags that workers cannot be given.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    towers, ranks = get_parallel().dp_size, get_parallel().tp_size
+    if towers == ranks == 1:
+        return [Engine(server_args, limits)]
+    starts = _Starts(server_args, limits, towers, ranks)
+    workers = [
+        WorkerTower(
+            f"vision worker {tower}",
+            _FACTORY,
+            lambda tower=tower: starts.of(tower),  # type: ignore[misc]
+            hf_config=starts.hf_config,
+            times=times,
+        )
+        for tower in range(towers)
+    ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(worker.start())
+    except ExceptionGroup as failures:
+        await asyncio.gather(*(worker.close() for worker in workers))
+        # One of them is what the user has to mend; the others say the same, or were ended.
+        raise failures.exceptions[0] from None
+    except BaseException:
+        await asyncio.gather(*(worker.close() for worker in workers))
+        raise
+    starts.start_mooncake()
+    return list(workers)
+
+
+def create(options: dict[str, Any]) -> Engine:
+    """In a worker: SGLang's plug-ins and configuration, then one rank's engine."""
+    if options["cores"]:
+        os.sched_setaffinity(0, options["cores"])
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import configure_logger
+
+    server_args = ServerArgs(**options["server_args"])
+    server_args.resolve_once()
+    configure_logger(server_args, prefix=options["log_prefix"])
+    publish(server_args, role="encoder")
+    return Engine(
+        server_args,
+        read_limits(options["limits"]),
+        rank=options["rank"],
+        gpu_id=options["gpu_id"],
+        rendezvous=options["rendezvous"],
+    )
+
+
+def write_limits(limits: MediaLimits) -> dict[str, Any]:
+    """As plain data."""
+    plain: dict[str, Any] = msgspec.to_builtins(limits, enc_hook=str)
+    return plain
+
+
+def read_limits(plain: dict[str, Any]) -> MediaLimits:
+    """What `write_limits` wrote."""
+    return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
+
+
+class _Starts:
+    """What each worker is started with."""
+
+    def __init__(self, server_args: Any, limits: MediaLimits, towers: int, ranks: int) -> None:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        self._server_args = server_args
+        self._limits = write_limits(limits)
+        self._towers = towers
+        self._ranks = ranks
+        self.hf_config = model_config_of(server_args).hf_config
+        self._typed = _typed(server_args, ranks)
+
+    def of(self, tower: int) -> list[Rank]:
+        """The ranks of a tower; each call takes another port for their rendezvous."""
+        from sglang.srt.runtime_context import get_device
+        from sglang.srt.server_args import PortArgs
+        from sglang.srt.utils.common import maybe_reindex_device_id
+        from sglang.srt.utils.network import NetworkAddress
+
+        port = PortArgs.init_new(self._server_args).nccl_port
+        if self._server_args.nccl_port is not None:
+            port += tower
+        rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
+        made = []
+        for rank in range(self._ranks):
+            place = tower * self._ranks + rank
+            cores, threads = share_of_cores(place, self._towers * self._ranks, os.environ)
+            # It names the one device of a worker in the environment, where it is asked to.
+            with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
+                env = {_THREADS: str(threads), **os.environ}
+            options = {
+                "server_args": self._typed,
+                "limits": self._limits,
+                "rank": rank,
+                "gpu_id": gpu_id,
+                "rendezvous": rendezvous,
+                "cores": cores,
+                "log_prefix": f" encoder {tower}" + (f" TP{rank}" if self._ranks > 1 else ""),
+            }
+            made.append(Rank(options, env))
+        return made
+
+    def start_mooncake(self) -> None:
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+            init_mooncake_transfer_engine,
+        )
+        from sglang.srt.runtime_context import get_device, get_disagg, get_exec
+        from sglang.srt.utils.network import get_local_ip_auto
+
+        if get_disagg().encoder_transfer_backend == "mooncake":
+            init_mooncake_transfer_engine(
+                hostname=get_local_ip_auto(),
+                gpu_id=get_device().base_gpu_id,
+                ib_device=get_disagg().disaggregation_ib_device
+                or get_exec().moe.mooncake_ib_device,
+            )
+
+
+def _typed(server_args: Any, ranks: int) -> dict[str, Any]:
+    """What the user typed, as far as it concerns one tower.
+
+    Raises:
+        ConfigError: something that is not plain data.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    typed = msgspec.structs.asdict(server_args) | {
+        "dp_size": 1,
+        "tp_size": ranks,
+        "nccl_port": None,
+        # The front's: a worker's own engine for Mooncake would send nothing.
+        "encoder_transfer_backend": "zmq_to_scheduler",
+        "encoder_register_urls": [],
+        # Drawn where nobody said it; ranks have to agree.
+        "random_seed": resolving_view(server_args).random_seed,
+    }
+    for name, value in typed.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{name}={value!r} cannot be handed to the workers of --dp-size and --tp-size"
+            ) from None
+    return typed
+
+
+def share_of_cores(place: int, places: int, env: Mapping[str, str]) -> tuple[Sequence[int], int]:
+    """The cores that a worker is bound to (none: it is not bound) and its OpenMP threads.
+
+    As SGLang has it for ranks on a CPU, `SGLANG_CPU_OMP_THREADS_BIND` names the cores of
+    each: `0,1|2-3`. Unbound workers share the cores out in number only, so that one at
+    work may use those of one that is idle.
+
+    Args:
+        place: of the worker among `places` of this server.
+        env: the environment that says how.
+
+    Raises:
+        ConfigError: the variable does not name cores for this worker.
+
+    >>> share_of_cores(1, 2, {"SGLANG_CPU_OMP_THREADS_BIND": "0,1|2-4"})
+    ([2, 3, 4], 3)
+    """
+    binding = env.get(_BINDING, "all")
+    if binding == "all":
+        return [], max(1, len(os.sched_getaffinity(0)) // places)
+    lists = binding.split("|")
+    if len(lists) < places:
+        raise ConfigError(
+            f"{_BINDING}={binding!r} names cores for {len(lists)} ranks, --dp-size times "
+            f"--tp-size is {places}"
+        )
+    cores: list[int] = []
+    try:
+        for part in lists[place].split(","):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ConfigError(f"{_BINDING}={binding!r}: {lists[place]!r} is not cores") from None
+    return cores, len(cores)

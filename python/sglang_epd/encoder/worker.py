@@ -1,0 +1,197 @@
+"""A worker process: builds one rank's engine, then does what the front says.
+
+Started by `workers` as `python -m sglang_epd.encoder.worker FD FRONT`, where FD is its
+end of the channel and FRONT the front's process id. It knows nothing of SGLang: the
+engine comes from a factory that the front names.
+
+It ends when the front does, whatever that was: the kernel kills it with the front, and
+the end of the channel ends it. Signals to the whole process group are the front's to
+answer, so that what is in work can be finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from sglang_epd.encoder.channel import (
+    TO_WORKER,
+    Channel,
+    Discard,
+    Done,
+    Embedding,
+    Failed,
+    Forward,
+    Laid,
+    Ping,
+    Pong,
+    Prepare,
+    Ready,
+    Start,
+    close_all,
+    read_file,
+    receive_now,
+    send_now,
+    write_tensor,
+)
+from sglang_epd.encoder.tower import Prepared
+from sglang_epd.errors import EncodeError, EpdError
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """Serves one engine over a channel, until the channel ends.
+
+    Args:
+        end: the worker's end.
+        engine: an `encoder.tower.Tower`.
+        rank: of this worker; only rank 0 sends embeddings.
+    """
+
+    def __init__(self, end: socket.socket, engine: Any, rank: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._items: dict[int, Prepared] = {}
+        self._preparing: dict[int, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        # Batches run in the order in which they came: ranks meet inside of them.
+        self._turn = asyncio.Lock()
+        self._over = asyncio.get_running_loop().create_future()
+        self._channel = Channel(end, TO_WORKER, self._received, self._over.set_result)
+
+    async def serve(self, ready: Ready) -> None:
+        """Say that the engine is ready; return when the front is gone."""
+        self._channel.send(ready)
+        await self._over
+
+    def _received(self, message: Any, fds: list[int]) -> None:
+        if isinstance(message, Prepare):
+            # From here on, and not in the task: one that is cancelled may never begin.
+            reading = asyncio.get_running_loop().run_in_executor(None, read_file, fds[0])
+            preparing = asyncio.create_task(self._prepare(message, reading))
+            self._preparing[message.item] = preparing
+            preparing.add_done_callback(lambda _: self._preparing.pop(message.item))
+            return
+        close_all(fds)
+        if isinstance(message, Forward):
+            running = asyncio.create_task(self._forward(message))
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+        elif isinstance(message, Discard):
+            self._items.pop(message.item, None)
+            if message.item in self._preparing:
+                self._preparing[message.item].cancel()
+        elif isinstance(message, Ping):
+            self._channel.send(Pong())
+
+    async def _prepare(self, message: Prepare, reading: asyncio.Future[bytes]) -> None:
+        try:
+            data = await asyncio.shield(reading)
+            prepared = await self._engine.prepare(message.modality, data)
+        except Exception as error:
+            self._channel.send(_failure(message.call, error))
+            return
+        self._items[message.item] = prepared
+        group = repr(prepared.group)
+        self._channel.send(Laid(message.call, prepared.layout, prepared.patches, group))
+
+    async def _forward(self, message: Forward) -> None:
+        async with self._turn:
+            try:
+                batch = [self._items[item] for item in message.items]
+                embeddings = await self._engine.forward(batch)
+                if self._rank == 0:
+                    for index, embedding in enumerate(embeddings):
+                        fd = await asyncio.to_thread(write_tensor, embedding)
+                        spec = batch[index].layout.embedding
+                        self._channel.send(Embedding(message.call, index, spec), [fd])
+            except Exception as error:
+                self._channel.send(_failure(message.call, error))
+            else:
+                for item in message.items:
+                    self._items.pop(item, None)
+                self._channel.send(Done(message.call))
+
+
+def _failure(call: int, error: Exception) -> Failed:
+    """What the front is told: an error of ours as it is, of any other only its kind."""
+    if isinstance(error, EpdError):
+        return Failed(call, error.code, error.message, foreseen=True)
+    logger.error("Call %d failed", call, exc_info=error)
+    message = f"the encoder failed on this item ({type(error).__name__})"
+    return Failed(call, EncodeError.__name__, message)
+
+
+def main() -> NoReturn:
+    fd, front = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != front:
+        sys.exit("the front is gone")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    end = socket.socket(fileno=fd)
+    try:
+        _run(end)
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+    _exit(0)
+
+
+def _exit(status: int) -> NoReturn:
+    """At once: threads in a forward pass would be waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _give_up(end: socket.socket, error: Exception) -> NoReturn:
+    # First, as the front kills its workers when it hears of it.
+    traceback.print_exception(error)
+    send_now(end, Failed(0, type(error).__name__, str(error)))
+    _exit(1)
+
+
+def _run(end: socket.socket) -> None:
+    try:
+        start, _ = receive_now(end, TO_WORKER)
+    except EOFError:
+        return
+    assert isinstance(start, Start)
+    try:
+        engine = _load(start)
+    except Exception as error:
+        _give_up(end, error)
+    asyncio.run(_serve(end, engine, start.rank))
+
+
+def _load(start: Start) -> Any:
+    module, _, name = start.factory.partition(":")
+    return getattr(importlib.import_module(module), name)(start.options)
+
+
+async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
+    try:
+        await engine.warm_up()
+    except Exception as error:
+        _give_up(end, error)
+    modalities = list(getattr(engine, "modalities", ["IMAGE"]))
+    ready = Ready(engine.preparers, engine.dtype, modalities)
+    await Worker(end, engine, rank).serve(ready)
+    _exit(0)
+
+
+if __name__ == "__main__":
+    main()

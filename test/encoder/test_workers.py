@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from sglang_epd.encoder.channel import read_tensor, write_tensor
+from sglang_epd.encoder.tower import TowerLostError
+from sglang_epd.encoder.workers import Rank, Times, TowerStartError, WorkerTower
+from sglang_epd.errors import EncodeError, MediaError, ProtocolError
+from sglang_epd.wire import TensorSpec
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+# Generous where the machine may be slow, small where a test waits for the bound itself.
+TIMES = Times(
+    start_s=240, ping_s=0.1, silence_s=60, forward_s=60, ranks_s=0.5, stop_s=5, restart_s=0.05
+)
+WAIT_S = 120
+
+Make = Callable[..., Awaitable[WorkerTower]]
+
+# A worker takes seconds to start: tests that do not harm theirs share it, and so a loop.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def build(starts: list[Rank], times: Times = TIMES) -> WorkerTower:
+    return WorkerTower("vision worker 0", "worker_engine:create", lambda: starts, times=times)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[1, 2])
+async def either(request) -> AsyncIterator[WorkerTower]:
+    """A tower of one rank, and one of two."""
+    tower = build([Rank({"rank": rank}, ENV) for rank in range(request.param)])
+    await tower.start()
+    yield tower
+    await tower.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tower(either: WorkerTower) -> AsyncIterator[WorkerTower]:
+    yield either
+    assert either.alive
+    assert either.restarts == 0
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make() -> AsyncIterator[Make]:
+    towers: list[WorkerTower] = []
+    before = psutil.Process().children()
+
+    async def start(
+        ranks: int = 1, times: Times = TIMES, env: dict[str, str] = ENV, **options: Any
+    ) -> WorkerTower:
+        starts = [Rank({**options, "rank": rank}, env) for rank in range(ranks)]
+        tower = build(starts, times)
+        towers.append(tower)
+        await tower.start()
+        return tower
+
+    yield start
+    for tower in towers:
+        await tower.close()
+    assert psutil.Process().children() == before
+
+
+async def embed(tower: WorkerTower, data: bytes, modality: str = "IMAGE") -> torch.Tensor:
+    (embedding,) = await tower.forward([await tower.prepare(modality, data)])
+    return embedding
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether no process of that number runs; one that nobody has reaped runs no more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def test_an_item_is_prepared_and_run(tower):
+    assert (tower.alive, tower.dtype, tower.preparers) == (True, "float32", 4)
+    assert tower.modalities == ("IMAGE", "VIDEO")
+    prepared = await tower.prepare("VIDEO", b"rows=3")
+    assert prepared.layout.modality == "VIDEO"
+    assert prepared.layout.grid == [[1, 2, 3]]
+    assert prepared.layout.embedding == TensorSpec("float32", (3, 64))
+    assert prepared.patches == 12
+    assert prepared.group == (await tower.prepare("VIDEO", b"rows=1")).group
+    assert prepared.group != (await tower.prepare("IMAGE", b"rows=1")).group
+    (embedding,) = await tower.forward([prepared])
+    assert torch.equal(embedding, torch.full((3, 64), 6.0))
+
+
+async def test_many_at_once_come_back_to_those_who_asked(tower):
+    async def ask(n: int) -> None:
+        data = b"rows=%d" % (n % 7 + 1)
+        embedding = await embed(tower, data.ljust(64 + n))
+        assert torch.equal(embedding, torch.full((n % 7 + 1, 64), 64.0 + n))
+
+    await asyncio.gather(*map(ask, range(200)))
+
+
+async def test_a_batch_comes_back_in_its_order_and_apart(tower):
+    batch = [await tower.prepare("IMAGE", b"rows=2".ljust(64 + n)) for n in range(300)]
+    embeddings = await tower.forward(batch)
+    assert [int(made[0, 0]) for made in embeddings] == [64 + n for n in range(300)]
+    embeddings[0].zero_()
+    assert int(embeddings[1][0, 0]) == 65
+    assert len({made.untyped_storage().data_ptr() for made in embeddings}) == 300
+
+
+async def test_batches_run_one_at_a_time_and_items_are_prepared_meanwhile(tower):
+    slow = [await tower.prepare("IMAGE", b"slow=0.3") for _ in range(2)]
+    began = time.monotonic()
+    running = [asyncio.create_task(tower.forward([item])) for item in slow]
+    await tower.prepare("IMAGE", b"rows=1")
+    assert time.monotonic() - began < 0.3
+    await asyncio.gather(*running)
+    assert time.monotonic() - began > 0.6
+
+
+async def test_what_does_not_fit_into_a_packet_crosses(tower):
+    prepared = await tower.prepare("VIDEO", b"extra=100000".ljust(64 << 20))
+    assert prepared.layout.extra["times"] == list(range(100000))
+    (embedding,) = await tower.forward([prepared])
+    assert int(embedding[0, 0]) == 64 << 20
+
+
+async def test_a_large_embedding_crosses(tower):
+    embedding = await embed(tower, b"rows=262144")
+    assert embedding.nbytes == 64 << 20
+    assert bool((embedding == 11.0).all())
+
+
+async def test_errors_are_the_ones_that_were_raised(tower):
+    with pytest.raises(MediaError, match=r"^cannot be decoded: it is bad$") as bad:
+        await tower.prepare("IMAGE", b"bad")
+    assert type(bad.value) is MediaError
+    with pytest.raises(EncodeError, match=r"^the encoder failed on this item \(RuntimeError\)$"):
+        await tower.prepare("IMAGE", b"broken")
+    refused = await tower.prepare("IMAGE", b"refused")
+    with pytest.raises(EncodeError, match=r"^the layouts say another shape$"):
+        await tower.forward([refused])
+    assert tower.alive
+    await embed(tower, b"rows=1")
+
+
+async def test_an_item_of_a_failed_batch_may_be_run_again(make, capfd):
+    tower = await make()
+    good, failing = [await tower.prepare("IMAGE", data) for data in (b"rows=1", b"fails")]
+    with pytest.raises(EncodeError, match=r"\(RuntimeError\)"):
+        await tower.forward([good, failing])
+    assert "RuntimeError: a secret of the engine" in capfd.readouterr().err
+    tower.discard(failing)
+    await tower.forward([good])
+    with pytest.raises(ValueError, match="run before"):
+        await tower.forward([good])
+
+
+async def test_ranks_that_may_be_out_of_step_are_started_again(make):
+    tower = await make(2)
+    for data in (b"fails", b"fails@0", b"fails@1"):
+        before = tower.pids
+        prepared = await tower.prepare("IMAGE", data)
+        with pytest.raises((EncodeError, TowerLostError)):
+            async with asyncio.timeout(WAIT_S):
+                await tower.forward([prepared])
+        assert not tower.alive
+        async with asyncio.timeout(WAIT_S):
+            await tower.wait_alive()
+        assert all(map(gone, before))
+        await embed(tower, b"rows=1")
+    assert tower.restarts == 3
+
+
+async def test_ranks_that_prepare_differently_are_an_error(tower):
+    if len(tower.pids) == 1:
+        return
+    with pytest.raises(EncodeError, match="differently"):
+        await tower.prepare("IMAGE", b"odd@1")
+    assert tower.alive
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["prepare", "forward"])
+async def test_a_killed_worker_fails_its_calls_and_comes_back(make, stage, rank):
+    tower = await make(2)
+    kept = await tower.prepare("IMAGE", b"rows=1")
+    if stage == "prepare":
+        call = asyncio.create_task(tower.prepare("IMAGE", b"stuck"))
+    else:
+        call = asyncio.create_task(tower.forward([await tower.prepare("IMAGE", b"hangs")]))
+    await asyncio.sleep(0.1)
+    before = tower.pids
+    os.kill(before[rank], signal.SIGKILL)
+    with pytest.raises(TowerLostError, match=f"rank {rank}"):
+        async with asyncio.timeout(WAIT_S):
+            await call
+    assert not tower.alive
+    with pytest.raises(TowerLostError):
+        await tower.prepare("IMAGE", b"rows=1")
+    async with asyncio.timeout(WAIT_S):
+        await tower.wait_alive()
+    assert not set(tower.pids) & set(before)
+    assert not any(map(psutil.pid_exists, before)), "reaped"
+    with pytest.raises(TowerLostError, match="started again"):
+        await tower.forward([kept])
+    tower.discard(kept)
+    await embed(tower, b"rows=1")
+
+
+@pytest.mark.parametrize("stage", ["prepare", "forward"])
+async def test_a_stopped_worker_is_lost_after_its_silence(make, stage):
+    tower = await make(times=replace(TIMES, silence_s=1.5))
+    prepared = await tower.prepare("IMAGE", b"rows=1")
+    pid = tower.pids[0]
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(TowerLostError, match=r"has not answered for 1.5 s"):
+        async with asyncio.timeout(WAIT_S):
+            if stage == "prepare":
+                await tower.prepare("IMAGE", b"rows=1")
+            else:
+                await tower.forward([prepared])
+    assert 1 < time.monotonic() - began < 10
+    async with asyncio.timeout(WAIT_S):
+        await tower.wait_alive()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_long_batch_is_not_a_silent_one(make):
+    tower = await make(times=replace(TIMES, silence_s=3))
+    await embed(tower, b"slow=6")
+
+
+async def test_a_batch_without_end_is_given_up(make):
+    tower = await make(times=replace(TIMES, forward_s=0.5))
+    prepared = await tower.prepare("IMAGE", b"hangs")
+    with pytest.raises(TowerLostError, match=r"longer than 0.5 s"):
+        await tower.forward([prepared])
+    async with asyncio.timeout(WAIT_S):
+        await tower.wait_alive()
+
+
+async def test_a_cancelled_batch_runs_on_and_the_next_waits_for_it(tower):
+    slow = asyncio.create_task(tower.forward([await tower.prepare("IMAGE", b"slow=0.5")]))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    slow.cancel()
+    await embed(tower, b"rows=1")
+    assert time.monotonic() - began > 0.3
+
+
+async def test_a_cancelled_prepare_ends_in_the_worker_too(tower):
+    for _ in range(50):
+        stuck = asyncio.create_task(tower.prepare("IMAGE", b"stuck"))
+        await asyncio.sleep(0)
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+    await embed(tower, b"rows=1")
+    worker = psutil.Process(tower.pids[0])
+    await until(lambda: worker.num_fds() < 30)
+
+
+async def test_a_start_that_keeps_failing_is_tried_again_later(make, tmp_path, caplog):
+    tower = await make(later=str(tmp_path / "later"))
+    os.kill(tower.pids[0], signal.SIGKILL)
+    await until(lambda: not tower.alive)
+    async with asyncio.timeout(WAIT_S):
+        await tower.wait_alive()
+    assert "cannot be started again: vision worker 0" in caplog.text
+    assert "not the second time" in caplog.text
+    await embed(tower, b"rows=1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_start_that_fails_says_why(make, ranks, capfd):
+    with pytest.raises(TowerStartError, match=r"vision worker 0.*ValueError: no such checkpoint"):
+        await make(ranks, error="no such checkpoint")
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "times", "reason"),
+    [
+        ({"dies": True}, TIMES, r"the other end is gone.*-11"),
+        ({"sleeps": True}, replace(TIMES, start_s=3), "not ready after 3 s"),
+    ],
+    ids=["dies", "sleeps"],
+)
+async def test_a_start_without_a_word_ends(make, options, times, reason):
+    with pytest.raises(TowerStartError, match=reason):
+        await make(times=times, **options)
+
+
+async def test_a_factory_that_is_not_there_is_named(make):
+    with pytest.raises(TowerStartError, match="No module named 'worker_engine'"):
+        await make(env={**ENV, "PYTHONPATH": ""})
+
+
+async def test_a_tower_that_closes_fails_its_calls(make):
+    tower = await make()
+    running = asyncio.create_task(tower.forward([await tower.prepare("IMAGE", b"slow=20")]))
+    await asyncio.sleep(0.1)
+    pids = tower.pids
+    began = time.monotonic()
+    await tower.close()
+    assert time.monotonic() - began < 3, "it did not have to be killed"
+    with pytest.raises(TowerLostError, match="closed"):
+        await running
+    assert not any(map(psutil.pid_exists, pids))
+    with pytest.raises(TowerLostError):
+        await tower.prepare("IMAGE", b"rows=1")
+    await tower.close()
+
+
+async def test_signals_to_the_group_leave_a_worker_at_work(tower):
+    running = asyncio.create_task(embed(tower, b"slow=0.5"))
+    await asyncio.sleep(0.2)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(tower.pids[0], number)
+    await running
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "stopped", "loading"])
+async def test_workers_end_with_a_front_that_is_killed(state):
+    script = textwrap.dedent(f"""
+        import asyncio
+        from sglang_epd.encoder.workers import Rank, WorkerTower
+
+        async def main():
+            ranks = [Rank({{"rank": rank}}) for rank in range(2)]
+            if {state!r} == "loading":
+                ranks = [Rank({{"sleeps": True}})] * 2
+            tower = WorkerTower("w", "worker_engine:create", lambda: ranks)
+            if {state!r} == "loading":
+                print("front", flush=True)
+            await tower.start()
+            if {state!r} == "busy":
+                prepared = await tower.prepare("IMAGE", b"hangs")
+                asyncio.create_task(tower.forward([prepared]))
+                await asyncio.sleep(0.2)
+            print("front", flush=True)
+            await asyncio.sleep(3600)
+
+        asyncio.run(main())
+    """)
+    with subprocess.Popen(  # noqa: ASYNC220 (takes a millisecond)
+        [sys.executable, "-c", script], env=ENV, stdout=subprocess.PIPE, text=True
+    ) as front:
+        assert front.stdout is not None
+        assert await asyncio.to_thread(front.stdout.readline) == "front\n"
+        await until(lambda: len(psutil.Process(front.pid).children()) == 2)
+        if state == "loading":
+            await asyncio.sleep(3)  # past their imports
+        workers = [child.pid for child in psutil.Process(front.pid).children()]
+        if state == "stopped":
+            os.kill(workers[0], signal.SIGSTOP)
+        front.kill()
+    await until(lambda: all(map(gone, workers)), 10)
+
+
+async def test_a_front_whose_towers_fail_to_start_ends_with_a_status():
+    script = textwrap.dedent("""
+        import asyncio
+        from sglang_epd.encoder.workers import Rank, WorkerTower
+
+        async def main():
+            ranks = [Rank({"rank": 0}), Rank({"error": "no such checkpoint"})]
+            await WorkerTower("worker 1", "worker_engine:create", lambda: ranks).start()
+
+        asyncio.run(main())
+    """)
+    front = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script], env=ENV, capture_output=True, timeout=60
+    )
+    assert front.returncode == 1
+    assert b"TowerStartError: worker 1: " in front.stderr
+    assert b"rank 1: ValueError: no such checkpoint" in front.stderr
+
+
+async def test_a_thousand_calls_leave_nothing_behind(tower):
+    processes = [psutil.Process(), *map(psutil.Process, tower.pids)]
+
+    async def hundred() -> None:
+        for n in range(100):
+            prepared = await tower.prepare("IMAGE", b"rows=%d" % (2000 if n % 10 else 20000))
+            if n % 3 == 0:
+                tower.discard(prepared)
+            elif n % 3 == 1:
+                await tower.forward([prepared])
+            # else its last reference goes
+            with pytest.raises(MediaError):
+                await tower.prepare("IMAGE", b"bad".ljust(1 << 20))
+
+    for _ in range(3):
+        await hundred()
+    gc.collect()
+    before = [(process.num_fds(), process.memory_info().rss) for process in processes]
+    for _ in range(10):
+        await hundred()
+    gc.collect()
+    await asyncio.sleep(0.2)
+    after = [(process.num_fds(), process.memory_info().rss) for process in processes]
+    for (fds, rss), (fds_after, rss_after) in zip(before, after, strict=True):
+        assert abs(fds_after - fds) <= 1
+        assert rss_after - rss < 24 << 20
+    crew = tower._crew
+    assert crew is not None
+    assert not crew._items
+    assert not crew._calls
+
+
+async def test_restarts_leave_nothing_behind(make):
+    tower = await make()
+    fds = psutil.Process().num_fds()
+    for _ in range(3):
+        os.kill(tower.pids[0], signal.SIGKILL)
+        await until(lambda: not tower.alive)
+        async with asyncio.timeout(WAIT_S):
+            await tower.wait_alive()
+    assert psutil.Process().num_fds() == fds
+
+
+def test_a_file_of_another_size_is_refused():
+    fd = write_tensor(torch.zeros(3, 4))
+    with pytest.raises(ProtocolError, match="48 bytes"):
+        read_tensor(fd, TensorSpec("float32", (4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_tensors_cross_by_value(dtype, rows):
+    tensor = torch.randn(rows, 96).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    read = read_tensor(write_tensor(tensor), TensorSpec(name, (rows, 96)))
+    assert torch.equal(read, tensor)

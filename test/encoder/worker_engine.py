@@ -1,0 +1,94 @@
+"""The engine of test workers: each media's text says what happens to it.
+
+rows=N          an embedding of N rows, all of them the media's length
+bad, broken     prepare raises MediaError, RuntimeError
+stuck           prepare never ends
+slow=S          forward takes S seconds
+fails, refused  forward raises RuntimeError, EncodeError
+fails@R         the same on rank R only; the other ranks meet it in vain and hang
+hangs           forward never ends
+odd@R           rank R lays it out differently
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_epd.encoder.tower import Prepared
+from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.wire import Layout, TensorSpec
+
+WIDTH = 64
+
+
+class FakeEngine:
+    preparers = 4
+    dtype = "float32"
+    modalities = ("IMAGE", "VIDEO")
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    async def warm_up(self) -> None:
+        pass
+
+    async def prepare(self, modality: str, data: bytes) -> Prepared:
+        wishes = dict(
+            (wish.partition("=")[0], wish.partition("=")[2])
+            for wish in data[:64].decode().strip().split(",")
+        )
+        if "bad" in wishes:
+            raise MediaError("cannot be decoded: it is bad")
+        if "broken" in wishes:
+            raise RuntimeError("a secret of the engine")
+        if "stuck" in wishes:
+            await asyncio.sleep(3600)
+        rows = int(wishes.get("rows", "2")) + (f"odd@{self._rank}" in wishes)
+        extra = {"times": list(range(int(wishes.get("extra", "0"))))}
+        layout = Layout(modality, TensorSpec("float32", (rows, WIDTH)), [[1, 2, rows]], extra)
+        return Prepared(layout, 4 * rows, (modality, WIDTH), (wishes, len(data)))
+
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        return await asyncio.to_thread(self._forward, batch)
+
+    def discard(self, prepared: Prepared) -> None:
+        pass
+
+    def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        made = []
+        for prepared in batch:
+            wishes, length = prepared.content
+            time.sleep(float(wishes.get("slow", "0")))
+            if "refused" in wishes:
+                raise EncodeError("the layouts say another shape")
+            if "fails" in wishes or f"fails@{self._rank}" in wishes:
+                raise RuntimeError("a secret of the engine")
+            if "hangs" in wishes or any(wish.startswith("fails@") for wish in wishes):
+                time.sleep(3600)
+            made.append(torch.full(prepared.layout.embedding.shape, float(length)))
+        return made
+
+
+def create(options: dict[str, Any]) -> FakeEngine:
+    """Options say what goes wrong at the start."""
+    if "error" in options:
+        raise ValueError(options["error"])
+    if "later" in options:
+        # A file: the first start goes well, the second does not.
+        later = Path(options["later"])
+        if later.exists():
+            later.unlink()
+            raise ValueError("not the second time")
+        later.touch()
+    if "dies" in options:
+        os.kill(os.getpid(), 11)
+    if "sleeps" in options:
+        time.sleep(3600)
+    return FakeEngine(options.get("rank", 0))

@@ -52,6 +52,8 @@ BARE_PICTURES = {"224": 24, "448": 10, "1080p": 3}
 HOT_PICTURES = {1: 32, 8: 64, 64: 128}
 HOT_SET = 4
 CLIENTS = (1, 8, 64)
+# Of the time, where there are hot rounds too.
+_COLD_SHARE = 0.8
 RESULTS = ROOT / "benchmark" / "results"
 FORWARDS = 'sglang:epd_encoder_stage_seconds_count{stage="forward"}'
 
@@ -84,6 +86,9 @@ class Bench:
         self.notes: list[str] = []
         self.idle_percent: dict[str, float] = {}
         self.cases: list[Case] = []
+        self._begun = time.monotonic()
+        # Seconds of a round that later ones will not take.
+        self._once_s = 0.0
 
     def pictures(self, count: int, size: str, *seed: object) -> list[bytes]:
         return [jpeg(size, (self.options.seed, *seed, number)) for number in range(count)]
@@ -93,9 +98,9 @@ class Bench:
         """Bare loops and servers, all of them ready and warm; of ours, what starts."""
         started: list[Arm] = []
         try:
-            loop = Bare(self.model) if bare else None
+            loop = Bare(self.model, self.logs) if bare else None
             if loop:
-                started += [loop, Bare(self.model, loop.child, overlapped=True)]
+                started += [loop, Bare(self.model, self.logs, loop.child, overlapped=True)]
             servers: list[Server] = []
             for make in self._ours(cache):
                 servers.append(make)
@@ -145,9 +150,17 @@ class Bench:
             await self.warm_up(arms, options.sizes)
             if load == "cold":
                 self.measure_idle(arms)
+            share = _COLD_SHARE if load == "cold" and "hot" in options.loads else 1.0
+            deadline = self._begun + 60 * share * options.minutes
             for number in range(options.rounds):
+                begin, self._once_s = time.monotonic(), 0.0
                 for size in options.sizes:
                     await self._round(load, number, size, arms)
+                now = time.monotonic()
+                another = now - begin - self._once_s
+                if number + 1 < options.rounds and now + another > deadline:
+                    self.note(f"{load}: {number + 1} of {options.rounds} rounds, for lack of time.")
+                    break
 
     async def _round(self, load: str, number: int, size: str, arms: list[Arm]) -> None:
         loops = [arm for arm in arms if isinstance(arm, Bare)]
@@ -165,7 +178,8 @@ class Bench:
             for arm in servers:
                 await arm.run(few, 1)
         for clients in self.options.clients:
-            if (size, clients, load) == ("1080p", 64, "cold") and number > 0:
+            once = (size, clients, load) == ("1080p", 64, "cold")
+            if once and number > 0:
                 continue
             if load == "hot":
                 count = HOT_PICTURES[clients]
@@ -176,6 +190,7 @@ class Bench:
             for arm in servers:
                 run = await arm.run(pictures, clients)
                 self._add(Case(number, load, size, clients, arm.name, run, run.rate / limit))
+                self._once_s += run.seconds if once else 0.0
 
     def _add(self, case: Case) -> None:
         self.cases.append(case)
@@ -326,6 +341,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=list(CLIENTS))
     parser.add_argument("--loads", nargs="+", choices=("cold", "hot"), default=["cold", "hot"])
+    parser.add_argument(
+        "--minutes", type=float, default=12.0, help="no round begins that ends later"
+    )
     parser.add_argument("--socket", action="store_true", help="add an arm without shared memory")
     parser.add_argument("--probe", action="store_true", help="this alone")
     parser.add_argument("--same-new-image", type=int, metavar="CLIENTS", help="this alone")

@@ -135,8 +135,10 @@ class Bare(Arm):
 
     name = "bare"
 
-    def __init__(self, model: str, child: Child | None = None, *, overlapped: bool = False) -> None:
-        self.child = child or Child(_bare_loop, model)
+    def __init__(
+        self, model: str, logs: Path, child: Child | None = None, *, overlapped: bool = False
+    ) -> None:
+        self.child = child or Child(_bare_loop, model, logs / "bare.log")
         self._overlapped = overlapped
         if overlapped:
             self.name = "bare, next picture prepared meanwhile"
@@ -157,7 +159,10 @@ class Bare(Arm):
         self.child.stop()
 
 
-def _bare_loop(pipe: Connection, model: str) -> None:
+def _bare_loop(pipe: Connection, model: str, log: Path) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(_PLATFORM_ONLY)
     try:
         engine = _load(model)

@@ -254,7 +254,6 @@ class Server(Arm):
             command += ["--enable-prefix-mm-cache"]
         self._cache = cache
         self._receiver = receiver
-        self.endpoint = receiver.get()
         self._delivered = 0
         self.server = ServerProcess(
             self.name,
@@ -276,6 +275,7 @@ class Server(Arm):
             CacheRefusedError: this version refuses --enable-prefix-mm-cache.
             ServerError: it ended, or was not ready in time.
         """
+        self.endpoint: str = self._receiver.get()
         try:
             self.server.wait_ready(START_TIMEOUT_S)
         except ServerError as error:

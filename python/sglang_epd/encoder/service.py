@@ -63,7 +63,7 @@ class Room:
             OverloadedError: too many are in work.
         """
         service = self._service
-        service.admission.take_bytes(nbytes, service.retry_after_s)
+        service.admission.take_bytes(nbytes, service.retry_after_s, self._nbytes)
         self._nbytes += nbytes
 
     def note(self, nbytes: int) -> None:

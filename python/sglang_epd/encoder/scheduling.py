@@ -106,6 +106,11 @@ class FairQueue:
             self._virtual, self.cost = 0.0, 0.0
             self._ends.clear()
 
+    def first(self, now: float) -> Job | None:
+        """The job whose turn it is, deadlines apart; None if none may run now."""
+        ready = (job for job in self._jobs if not job.parked and job.deadline > now)
+        return min(ready, key=lambda job: job.tag, default=None)
+
     def take_expired(self, now: float) -> list[Job]:
         """Take out the jobs whose deadline has passed."""
         expired = [job for job in self._jobs if job.deadline <= now]

@@ -92,7 +92,7 @@ class FakeTower:
         finally:
             self.preparing -= 1
         if data in self.bad_media:
-            raise self.bad_media[data]
+            raise type(self.bad_media[data])(*self.bad_media[data].args)
         spec = TensorSpec("float32", (self.rows.get(data, 1), WIDTH))
         patches = self.patches.get(data, 1)
         prepared = Prepared(Layout(modality, spec, [[1, 1, 1]]), patches, data[:1], data)
@@ -115,7 +115,7 @@ class FakeTower:
             self.running -= 1
         for name in names:
             if name in self.bad_batch:
-                raise self.bad_batch[name]
+                raise type(self.bad_batch[name])(*self.bad_batch[name].args)
         self.in_memory.difference_update(batch)
         return [torch.full(one.layout.embedding.shape, float(sum(one.content))) for one in batch]
 

@@ -293,3 +293,169 @@ async def test_no_pages_of_documentation_are_served(serve, http):
     for path in ("/docs", "/redoc", "/openapi.json"):
         async with http.get(url + path) as response:
             assert response.status == 404
+
+
+async def head_of_answer(url: str, *lines: str) -> str:
+    """The first line of the answer to a request of which only the head was sent."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = ["POST /v1/encode HTTP/1.1", "Host: x", *lines, "", ""]
+    writer.write("\r\n".join(head).encode())
+    await writer.drain()
+    try:
+        return (await asyncio.wait_for(reader.readline(), PATIENCE_S)).decode()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.fixture
+async def busy(serve, http, service, fakes, asking):
+    """An encoder with one live request, until it is told to go on: its URL and the call."""
+    url = await serve()
+    fakes.forwarded.hold()
+    call = asyncio.create_task(post(http, url, encode_body(asking(b"x", request_id="live"))))
+    await entered(fakes.forwarded)
+    yield url, call
+    fakes.forwarded.go_on()
+    assert (await call)[0] == 200
+    assert service.admission.nbytes == 0
+
+
+async def test_a_body_over_the_byte_bound_is_refused_before_it_is_read(busy, service):
+    url, _ = busy
+    service.admission.max_bytes = 1000
+    assert " 503 " in await head_of_answer(url, "Content-Length: 1000")
+
+
+async def test_a_body_of_unknown_length_is_refused_where_it_passes_the_bound(busy, service, http):
+    url, _ = busy
+    service.admission.max_bytes = 10_000
+    sent = 0
+
+    async def chunks():
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield bytes(1000)
+
+    with contextlib.suppress(aiohttp.ClientError):  # the connection may end before the answer
+        status, body, headers = await asyncio.wait_for(post(http, url, chunks()), PATIENCE_S)
+        assert status == 503
+        assert decode_body(body, ErrorReply, MAX_BODY).code == OverloadedError.__name__
+        assert int(headers["Retry-After"]) >= 1
+    assert sent < 64 << 20
+    assert service.admission.nbytes < 1000, "what was read of it is no more"
+
+
+async def test_an_only_body_of_unknown_length_may_be_over_the_byte_bound(
+    serve, http, service, asking
+):
+    url = await serve()
+    service.admission.max_bytes = 100
+    body = encode_body(asking(bytes(5000)))
+
+    async def chunks():
+        for at in range(0, len(body), 500):
+            yield body[at : at + 500]
+            await asyncio.sleep(0.001)
+
+    assert (await post(http, url, chunks()))[0] == 200
+    assert service.admission.nbytes == 0
+
+
+async def test_where_no_item_fits_no_body_is_read(busy, service):
+    url, _ = busy
+    service.admission.max_items = 1
+    assert " 503 " in await head_of_answer(url, "Content-Length: 100")
+
+
+async def test_an_id_that_is_live_is_a_conflict(busy, http, asking):
+    url, _ = busy
+    status, body, _ = await post(http, url, encode_body(asking(b"y", request_id="live")))
+    assert status == 409
+    assert decode_body(body, ErrorReply, MAX_BODY).code == DuplicateError.__name__
+
+
+async def test_while_it_drains_it_finishes_what_it_has_and_takes_nothing_new(
+    busy, service, http, asking
+):
+    url, call = busy
+    service.drain()
+    for path in ("/health", "/health_generate"):
+        async with http.get(url + path) as response:
+            assert response.status == 503
+    status, body, headers = await post(http, url, encode_body(asking(b"y")))
+    assert status == 503
+    assert decode_body(body, ErrorReply, MAX_BODY).code == UnavailableError.__name__
+    assert int(headers["Retry-After"]) >= 1
+    async with http.get(f"{url}/v1/status") as response:
+        status = await response.json()
+    assert (status["state"], status["requests"]) == ("draining", 1)
+    assert not call.done()
+
+
+async def test_a_reply_says_where_each_embedding_came_from_and_what_took_how_long(
+    serve, http, asking
+):
+    _, body, _ = await post(http, await serve(), encode_body(asking(b"x", b"x")))
+    first, second = decode_body(body, EncodeReply, MAX_BODY).outcomes
+    assert (first.source, second.source) == ("computed", "coalesced")
+    assert {"acquire", "wait", "preprocess", "queue", "forward", "grant", "deliver"} == set(
+        first.ms
+    )
+
+
+async def test_the_status_shows_queue_towers_and_cache_to_everybody(busy, http):
+    url, _ = busy
+    async with http.get(f"{url}/v1/status") as response:
+        status = await response.json()
+    assert status["state"] == "ready"
+    assert (status["requests"], status["items"], status["finished"]) == (1, 1, 0)
+    assert 0 < status["bytes"] < status["max_bytes"]
+    assert status["queue"]["running"] == 1
+    assert status["towers"] == [{"alive": True, "patches": 12}]
+    assert set(status["cache"]) == {"entries", "bytes", "pinned_bytes", "capacity_bytes"}
+
+
+@pytest.mark.parametrize("capacity", [1 << 20])
+async def test_the_cache_can_be_looked_at_and_emptied(serve, http, asking, cache):
+    url = await serve()
+    await post(http, url, encode_body(asking(b"1", b"2", b"3")))
+    async with http.get(f"{url}/v1/cache") as response:
+        contents = await response.json()
+    assert (contents["entries"], contents["pinned_bytes"]) == (3, 0)
+    assert contents["bytes"] == cache.nbytes == 3 * 48
+    assert contents["capacity_bytes"] == 1 << 20
+    first = contents["shown"][0]
+    assert (first["modality"], first["grid"]) == ("IMAGE", [[1, 2, 6]])
+    assert (first["tokens"], first["bytes"], first["pins"], first["uses"]) == (3, 48, 0, 1)
+    async with http.delete(f"{url}/v1/cache/{first['key']}") as response:
+        assert response.status == 204
+    assert len(cache) == 2
+    for unknown in (first["key"], "00", "not-hex"):
+        async with http.delete(f"{url}/v1/cache/{unknown}") as response:
+            assert response.status == 404
+    async with http.delete(f"{url}/v1/cache") as response:
+        assert await response.json() == {"dropped": 2}
+    assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("capacity", [1 << 20])
+async def test_without_the_token_the_cache_is_nobodys_business(serve, http, asking, cache):
+    url = await serve("secret")
+    headers = {"Authorization": "Bearer secret"}
+    await post(http, url, encode_body(asking(b"x")), **headers)
+    (entry,) = cache.entries()
+    for path in ("/v1/cache", f"/v1/cache/{entry.key.hex()}"):
+        async with http.delete(url + path) as response:
+            assert response.status == 401
+    async with http.get(f"{url}/v1/cache") as response:
+        assert response.status == 401
+        assert not await response.read()
+    assert len(cache) == 1
+    async with http.get(f"{url}/v1/cache", headers=headers) as response:
+        assert (await response.json())["entries"] == 1
+    async with http.delete(f"{url}/v1/cache", headers=headers) as response:
+        assert response.status == 200
+    assert len(cache) == 0

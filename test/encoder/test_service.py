@@ -579,3 +579,94 @@ async def test_it_is_known_when_nothing_is_in_work(service, fakes, asking):
     fakes.forwarded.go_on()
     await work
     assert (service.idle, service.finished) == (True, 1)
+
+
+@pytest.fixture
+def fetching(asking):
+    """A request whose media are fetched; a URL is its media's name here."""
+
+    def request(*urls: str, request_id: str = "r1", ttl_s: float = 30.0):
+        asked = asking(*([b""] * len(urls)), request_id=request_id, ttl_s=ttl_s)
+        items = [
+            msgspec.structs.replace(item, data=None, url=url)
+            for item, url in zip(asked.items, urls, strict=True)
+        ]
+        return msgspec.structs.replace(asked, items=items)
+
+    return request
+
+
+async def test_while_too_many_bytes_are_in_work_nothing_more_is_fetched(
+    service, fakes, fetching, at_rest
+):
+    fakes.forwarded.hold()
+    service.admission.max_bytes = 3
+    full = asyncio.create_task(service.encode(fetching("http://over/")))
+    await entered(fakes.forwarded)
+    waits = asyncio.create_task(service.encode(fetching("http://next/", request_id="r2")))
+    await until(lambda: service.status()["requests"] == 2)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert fakes.acquire.calls == [b"http://over/"]
+    fakes.forwarded.go_on()
+    assert (await full).outcomes[0].state == "delivered"
+    assert (await waits).outcomes[0].state == "delivered"
+    await at_rest()
+
+
+async def test_a_request_does_not_wait_for_its_own_bytes(service, fakes, fetching, at_rest):
+    """They are free when it ends, which it does not while its items wait."""
+    service.admission.max_bytes = 3
+    reply = await service.encode(fetching(*(f"http://{n}/" for n in range(4)), ttl_s=2.0))
+    assert [outcome.state for outcome in reply.outcomes] == ["delivered"] * 4
+    await at_rest()
+
+
+async def test_each_outcome_says_where_its_embedding_came_from(service, fakes, asking, at_rest):
+    reply = await service.encode(asking(b"x", b"x", b"y"))
+    assert [outcome.source for outcome in reply.outcomes] == ["computed", "coalesced", "computed"]
+    assert {"acquire", "wait", "preprocess", "queue", "forward", "grant", "deliver"} == set(
+        reply.outcomes[0].ms
+    )
+    assert "forward" not in reply.outcomes[1].ms
+    assert len(fakes.preprocess.calls) == 2
+    await at_rest()
+
+
+@pytest.mark.parametrize("capacity", [1 << 20])
+async def test_a_hit_is_offered_without_being_prepared(service, fakes, asking):
+    await service.encode(asking(b"x"))
+    (outcome,) = (await service.encode(asking(b"x", request_id="r2"))).outcomes
+    assert (outcome.state, outcome.source) == ("delivered", "cached")
+    assert set(outcome.ms) == {"acquire", "grant", "deliver"}
+    assert fakes.preprocess.calls == [b"x"]
+    assert len(fakes.payloads) == 2
+
+
+@pytest.mark.parametrize("capacity", [1 << 20])
+async def test_an_embedding_may_be_dropped_while_it_is_delivered(service, fakes, asking, at_rest):
+    fakes.delivered.hold()
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await entered(fakes.delivered)
+    assert service.computations.cache.clear() == 1
+    fakes.delivered.go_on()
+    assert (await work).outcomes[0].state == "delivered"
+    assert service.computations.cache.nbytes == 0
+    await at_rest()
+
+
+async def test_a_draining_service_finishes_what_it_has(service, fakes, asking, at_rest):
+    fakes.forwarded.hold()
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await entered(fakes.forwarded)
+    service.drain()
+    idle = asyncio.create_task(service.wait_idle())
+    with pytest.raises(UnavailableError) as raised:
+        await service.encode(asking(b"y", request_id="r2"))
+    assert raised.value.retry_after_s >= 1
+    assert service.status()["state"] == "draining"
+    assert not idle.done()
+    fakes.forwarded.go_on()
+    assert (await work).outcomes[0].state == "delivered"
+    await asyncio.wait_for(idle, PATIENCE_S)
+    await at_rest()

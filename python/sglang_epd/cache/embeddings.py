@@ -23,7 +23,7 @@ class Entry:
 
     Attributes:
         pins: how many use it; changed by the cache alone.
-        uses: how many have been given it.
+        uses: how often it was found.
     """
 
     key: bytes
@@ -93,7 +93,7 @@ class EmbeddingCache:
         if key in self._entries:
             raise ValueError("an embedding of that key is there already")
         nbytes = embedding.numel() * embedding.element_size()
-        entry = self._entries[key] = Entry(key, layout, embedding, nbytes, pins=1, uses=1)
+        entry = self._entries[key] = Entry(key, layout, embedding, nbytes, pins=1)
         self._bytes += nbytes
         self._make_room()
         return entry

@@ -58,13 +58,17 @@ class Admission:
                 retry_after_s=retry_after_s,
             )
 
-    def take_bytes(self, nbytes: int, retry_after_s: float) -> None:
+    def take_bytes(self, nbytes: int, retry_after_s: float, own: int = 0) -> None:
         """Before bytes of a request are read; `give_bytes` undoes it.
+
+        Args:
+            own: the request's own among those in work; where there are no others, it may
+                be over the bound.
 
         Raises:
             OverloadedError: too many are in work.
         """
-        if self.nbytes + nbytes > self.max_bytes and self.nbytes:
+        if self.nbytes + nbytes > self.max_bytes and self.nbytes > own:
             raise OverloadedError(
                 f"{self.nbytes >> 20} MiB of media in work, at most {self.max_bytes >> 20}",
                 retry_after_s=retry_after_s,

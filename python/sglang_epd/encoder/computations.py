@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
+_SHUTTING_DOWN = "this encoder is shutting down"
 _ONE = Bounds(patches=1, items=1)
 _UTILISATION_S = 60.0
 
@@ -155,7 +156,6 @@ class Computations:
         self._look_again: asyncio.TimerHandle | None = None
         self._closed = False
         self._busy: deque[tuple[float, float]] = deque()
-        self._busy_s = 0.0
 
     def hold(self, key: bytes, modality: str, data: bytes, owner: str, deadline: float) -> Hold:
         """Ask for an embedding.
@@ -215,8 +215,10 @@ class Computations:
             self._look_again.cancel()
         for work in list(self._works.values()):
             if work.state not in (State.PREPARING, State.RUNNING):
-                self._fail(work, UnavailableError("this encoder is shutting down"))
-        await asyncio.gather(*self._tasks)
+                self._fail(work, UnavailableError(_SHUTTING_DOWN))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for work in list(self._works.values()):  # prepared meanwhile
+            self._fail(work, UnavailableError(_SHUTTING_DOWN))
 
     # Askers
 
@@ -226,14 +228,16 @@ class Computations:
             hold.source = "cached"
             self._give(hold, entry)
             return
+        if self._closed:
+            self._tell(hold, UnavailableError(_SHUTTING_DOWN))
+            return
         work = self._works.get(hold.key)
         if work is None:
-            # It takes its place in the asker's turn; kept apart, as the asker may go.
-            job = Job(hold._job.owner, hold._job.cost, hold._job.deadline)
-            work = job.content = Work(hold.key, hold._modality, hold._data, job)
+            hold.source = "computed"
+            work = Work(hold.key, hold._modality, hold._data, hold._job)
             work.since = time.perf_counter()
             self._works[hold.key] = work
-            self._waiting.push(job)
+            self._let_wait(work)
         else:
             hold.source = "coalesced"
             work.job.deadline = max(work.job.deadline, hold._job.deadline)
@@ -280,7 +284,20 @@ class Computations:
         work.job.parked = not work.wanted
         if work.wanted and work.state is State.DORMANT:
             work.enter(State.WAITING)
-            self._waiting.push(work.job)
+            self._let_wait(work)
+
+    def _let_wait(self, work: Work) -> None:
+        """Its turn to be prepared, measured in bytes as that of all who wait for it."""
+        old = work.job
+        work.job = Job(
+            old.owner,
+            len(work.data),
+            old.deadline,
+            alone=work.losses > 0,
+            parked=old.parked,
+            content=work,
+        )
+        self._waiting.push(work.job)
 
     @staticmethod
     def _show(hold: Hold, layout: Layout) -> None:
@@ -316,15 +333,19 @@ class Computations:
                 self._take_back(lane)
             elif not lane.running:
                 self._begin_running(lane, now)
-        while any(not job.parked for job in self._waiting):
-            preparer = self._preparer()
+        while (first := self._waiting.first(now)) is not None:
+            preparer = self._preparer(first)
             if preparer is None:
                 break
             (job,) = self._waiting.take(now, _ONE, 0.0, float("inf"))
+            assert job is first
             work: Work = job.content
             work.enter(State.PREPARING)
+            work.lane = preparer
             preparer.preparing += 1
-            self._spawn(self._prepare(work, preparer))
+            if job.alone:
+                preparer.suspect = work
+            self._spawn(self._prepare(work, preparer), [work])
         if self._works and not all(lane.tower.alive for lane in self._lanes):
             self._pump_later()
         self._metrics.patches_queued.set(self._patches())
@@ -340,46 +361,46 @@ class Computations:
 
             self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
 
-    def _preparer(self) -> Lane | None:
-        """The lane that is to prepare next, if any has room for more."""
+    def _preparer(self, job: Job) -> Lane | None:
+        """The lane that is to prepare it, if any has room for more."""
+        batch = self._limits.batch
         able = [
             lane
             for lane in self._lanes
-            if lane.tower.alive and lane.preparing < lane.tower.preparers and self._has_room(lane)
+            if lane.tower.alive
+            and lane.preparing < lane.tower.preparers
+            and not lane.isolated
+            and not lane.full(batch)
+            and (lane.empty or not job.alone)
         ]
-        return min(able, key=lambda lane: lane.patches, default=None)
+        lane = min(able, key=lambda lane: lane.patches, default=None)
+        if lane is not None:
+            self._make_room(lane)
+        return lane
 
-    def _has_room(self, lane: Lane) -> bool:
-        """Whether less than a batch is on its way; unwanted pixels make room."""
-        batch = self._limits.batch
-
-        def full() -> bool:
-            items = len(lane.ready) + lane.preparing
-            patches = lane.ready.cost + lane.preparing * lane.typical
-            return items >= batch.items or patches >= batch.patches
-
-        while full():
-            parked = next((job for job in lane.ready if job.parked), None)
-            if parked is None:
-                return False
-            lane.ready.remove(parked)
-            work: Work = parked.content
+    def _make_room(self, lane: Lane) -> None:
+        """Pixels that nobody wants now go as far as others need their place."""
+        for job in [job for job in lane.ready if job.parked]:
+            if not lane.full(self._limits.batch, parked=True):
+                break
+            lane.ready.remove(job)
+            work: Work = job.content
             self._discard(work)
             work.enter(State.DORMANT)
-        return True
 
     async def _prepare(self, work: Work, lane: Lane) -> None:
         try:
             prepared = await lane.tower.prepare(work.modality, work.data)
         except TowerLostError:
             self._lost(work)
+            self._take_back(lane)
             return
         except Exception as error:
             self._fail(work, _said(error, work))
             return
         finally:
             lane.preparing -= 1
-        work.lane, work.prepared = lane, prepared
+        work.prepared = prepared
         lane.typical += 0.2 * (prepared.patches - lane.typical)
         if not work.holds:
             self._end(work, State.FAILED)
@@ -394,15 +415,19 @@ class Computations:
             spec_bytes(prepared.layout.embedding),
             prepared.group,
             alone=work.losses > 0,
+            parked=old.parked,
             content=work,
         )
         work.enter(State.READY)
         lane.ready.push(work.job)
-        self._consider(work)
 
     def _begin_running(self, lane: Lane, now: float) -> None:
-        in_use = self.cache.pinned_bytes + self._running_bytes
-        room = self._limits.staged_bytes - in_use if in_use else float("inf")
+        if lane.isolated and lane.preparing:
+            return
+        # What is kept for the unwanting has a bound of its own: they may be long in
+        # coming, and others are not to wait for them.
+        in_use = self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
+        room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
         jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
         if jobs:
             works: list[Work] = [job.content for job in jobs]
@@ -410,7 +435,7 @@ class Computations:
                 work.enter(State.RUNNING)
             lane.running = works
             self._running_bytes += sum(job.nbytes for job in jobs)
-            self._spawn(self._run(lane, works))
+            self._spawn(self._run(lane, works), list(works))
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         nbytes = sum(work.job.nbytes for work in works)
@@ -420,6 +445,7 @@ class Computations:
             for work in works:
                 if work.state is State.RUNNING:
                     self._lost(work)
+            self._take_back(lane)
         finally:
             lane.running = []
             self._running_bytes -= nbytes
@@ -485,13 +511,14 @@ class Computations:
             self._metrics.stage_seconds.labels(stage).observe(ms / 1e3)
 
     def _take_back(self, lane: Lane) -> None:
-        """What was ready on a tower that is gone begins again elsewhere."""
+        """What was ready on a tower that is gone, or was meanwhile, begins again."""
         for job in list(lane.ready):
             lane.ready.remove(job)
             work: Work = job.content
-            work.prepared, work.lane = None, None
+            self._discard(work)
+            work.lane = None
             work.enter(State.WAITING)
-            self._waiting.push(job)
+            self._let_wait(work)
 
     def _lost(self, work: Work) -> None:
         """Its tower is gone: from the beginning, alone, and not for ever."""
@@ -502,7 +529,7 @@ class Computations:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
             return
         work.enter(State.WAITING)
-        self._waiting.push(work.job)
+        self._let_wait(work)
 
     def _fail(self, work: Work, error: EpdError) -> None:
         holds = work.holds
@@ -510,12 +537,16 @@ class Computations:
         self._end(work, State.FAILED)
         for hold in holds:
             hold._work = None
-            # An exception of its own for each: one that is kept keeps the frames it
-            # went through, and what they hold.
-            for future in (hold._known, hold._done):
-                if not future.done():
-                    future.set_exception(type(error)(error.message))
-                    future.exception()
+            self._tell(hold, error)
+
+    @staticmethod
+    def _tell(hold: Hold, error: EpdError) -> None:
+        # An exception of its own for each: one that is kept keeps the frames it went
+        # through, and what they hold.
+        for future in (hold._known, hold._done):
+            if not future.done():
+                future.set_exception(type(error)(error.message))
+                future.exception()
 
     def _end(self, work: Work, state: State) -> None:
         for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
@@ -534,15 +565,20 @@ class Computations:
         typical = max(lane.typical for lane in self._lanes)
         return int(sum(lane.patches for lane in self._lanes) + len(self._waiting) * typical)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
+        task = asyncio.create_task(stage)
         self._tasks.add(task)
-        task.add_done_callback(self._step_done)
+        task.add_done_callback(lambda task: self._stage_done(task, works))
 
-    def _step_done(self, task: asyncio.Task[None]) -> None:
+    def _stage_done(self, task: asyncio.Task[None], works: list[Work]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("An encoder stage failed", exc_info=task.exception())
+        if task.cancelled() or task.exception() is not None:
+            error = None if task.cancelled() else task.exception()
+            logger.error("An encoder stage failed", exc_info=error)
+            # Or nobody would ever get these embeddings again.
+            for work in works:
+                if work.state in (State.PREPARING, State.RUNNING):
+                    self._fail(work, EncodeError("the encoder failed on this item"))
         self._pump()
 
 

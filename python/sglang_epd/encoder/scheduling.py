@@ -1,10 +1,11 @@
 """Which items are prepared and run next: plain data, no clock, no tower.
 
-Fair between requests: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). Each
-job gets a start tag, at which the jobs of its owner before it would be done if every
-owner had an equal share of the tower, and the smallest tag goes first. A request of 64
-images so takes turns with single images that come after it, in the measure of what they
-cost, and has the whole tower when it is alone.
+Fair between requests: self-clocked fair queueing (Golestani, INFOCOM 1994). Each job gets
+a tag, at which it would be done if every owner had an equal share of the tower, and the
+smallest tag goes first; what comes later is counted from the tag that was last reached. A
+request of 64 images so takes turns with single images that come after it, in the measure
+of what they cost, and has the whole tower when it is alone. (Start tags would let a steady
+stream of new requests pass it for ever: each would start where the last one did.)
 
 Deadline-aware: a job that would miss its deadline in that order, and would not if it
 went now, goes first; among several the earliest deadline. A job whose deadline has
@@ -67,7 +68,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._jobs: dict[Job, None] = {}
         self._virtual = 0.0
-        # Where the next job of an owner starts, if that is later than now.
+        # The last tag of an owner, if that is later than now.
         self._ends: dict[Hashable, float] = {}
         self.cost = 0.0
 
@@ -88,8 +89,8 @@ class FairQueue:
         """
         if job in self._jobs:
             raise ValueError("the job waits already")
-        job.tag = max(self._virtual, self._ends.get(job.owner, 0.0))
-        self._ends[job.owner] = job.tag + job.cost
+        job.tag = max(self._virtual, self._ends.get(job.owner, 0.0)) + job.cost
+        self._ends[job.owner] = job.tag
         self._jobs[job] = None
         self.cost += job.cost
 
@@ -104,6 +105,11 @@ class FairQueue:
         if not self._jobs:
             self._virtual, self.cost = 0.0, 0.0
             self._ends.clear()
+
+    def first(self, now: float) -> Job | None:
+        """The job whose turn it is, deadlines apart; None if none may run now."""
+        ready = (job for job in self._jobs if not job.parked and job.deadline > now)
+        return min(ready, key=lambda job: job.tag, default=None)
 
     def take_expired(self, now: float) -> list[Job]:
         """Take out the jobs whose deadline has passed."""
@@ -125,7 +131,8 @@ class FairQueue:
         """
         batch: list[Job] = []
         cost, nbytes = 0.0, 0
-        for job in self._order(now, rate):
+        order = self._order(now, rate)
+        for job in order:
             first = batch[0] if batch else None
             if first is not None and (
                 job.alone or job.group != first.group or cost + job.cost > bounds.patches
@@ -140,10 +147,13 @@ class FairQueue:
             if job.alone or len(batch) == bounds.items:
                 break
         for job in batch:
-            self._virtual = max(self._virtual, job.tag)
             self.remove(job)
-        for owner in [owner for owner, end in self._ends.items() if end <= self._virtual]:
-            del self._ends[owner]
+        if batch and self._jobs:
+            # Never past one that was passed, be it for a deadline or for its group.
+            reached = max(job.tag for job in batch)
+            passed = (job.tag for job in order if job in self._jobs)
+            self._virtual = max(self._virtual, min(reached, min(passed, default=reached)))
+            self._ends = {o: end for o, end in self._ends.items() if end > self._virtual}
         return batch
 
     def _order(self, now: float, rate: float) -> list[Job]:

@@ -50,11 +50,16 @@ _RETRY_AFTER_S = (1.0, 30.0)
 
 
 class Room:
-    """The bytes that one request takes, from its first to its end."""
+    """The bytes that one request takes, from its first to its end.
+
+    Attributes:
+        fetching: whether its media may be fetched.
+    """
 
     def __init__(self, service: EncoderService) -> None:
         self._service = service
         self._nbytes = 0
+        self.fetching = False
 
     def take(self, nbytes: int) -> None:
         """Before bytes of the request are read.
@@ -63,7 +68,7 @@ class Room:
             OverloadedError: too many are in work.
         """
         service = self._service
-        service.admission.take_bytes(nbytes, service.retry_after_s)
+        service.admission.take_bytes(nbytes, service.retry_after_s, self._nbytes)
         self._nbytes += nbytes
 
     def note(self, nbytes: int) -> None:
@@ -108,7 +113,7 @@ class EncoderService:
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        # Set while fewer bytes are in work than may be.
+        # Set while no more bytes are in work than may be.
         self._roomy = asyncio.Event()
         self._roomy.set()
         # Requests that have come to their end, whatever it was.
@@ -222,7 +227,7 @@ class EncoderService:
 
     def _give_bytes(self, nbytes: int) -> None:
         self.admission.give_bytes(nbytes)
-        if self.admission.nbytes < self.admission.max_bytes:
+        if self.admission.nbytes <= self.admission.max_bytes:
             self._roomy.set()
 
     async def _encode_item(
@@ -266,8 +271,10 @@ class EncoderService:
     async def _acquire(self, item: EncodeItem, deadline: float, room: Room) -> FetchedMedia:
         source = MediaSource(data=item.data, url=item.url)
         try:
-            if item.data is None:
+            if item.data is None and not room.fetching:
                 await self._roomy.wait()
+                # All of a request or nothing of it: what it has is free when it ends.
+                room.fetching = True
             media = await self._fetcher.fetch(source, deadline)
         except EpdError as error:
             reason = getattr(error, "reason", "") or error.code
@@ -275,7 +282,7 @@ class EncoderService:
             raise
         if item.data is None:
             room.note(len(media.data))
-            if self.admission.nbytes >= self.admission.max_bytes:
+            if self.admission.nbytes > self.admission.max_bytes:
                 self._roomy.clear()
         return media
 

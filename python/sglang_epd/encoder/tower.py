@@ -75,4 +75,4 @@ class Tower(Protocol):
         """
 
     def discard(self, prepared: Prepared) -> None:
-        """Forget an item that was prepared here and will not be run again."""
+        """Forget an item that was prepared here and will not be run again, lost or not."""

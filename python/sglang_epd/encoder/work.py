@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_epd.encoder.scheduling import FairQueue, Job
+from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class Lane:
         self.ready = FairQueue()
         self.preparing = 0
         self.running: list[Work] = []
+        # Was there when a tower was lost, and gets a tower to itself.
+        self.suspect: Work | None = None
         # Patches a second, and patches an item; averages over the recent past.
         self.rate = 0.0
         self.typical = 1.0
@@ -107,3 +109,28 @@ class Lane:
         """What is on its way, as far as can be known."""
         running = sum(work.job.cost for work in self.running)
         return self.ready.cost + running + self.preparing * self.typical
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing that anybody wants now is on its way."""
+        return not self.preparing and not self.running and all(job.parked for job in self.ready)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the suspect is on its way, so that nothing else may be."""
+        work = self.suspect
+        if work is None or work.lane is not self:
+            return False
+        waits = work.state is State.READY and not work.job.parked
+        return waits or work.state in (State.PREPARING, State.RUNNING)
+
+    def full(self, batch: Bounds, *, parked: bool = False) -> bool:
+        """Whether a batch is on its way to the tower.
+
+        Args:
+            parked: count what nobody wants now as well.
+        """
+        ready = [job.cost for job in self.ready if parked or not job.parked]
+        items = len(ready) + self.preparing
+        patches = sum(ready) + self.preparing * self.typical
+        return items >= batch.items or patches >= batch.patches

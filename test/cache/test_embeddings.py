@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.cache.embeddings import Entry
+from sglang_epd.wire import Layout, TensorSpec
+
+WIDTH_BYTES = 16
+
+
+def embedding(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, WIDTH_BYTES // 4)
+
+
+def layout(rows: int) -> Layout:
+    return Layout("IMAGE", TensorSpec("float32", (rows, WIDTH_BYTES // 4)), [[1, 2, 2 * rows]])
+
+
+def add(cache: EmbeddingCache, key: bytes, rows: int = 1) -> Entry:
+    return cache.add(key, layout(rows), embedding(rows))
+
+
+def keep(cache: EmbeddingCache, key: bytes, rows: int = 1) -> None:
+    cache.release(add(cache, key, rows))
+
+
+@pytest.fixture
+def evicted() -> list[bytes]:
+    return []
+
+
+@pytest.fixture
+def cache(evicted) -> EmbeddingCache:
+    """There is room for three rows."""
+    return EmbeddingCache(3 * WIDTH_BYTES, lambda entry: evicted.append(entry.key))
+
+
+def test_what_was_added_is_found(cache):
+    tensor = embedding(2)
+    entry = cache.add(b"a", layout(2), tensor)
+    cache.release(entry)
+    found = cache.find(b"a")
+    assert found is entry
+    assert found.embedding is tensor
+    assert (found.layout, found.nbytes, found.pins) == (layout(2), 2 * WIDTH_BYTES, 1)
+    assert cache.find(b"b") is None
+
+
+def test_least_recently_used_goes_first(cache, evicted):
+    for key in (b"a", b"b", b"c"):
+        keep(cache, key)
+    cache.release(cache.find(b"a"))
+    keep(cache, b"d")
+    assert evicted == [b"b"]
+    assert [entry.key for entry in cache.entries()] == [b"c", b"a", b"d"]
+
+
+def test_what_is_pinned_stays_whatever_it_takes(cache, evicted):
+    entries = [add(cache, bytes([n])) for n in range(5)]
+    assert (len(cache), cache.nbytes) == (5, 5 * WIDTH_BYTES)
+    assert cache.pinned_bytes == cache.nbytes
+    for entry in entries:
+        cache.release(entry)
+        cache.check_integrity()
+    assert evicted == [b"\0", b"\1"], "until the rest is within the capacity"
+    assert (cache.nbytes, cache.pinned_bytes) == (3 * WIDTH_BYTES, 0)
+
+
+def test_idle_entries_make_room_for_one_in_use(cache, evicted):
+    keep(cache, b"a")
+    keep(cache, b"b")
+    big = add(cache, b"big", rows=3)
+    assert evicted == [b"a", b"b"]
+    cache.release(big)
+    assert b"big" in cache
+
+
+def test_one_larger_than_the_cache_is_not_kept_once_idle(cache, evicted):
+    keep(cache, b"huge", rows=4)
+    assert evicted == [b"huge"]
+    assert cache.nbytes == 0
+
+
+def test_without_capacity_only_those_who_want_it_together_share(evicted):
+    cache = EmbeddingCache(0)
+    entry = add(cache, b"a")
+    assert cache.find(b"a") is entry
+    cache.release(entry)
+    assert b"a" in cache
+    cache.release(entry)
+    assert b"a" not in cache
+    assert cache.nbytes == 0
+
+
+def test_a_key_is_there_once(cache):
+    entry = add(cache, b"a")
+    with pytest.raises(ValueError, match="there already"):
+        add(cache, b"a")
+    cache.release(entry)
+    assert cache.nbytes == WIDTH_BYTES
+
+
+def test_more_releases_than_pins_are_an_error(cache):
+    entry = add(cache, b"a")
+    cache.release(entry)
+    with pytest.raises(ValueError, match="more often"):
+        cache.release(entry)
+    cache.check_integrity()
+
+
+def test_dropped_in_use_it_is_gone_for_others_and_stays_for_its_user(cache, evicted):
+    old = add(cache, b"a")
+    assert cache.drop(b"a")
+    assert cache.find(b"a") is None
+    assert cache.pinned_bytes == WIDTH_BYTES
+    new = add(cache, b"a")
+    assert cache.pinned_bytes == 2 * WIDTH_BYTES
+    cache.release(old)
+    cache.check_integrity()
+    assert cache.find(b"a") is new
+    assert not cache.drop(b"b")
+    assert not evicted, "nobody needed the room"
+
+
+def test_clear_forgets_everything(cache):
+    used = add(cache, b"a")
+    keep(cache, b"b")
+    assert cache.clear() == 2
+    assert (len(cache), cache.nbytes) == (0, WIDTH_BYTES)
+    cache.release(used)
+    assert cache.nbytes == 0
+    assert cache.clear() == 0
+
+
+def test_uses_count_those_who_were_given_it(cache):
+    entry = add(cache, b"a")
+    assert entry.uses == 0, "whoever made it does not use it"
+    for _ in range(3):
+        cache.release(cache.find(b"a"))
+    assert entry.uses == 3
+
+
+def test_a_capacity_is_not_negative():
+    with pytest.raises(ValueError, match="negative"):
+        EmbeddingCache(-1)
+
+
+KEYS = [bytes([n]) for n in range(6)]
+CAPACITY_ROWS = 5
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random use, beside a list of what is there in the order of its last use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[bytes] = []
+        self.cache = EmbeddingCache(
+            CAPACITY_ROWS * WIDTH_BYTES, lambda entry: self.evicted.append(entry.key)
+        )
+        self.rows: dict[Entry, int] = {}
+        # One for each pin.
+        self.pinned: list[Entry] = []
+        self.idle: list[Entry] = []
+        self.found: dict[bytes, Entry] = {}
+
+    def make_room(self) -> None:
+        expected = []
+        while self.idle and sum(self.rows[e] for e in self.held) > CAPACITY_ROWS:
+            gone = self.idle.pop(0)
+            del self.found[gone.key]
+            expected.append(gone.key)
+        assert self.evicted == expected
+        self.evicted.clear()
+
+    @property
+    def held(self) -> set[Entry]:
+        return {*self.pinned, *self.idle}
+
+    @rule(key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1))
+    def add(self, key, rows):
+        if key in self.found:
+            with pytest.raises(ValueError, match="there already"):
+                add(self.cache, key, rows)
+            return
+        entry = self.found[key] = add(self.cache, key, rows)
+        self.rows[entry] = rows
+        self.pinned.append(entry)
+        self.make_room()
+
+    @rule(key=st.sampled_from(KEYS))
+    def find(self, key):
+        entry = self.cache.find(key)
+        assert entry is self.found.get(key)
+        if entry is not None:
+            self.pinned.append(entry)
+            if entry in self.idle:
+                self.idle.remove(entry)
+
+    @precondition(lambda self: self.pinned)
+    @rule(index=st.integers(0))
+    def release(self, index):
+        entry = self.pinned.pop(index % len(self.pinned))
+        self.cache.release(entry)
+        if entry not in self.pinned and self.found.get(entry.key) is entry:
+            self.idle.append(entry)
+            self.make_room()
+
+    @rule(key=st.sampled_from(KEYS))
+    def drop(self, key):
+        entry = self.found.pop(key, None)
+        assert self.cache.drop(key) == (entry is not None)
+        if entry in self.idle:
+            self.idle.remove(entry)
+
+    @rule()
+    def clear(self):
+        assert self.cache.clear() == len(self.found)
+        self.found.clear()
+        self.idle.clear()
+
+    @invariant()
+    def the_books_add_up(self):
+        self.cache.check_integrity()
+        assert not self.evicted
+        assert len(self.cache) == len(self.found)
+        assert self.cache.nbytes == WIDTH_BYTES * sum(self.rows[e] for e in self.held)
+        pinned = {*self.pinned}
+        assert self.cache.pinned_bytes == WIDTH_BYTES * sum(self.rows[e] for e in pinned)
+        *_, last = [None, *self.cache.entries()]
+        assert not self.idle or last is self.idle[-1]
+        assert {*self.cache.entries()} == {*self.found.values()}
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=40, stateful_step_count=40)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.errors import (
+    DuplicateError,
+    MediaTooLargeError,
+    OverloadedError,
+    UnavailableError,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(max_items=4, max_bytes=2 * MIB)
+
+
+def test_items_of_all_requests_count_together(admission):
+    admission.admit("a", 3, 1.0)
+    with pytest.raises(OverloadedError, match="3 items in work, at most 4") as raised:
+        admission.admit("b", 2, 7.0)
+    assert raised.value.retry_after_s == 7.0
+    admission.admit("c", 1, 1.0)
+    assert (admission.items, admission.live) == (4, 2)
+    admission.leave("a")
+    admission.admit("b", 2, 1.0)
+    assert (admission.items, admission.live) == (3, 2)
+
+
+def test_a_request_is_refused_before_it_is_read_where_nothing_fits(admission):
+    admission.admit("a", 3, 1.0)
+    admission.check(1.0)
+    admission.admit("b", 1, 1.0)
+    with pytest.raises(OverloadedError) as raised:
+        admission.check(5.0)
+    assert raised.value.retry_after_s == 5.0
+
+
+def test_a_refused_request_leaves_nothing(admission):
+    admission.admit("a", 1, 1.0)
+    with pytest.raises(DuplicateError, match="a"):
+        admission.admit("a", 1, 1.0)
+    with pytest.raises(MediaTooLargeError, match="5 items for one encoder, which takes 4"):
+        admission.admit("b", 5, 1.0)
+    with pytest.raises(OverloadedError):
+        admission.admit("b", 4, 1.0)
+    assert (admission.items, admission.live) == (1, 1)
+    admission.leave("a")
+    admission.admit("b", 4, 1.0)
+
+
+def test_a_draining_encoder_finishes_what_it_has(admission):
+    admission.admit("a", 1, 1.0)
+    admission.draining = True
+    with pytest.raises(UnavailableError) as raised:
+        admission.check(3.0)
+    assert raised.value.retry_after_s == 3.0
+    with pytest.raises(UnavailableError):
+        admission.admit("b", 1, 1.0)
+    admission.leave("a")
+    assert (admission.items, admission.live) == (0, 0)
+
+
+def test_bytes_are_bounded(admission):
+    admission.take_bytes(MIB, 1.0)
+    admission.take_bytes(MIB, 1.0)
+    with pytest.raises(OverloadedError, match="2 MiB of media in work, at most 2") as raised:
+        admission.take_bytes(1, 9.0)
+    assert raised.value.retry_after_s == 9.0
+    assert admission.nbytes == 2 * MIB
+    admission.give_bytes(MIB)
+    admission.take_bytes(MIB, 1.0)
+
+
+def test_a_body_over_the_bound_is_read_when_it_is_the_only_one(admission):
+    admission.take_bytes(3 * MIB, 1.0)
+    with pytest.raises(OverloadedError):
+        admission.take_bytes(1, 1.0)
+
+
+def test_an_only_body_may_be_over_the_bound_wherever_it_grows(admission):
+    """Of a chunked body nobody says in advance how long it is."""
+    own = 0
+    for _ in range(3):
+        admission.take_bytes(MIB, 1.0, own)
+        own += MIB
+    with pytest.raises(OverloadedError):
+        admission.take_bytes(1, 1.0)
+
+
+def test_bytes_that_were_fetched_count_over_the_bound_too(admission):
+    admission.note_bytes(3 * MIB)
+    with pytest.raises(OverloadedError):
+        admission.take_bytes(0, 1.0)
+    admission.give_bytes(3 * MIB)
+    admission.take_bytes(MIB, 1.0)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
+def test_bounds_are_positive(bounds):
+    with pytest.raises(ValueError, match="at least"):
+        Admission(*bounds)

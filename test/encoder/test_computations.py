@@ -1,0 +1,700 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from encoder.towers import ROW_BYTES, FakeTower, settle, until
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder import computations as module
+from sglang_epd.encoder.computations import Computations, Hold, Limits
+from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.errors import DeadlineError, EncodeError, MediaError, UnavailableError
+
+BATCH = Bounds(patches=100, items=4)
+ROOMY = 1 << 30
+
+
+@pytest.fixture
+async def towers(request) -> list[FakeTower]:
+    return [FakeTower() for _ in range(getattr(request, "param", 1))]
+
+
+@pytest.fixture
+def tower(towers) -> FakeTower:
+    return towers[0]
+
+
+two_towers = pytest.mark.parametrize("towers", [2], indirect=True)
+one_or_two_towers = pytest.mark.parametrize("towers", [1, 2], indirect=True)
+
+
+@pytest.fixture
+async def start(towers, metrics) -> AsyncIterator[Callable[..., Computations]]:
+    """Computations over the towers; afterwards nothing may be left of what was asked for."""
+    started: list[Computations] = []
+
+    def make(capacity: int = ROOMY, staged_bytes: int = ROOMY, batch: Bounds = BATCH):
+        limits = Limits(batch=batch, staged_bytes=staged_bytes)
+        started.append(Computations(towers, EmbeddingCache(capacity), metrics, limits))
+        return started[-1]
+
+    yield make
+    for tower in towers:
+        tower.go_on()
+    for computations in started:
+        await computations.close()
+        computations.cache.check_integrity()
+        assert not any(computations.status()["queue"].values())
+    assert not any(tower.in_memory for tower in towers)
+
+
+@pytest.fixture
+def computations(start) -> Computations:
+    return start()
+
+
+@pytest.fixture
+async def ask(computations) -> AsyncIterator[Callable[..., Hold]]:
+    holds: list[Hold] = []
+
+    def hold(name: bytes, owner: str = "r", ttl_s: float = 60.0, **more) -> Hold:
+        asked = more.get("of", computations)
+        holds.append(asked.hold(name, "IMAGE", name, owner, time.monotonic() + ttl_s))
+        return holds[-1]
+
+    yield hold
+    for one in holds:
+        one.release()
+
+
+def states(computations: Computations) -> dict[str, int]:
+    return {name: count for name, count in computations.status()["queue"].items() if count}
+
+
+async def value(hold: Hold) -> float:
+    return float((await hold.embedding())[0, 0])
+
+
+async def test_an_embedding_is_made_from_its_media(tower, ask):
+    hold = ask(b"ab")
+    layout = await hold.layout()
+    assert layout.embedding.shape == (1, 4)
+    assert await value(hold) == sum(b"ab")
+    assert hold.source == "computed"
+    assert {"wait", "preprocess", "queue", "forward"} == set(hold.ms)
+    assert all(ms >= 0 for ms in hold.ms.values())
+    assert (tower.preparations, tower.batches) == ([b"ab"], [[b"ab"]])
+
+
+# One embedding for many
+
+
+async def test_many_askers_of_one_key_share_one_preparation_and_one_forward(tower, ask, count):
+    holds = [ask(b"x", f"r{n}") for n in range(24)]
+    assert await asyncio.gather(*map(value, holds)) == [float(ord("x"))] * 24
+    assert [hold.source for hold in holds] == ["computed"] + ["coalesced"] * 23
+    assert (tower.preparations, tower.batches) == ([b"x"], [[b"x"]])
+    assert count("lookups_total", source="computed") == 1
+    assert count("lookups_total", source="coalesced") == 23
+
+
+async def test_who_comes_later_learns_the_layout_at_once(tower, ask):
+    tower.hold(forward=True)
+    await ask(b"x", "r1").layout()
+    await until(lambda: tower.running)
+    late = ask(b"x", "r2")
+    assert (await late.layout()).tokens == 1
+    assert not late.made.done()
+    tower.go_on()
+    await late.embedding()
+
+
+@pytest.mark.parametrize("stage", ["waiting", "preparing", "ready", "running"])
+async def test_others_get_it_although_the_first_asker_left(tower, computations, ask, stage):
+    if stage == "waiting":
+        tower.hold(prepare=True)
+        others = [ask(bytes([n]), "other") for n in range(4)]
+    elif stage == "ready":
+        tower.hold(forward=True)
+        others = [ask(b"busy", "other")]
+        await until(lambda: tower.running)
+    else:
+        tower.hold(prepare=stage == "preparing", forward=stage == "running")
+        others = []
+    first, second = ask(b"x", "r1"), ask(b"x", "r2")
+    await until(lambda: states(computations).get(stage) == 1)
+    first.release()
+    await settle()
+    tower.go_on()
+    assert await value(second) == ord("x")
+    assert tower.preparations.count(b"x") == 1
+    for other in others:
+        other.release()
+
+
+async def test_who_asks_after_the_only_asker_left_joins_what_the_tower_has_begun(tower, ask):
+    tower.hold(prepare=True)
+    first = ask(b"x", "r1")
+    await until(lambda: tower.preparing)
+    first.release()
+    second = ask(b"x", "r2")
+    tower.go_on()
+    assert await value(second) == ord("x")
+    assert tower.preparations == [b"x"]
+
+
+@pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
+async def test_what_nobody_wants_any_more_is_not_run(tower, computations, ask, stage):
+    tower.hold(prepare=stage != "ready", forward=True)
+    busy = [ask(bytes([n]), "other") for n in range(4 if stage == "waiting" else 1)]
+    if stage == "ready":
+        await until(lambda: tower.running)
+    hold = ask(b"x")
+    await until(lambda: states(computations).get(stage))
+    hold.release()
+    hold.release()
+    tower.go_on()
+    await asyncio.gather(*map(value, busy))
+    await until(lambda: not states(computations))
+    assert [b"x"] not in tower.batches
+    assert not tower.in_memory
+
+
+async def test_what_was_running_when_its_asker_left_is_remembered(tower, computations, ask):
+    tower.hold(forward=True)
+    hold = ask(b"x")
+    await until(lambda: tower.running)
+    hold.release()
+    tower.go_on()
+    await until(lambda: not states(computations))
+    assert ask(b"x").source == "cached"
+
+
+# Stages and batches
+
+
+async def test_the_next_item_is_prepared_while_one_runs(tower, computations, ask):
+    tower.hold(forward=True)
+    ask(b"1")
+    await until(lambda: tower.running)
+    ask(b"2")
+    await until(lambda: states(computations) == {"running": 1, "ready": 1})
+
+
+async def test_what_came_while_a_batch_ran_is_the_next_batch(tower, computations, ask):
+    tower.hold(forward=True)
+    holds = [ask(b"a")]
+    await until(lambda: tower.running)
+    holds += [ask(name) for name in (b"a1", b"a2", b"b1", b"a3")]
+    await until(lambda: states(computations).get("ready") == 4)
+    tower.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert tower.batches == [[b"a"], [b"a1", b"a2", b"a3"], [b"b1"]]
+
+
+async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask):
+    tower.hold(forward=True)
+    holds = [ask(b"%d" % n) for n in range(20)]
+    await until(lambda: tower.running)
+    await settle()
+    assert states(computations)["ready"] == BATCH.items
+    assert len(tower.in_memory) <= 2 * BATCH.items
+    tower.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert max(map(len, tower.batches)) <= BATCH.items
+
+
+async def test_single_images_need_not_wait_for_all_of_a_large_request(tower, ask):
+    large = [ask(b"%d" % n, "large") for n in range(64)]
+    await value(large[0])
+    single = ask(b"single", "single")
+    await value(single)
+    assert sum(hold.made.done() for hold in large) < 24
+    await asyncio.gather(*map(value, large))
+
+
+@pytest.mark.parametrize("stage", ["prepare", "forward"])
+async def test_only_the_bad_item_fails(tower, ask, stage):
+    tower.hold(forward=True)
+    good = [ask(b"a")]
+    await until(lambda: tower.running)
+    good += [ask(b"a%d" % n) for n in range(3)]
+    bad = ask(b"abad")
+    failures = tower.bad_media if stage == "prepare" else tower.bad_batch
+    failures[b"abad"] = MediaError("not a picture")
+    await settle()
+    tower.go_on()
+    await asyncio.gather(*map(value, good))
+    with pytest.raises(MediaError, match="not a picture"):
+        await bad.embedding()
+    assert tower.preparations.count(b"abad") == 1
+    with pytest.raises(MediaError):
+        await ask(b"abad", "again").embedding()
+
+
+async def test_what_a_model_says_is_not_told(tower, ask):
+    tower.bad_batch[b"x"] = RuntimeError("a secret")
+    with pytest.raises(EncodeError) as raised:
+        await ask(b"x").embedding()
+    assert "secret" not in str(raised.value)
+
+
+async def test_of_a_failing_batch_what_nobody_wants_is_not_run_again(tower, ask):
+    tower.hold(forward=True)
+    first = ask(b"a")
+    await until(lambda: tower.running)
+    tower.bad_batch[b"abad"] = RuntimeError("no")
+    bad, good, left = ask(b"abad"), ask(b"a1"), ask(b"a2")
+    await settle()
+    tower.go_on()
+    await value(first)
+    tower.hold(forward=True)
+    await until(lambda: tower.running)
+    assert len(tower.batches[-1]) == 3
+    left.release()
+    tower.go_on()
+    await value(good)
+    with pytest.raises(EncodeError):
+        await bad.embedding()
+    assert sum(b"a2" in batch for batch in tower.batches) == 1
+
+
+@pytest.mark.parametrize("stage", ["prepare", "forward"])
+async def test_a_broken_tower_does_not_spoil_a_key_for_ever(tower, ask, monkeypatch, stage):
+    """It breaks its contract: is cancelled from within, or returns nothing."""
+
+    async def broken(*_args):
+        if stage == "prepare":
+            raise asyncio.CancelledError
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tower, stage, broken)
+        hold = ask(b"x")
+        with pytest.raises(EncodeError):
+            await hold.embedding()
+    assert await value(ask(b"x", "again")) == ord("x")
+
+
+# Memory
+
+
+async def test_no_batch_is_begun_past_the_memory_for_embeddings(start, tower, ask):
+    computations = start(staged_bytes=4 * ROW_BYTES)
+    tower.rows = dict.fromkeys((b"a", b"b", b"c"), 2)
+    first, second = ask(b"a", of=computations), ask(b"b", of=computations)
+    await asyncio.gather(value(first), value(second))
+    third = ask(b"c", of=computations)
+    await until(lambda: states(computations) == {"ready": 1})
+    await settle()
+    assert not third.made.done()
+    first.release()
+    assert await value(third) == ord("c")
+
+
+async def test_one_over_the_memory_is_run_when_there_is_nothing_else(start, tower, ask):
+    computations = start(staged_bytes=ROW_BYTES)
+    tower.rows[b"huge"] = 100
+    small = ask(b"small", of=computations)
+    await value(small)
+    huge = ask(b"huge", of=computations)
+    await until(lambda: states(computations) == {"ready": 1})
+    small.release()
+    await huge.embedding()
+
+
+async def test_what_is_kept_for_those_who_wait_is_not_in_the_way(start, tower, ask):
+    """It may be long before they want it, and others are not to wait for them."""
+    computations = start(staged_bytes=4 * ROW_BYTES)
+    tower.rows = {b"a": 3, b"b": 2}
+    waits = ask(b"a", of=computations)
+    await value(waits)
+    waits.want(False)
+    assert await value(ask(b"b", of=computations)) == ord("b")
+    waits.want(True)
+    assert await value(waits) == ord("a")
+    assert tower.preparations == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_what_is_kept_for_those_who_wait_is_bounded(start, tower, ask, monkeypatch, kept):
+    monkeypatch.setattr(module, "_KEPT_BYTES", kept * ROW_BYTES)
+    computations = start(capacity=0)
+    holds = [ask(name, of=computations) for name in (b"a", b"b")]
+    await asyncio.gather(*map(value, holds))
+    for hold in holds:
+        hold.want(False)
+    assert computations.cache.nbytes == kept * ROW_BYTES
+    for hold in holds:
+        hold.want(True)
+    assert [await value(hold) for hold in holds] == [ord("a"), ord("b")]
+    assert len(tower.preparations) == 4 - kept
+    assert holds[1].source == "computed"
+
+
+async def test_where_an_embedding_came_from_is_told_of_the_last_time(
+    start, tower, ask, monkeypatch
+):
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    computations = start()
+    await value(ask(b"x", "r1", of=computations))
+    hold = ask(b"x", "r2", of=computations)
+    assert hold.source == "cached"
+    hold.want(False)
+    computations.cache.clear()
+    hold.want(True)
+    await value(hold)
+    assert hold.source == "computed"
+
+
+async def test_nothing_is_run_for_who_does_not_want_it_now(tower, computations, ask):
+    tower.hold(forward=True)
+    busy = ask(b"busy")
+    await until(lambda: tower.running)
+    hold = ask(b"x")
+    await hold.layout()
+    hold.want(False)
+    tower.go_on()
+    await value(busy)
+    await settle()
+    assert states(computations) == {"ready": 1}
+    hold.want(True)
+    assert await value(hold) == ord("x")
+    assert tower.preparations.count(b"x") == 1
+
+
+async def test_another_asker_wants_it_although_the_first_does_not(tower, ask):
+    tower.hold(forward=True)
+    busy = ask(b"busy")
+    await until(lambda: tower.running)
+    unwilling = ask(b"x", "r1")
+    await unwilling.layout()
+    unwilling.want(False)
+    willing = ask(b"x", "r2")
+    tower.go_on()
+    assert await value(willing) == ord("x")
+    await value(busy)
+    unwilling.want(True)
+    assert await value(unwilling) == ord("x")
+
+
+async def test_unwanted_pixels_make_room_and_come_back(start, tower, ask):
+    computations = start(batch=Bounds(patches=100, items=2))
+    tower.hold(forward=True)
+    busy = ask(b"busy", of=computations)
+    await until(lambda: tower.running)
+    waits = [ask(name, of=computations) for name in (b"w1", b"w2")]
+    for hold in waits:
+        await hold.layout()
+        hold.want(False)
+    assert states(computations) == {"running": 1, "ready": 2}
+    other = ask(b"other", of=computations)
+    await other.layout()
+    assert tower.discarded == [b"w1"], "no more of them than need be"
+    tower.go_on()
+    await asyncio.gather(value(busy), value(other))
+    for hold in waits:
+        hold.want(True)
+    assert [await value(hold) for hold in waits] == [sum(b"w1"), sum(b"w2")]
+    assert tower.preparations.count(b"w1") == 2
+    assert tower.preparations.count(b"w2") == 1
+
+
+@two_towers
+async def test_unwanted_pixels_stay_where_no_room_is_needed(towers, start, ask):
+    computations = start(batch=Bounds(patches=100, items=1))
+    for tower in towers:
+        tower.hold(forward=True)
+    busy = [ask(name, of=computations) for name in (b"1", b"2")]
+    await until(lambda: all(tower.running for tower in towers))
+    waits = [ask(name, of=computations) for name in (b"w1", b"w2")]
+    for hold in waits:
+        await hold.layout()
+        hold.want(False)
+    await ask(b"other", of=computations).layout()
+    assert sum(len(tower.discarded) for tower in towers) == 1
+    for tower in towers:
+        tower.go_on()
+    await asyncio.gather(*map(value, busy))
+
+
+# The cache
+
+
+async def test_a_hit_prepares_nothing(tower, ask, count):
+    await value(ask(b"x", "r1"))
+    hit = ask(b"x", "r2")
+    assert hit.made.done()
+    assert (await hit.layout()).tokens == 1
+    assert (await value(hit), hit.source) == (ord("x"), "cached")
+    assert tower.preparations == [b"x"]
+    assert count("lookups_total", source="cached") == 1
+
+
+async def test_without_capacity_nothing_is_kept(start, tower, ask):
+    computations = start(capacity=0)
+    first = ask(b"x", "r1", of=computations)
+    await value(first)
+    assert ask(b"x", "r2", of=computations).source == "cached", "while it is in use"
+    first.release()
+    await settle()
+
+
+async def test_without_capacity_nothing_is_remembered(start, tower, ask):
+    computations = start(capacity=0)
+    first = ask(b"x", "r1", of=computations)
+    await value(first)
+    first.release()
+    assert computations.cache.nbytes == 0
+    again = ask(b"x", "r2", of=computations)
+    assert again.source == "computed"
+    await value(again)
+
+
+async def test_what_is_dropped_while_in_use_stays_for_its_user(tower, computations, ask):
+    first = ask(b"x", "r1")
+    embedding = await first.embedding()
+    assert computations.cache.drop(b"x")
+    again = ask(b"x", "r2")
+    assert again.source == "computed"
+    assert await value(again) == ord("x")
+    assert (await first.embedding()) is embedding
+    first.release()
+    computations.cache.check_integrity()
+
+
+# Deadlines
+
+
+async def test_an_expired_item_is_not_begun(tower, ask):
+    hold = ask(b"x", ttl_s=-1.0)
+    with pytest.raises(DeadlineError):
+        await hold.layout()
+    assert not tower.preparations
+
+
+async def test_an_expired_item_is_not_run(tower, ask):
+    tower.hold(forward=True)
+    busy = ask(b"busy")
+    await until(lambda: tower.running)
+    hold = ask(b"x", ttl_s=0.02)
+    await hold.layout()
+    await asyncio.sleep(0.03)
+    tower.go_on()
+    await value(busy)
+    with pytest.raises(DeadlineError):
+        await hold.embedding()
+    assert tower.discarded == [b"x"]
+
+
+async def test_the_latest_deadline_of_those_who_share_counts(tower, ask):
+    tower.hold(forward=True)
+    busy = ask(b"busy")
+    await until(lambda: tower.running)
+    hurried = ask(b"x", "r1", ttl_s=0.02)
+    patient = ask(b"x", "r2")
+    await hurried.layout()
+    await asyncio.sleep(0.03)
+    hurried.release()
+    tower.go_on()
+    await value(busy)
+    assert await value(patient) == ord("x")
+
+
+async def test_who_joins_what_has_expired_revives_it(tower, computations, ask):
+    tower.hold(forward=True)
+    busy = ask(b"busy")
+    await until(lambda: tower.running)
+    ask(b"x", "r1", ttl_s=0.02)
+    await until(lambda: states(computations).get("ready"))
+    await asyncio.sleep(0.03)
+    late = ask(b"x", "r2")
+    tower.go_on()
+    assert await value(late) == ord("x")
+    await value(busy)
+
+
+# Towers that are lost
+
+
+@one_or_two_towers
+@pytest.mark.parametrize("stage", ["prepare", "forward"])
+async def test_what_a_lost_tower_had_begins_again(towers, ask, count, stage):
+    for tower in towers:
+        tower.hold(prepare=stage == "prepare", forward=stage == "forward")
+    holds = [ask(b"a%d" % n) for n in range(6)]
+    await until(
+        lambda: all(
+            getattr(t, f"{stage[:-1]}ing" if stage == "prepare" else "running") for t in towers
+        )
+    )
+    await settle()
+    towers[0].die()
+    for tower in towers:
+        tower.go_on()
+    assert await asyncio.gather(*map(value, holds)) == [sum(b"a%d" % n) for n in range(6)]
+    assert count("lost_items_total") >= 1
+
+
+@two_towers
+async def test_other_towers_take_over_from_one_that_stays_away(towers, computations, ask):
+    lost, other = towers
+    lost.revives = False
+    for tower in towers:
+        tower.hold(forward=True)
+    holds = [ask(b"a%d" % n) for n in range(12)]
+    await until(lambda: all(tower.running for tower in towers))
+    await settle()
+    lost.die()
+    other.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert [tower["alive"] for tower in computations.status()["towers"]] == [False, True]
+
+
+async def test_items_wait_for_the_only_tower_to_come_back(tower, ask, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    tower.alive = False
+    hold = ask(b"x")
+    await settle()
+    assert not tower.preparations
+    tower.alive = True
+    assert await value(hold) == ord("x")
+
+
+async def test_items_do_not_outwait_their_deadline_for_a_tower(tower, ask, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    tower.alive = False
+    with pytest.raises(DeadlineError):
+        await ask(b"x", ttl_s=0.03).layout()
+
+
+@one_or_two_towers
+@pytest.mark.parametrize("stage", ["media", "batch"])
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
+async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(towers, ask, stage, slow):
+    for tower in towers:
+        getattr(tower, f"deadly_{stage}").add(b"apoison")
+        if slow:
+            # The others are being prepared whenever the poison takes effect.
+            prepare = tower.prepare
+
+            async def slowly(modality, data, prepare=prepare):
+                if data != b"apoison":
+                    await settle()
+                return await prepare(modality, data)
+
+            tower.prepare = slowly
+        tower.hold(forward=True)
+    names = [b"apoison", *(b"a%d" % n for n in range(5))]
+    holds = [ask(name) for name in names]
+    await settle()
+    for tower in towers:
+        tower.go_on()
+    poison, *good = holds
+    assert await asyncio.gather(*map(value, good)) == [sum(name) for name in names[1:]]
+    with pytest.raises(EncodeError, match="died"):
+        await poison.embedding()
+    deaths = sum(tower.deaths for tower in towers)
+    assert deaths == module._MAX_LOSSES + 1
+
+
+async def test_a_suspect_that_nobody_wants_now_is_in_nobodys_way(tower, computations, ask):
+    tower.hold(forward=True)
+    suspect = ask(b"suspect")
+    await until(lambda: tower.running)
+    tower.die()
+    await settle()
+    await until(lambda: tower.running)
+    suspect.want(False)
+    tower.die()
+    await until(lambda: states(computations) == {"waiting": 1})
+    other = ask(b"other")
+    tower.go_on()
+    assert await value(other) == sum(b"other")
+    suspect.want(True)
+    assert await value(suspect) == sum(b"suspect")
+
+
+@two_towers
+async def test_the_tower_with_the_fewest_patches_outstanding_is_next(towers, ask):
+    first, second = towers
+    for tower in towers:
+        tower.patches[b"large"] = 50
+        tower.hold(forward=True)
+    holds = [ask(b"large")]
+    await until(lambda: any(tower.running for tower in towers))
+    for n in range(4):
+        holds.append(ask(b"small%d" % n))
+        await holds[-1].layout()
+    loaded, other = (
+        (first, second)
+        if first.running and first.batches == [[b"large"]]
+        else (
+            second,
+            first,
+        )
+    )
+    assert loaded.preparations == [b"large"]
+    assert len(other.preparations) == 4
+    for tower in towers:
+        tower.go_on()
+    await asyncio.gather(*map(value, holds))
+
+
+# What is known of it
+
+
+async def test_it_says_how_long_something_new_would_wait(tower, computations, ask):
+    assert computations.expected_wait_s() == 0.0
+    assert computations.utilisation() == 0.0
+    await value(ask(b"x"))
+    assert 0 <= computations.utilisation() <= 1
+    tower.hold(forward=True)
+    tower.patches[b"large"] = 50
+    ask(b"large")
+    await until(lambda: tower.running)
+    assert 0 < computations.expected_wait_s() < math.inf
+    status = computations.status()
+    assert status["patches_queued"] == 50
+    assert status["queue"]["running"] == 1
+
+
+# The end
+
+
+@pytest.mark.parametrize("gates", [{"prepare": True}, {"forward": True}], ids=str)
+async def test_closing_leaves_nothing(tower, computations, ask, gates):
+    tower.hold(**gates)
+    holds = [ask(b"a%d" % n) for n in range(12)]
+    await until(lambda: tower.preparing or tower.running)
+    await settle()
+    closing = asyncio.create_task(computations.close())
+    await settle()
+    assert not closing.done(), "the tower has not let go"
+    tower.go_on()
+    await closing
+    assert not states(computations)
+    assert not tower.in_memory
+    for hold in holds:
+        assert hold.made.done()
+        if hold.made.exception():
+            with pytest.raises(UnavailableError):
+                await hold.embedding()
+
+
+async def test_after_closing_there_are_hits_and_refusals(tower, computations, ask):
+    await value(ask(b"x"))
+    await computations.close()
+    assert await value(ask(b"x", "r2")) == ord("x")
+    with pytest.raises(UnavailableError):
+        await ask(b"y").layout()
+    await computations.close()
+
+
+async def test_no_tower_is_no_encoder(metrics):
+    with pytest.raises(ValueError, match="no tower"):
+        Computations([], EmbeddingCache(0), metrics, Limits(batch=BATCH))

@@ -1,0 +1,176 @@
+"""SIGTERM to an encoder's HTTP server, in a process of its own without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Response
+
+from sglang_epd.encoder.server import _DrainingServer
+
+PATIENCE_S = 10.0
+
+
+class FakeService:
+    """One piece of work at a time; it ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.admission = SimpleNamespace(live=0, draining=False)
+        self.done = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def drain(self) -> None:
+        self.admission.draining = True
+
+    async def wait_idle(self) -> None:
+        await self.idle.wait()
+
+    async def work(self) -> None:
+        self.idle.clear()
+        self.admission.live = 1
+        try:
+            await self.done.wait()
+        finally:
+            self.admission.live = 0
+            self.idle.set()
+
+
+def serve(listening: socket.socket, told: Connection) -> None:
+    async def run() -> None:
+        service = FakeService()
+
+        @asynccontextmanager
+        async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+            told.send("started")
+            yield
+            told.send("stopped")
+
+        app = FastAPI(lifespan=lifespan)
+
+        @app.get("/work")
+        async def work() -> Response:
+            await service.work()
+            return Response(b"done")
+
+        @app.get("/live")
+        async def live() -> int:
+            return service.admission.live
+
+        @app.get("/finish")
+        async def finish() -> None:
+            service.done.set()
+
+        @app.get("/health")
+        async def health() -> Response:
+            return Response(status_code=503 if service.admission.draining else 200)
+
+        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        await _DrainingServer(config, service).serve([listening])
+
+    # It ends by the signal it was sent, as it would by itself.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    asyncio.run(run())
+
+
+class Server:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")  # all that it needs is imported
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        self.told, telling = context.Pipe(duplex=False)
+        self.process = context.Process(target=serve, args=(listening, telling))
+        self.process.start()
+        listening.close()
+        telling.close()
+        assert self.told.poll(PATIENCE_S) and self.told.recv() == "started"
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        ) as client:
+            client.request("GET", path)
+            response = client.getresponse()
+            return response.status, response.read()
+
+    def signal(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGTERM)
+
+    def ended(self) -> bool:
+        """Whether it ended in good order."""
+        self.process.join(PATIENCE_S)
+        return not self.process.is_alive() and self.told.poll() and self.told.recv() == "stopped"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.told.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def work(server) -> Iterator[list[tuple[int, bytes]]]:
+    """A live request; its answer is here when there is one."""
+    answers: list[tuple[int, bytes]] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answers.append(server.get("/work"))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: server.get("/live")[1] == b"1")
+    yield answers
+    asking.join(PATIENCE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_told_to_stop_with_nothing_in_work_it_stops(server):
+    server.signal()
+    assert server.ended()
+
+
+def test_told_to_stop_it_finishes_what_it_has(server, work):
+    server.signal()
+    until(lambda: server.get("/health")[0] == 503)
+    assert not work
+    assert server.process.is_alive()
+    server.get("/finish")
+    assert server.ended()
+    until(lambda: work == [(200, b"done")])
+
+
+def test_told_twice_it_does_not_wait(server, work):
+    server.signal()
+    until(lambda: server.get("/health")[0] == 503)
+    server.signal()
+    assert server.ended()
+    assert work != [(200, b"done")]

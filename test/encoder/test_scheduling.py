@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+
+FOREVER = 1e12
+ONE = Bounds(patches=1, items=1)
+ANY = Bounds(patches=1 << 30, items=1 << 30)
+NO_RATE = 0.0
+
+
+def job(owner: str = "r", cost: float = 1.0, deadline: float = FOREVER, **more) -> Job:
+    return Job(owner, cost, deadline, **more)
+
+
+def filled(*jobs: Job) -> FairQueue:
+    queue = FairQueue()
+    for one in jobs:
+        queue.push(one)
+    return queue
+
+
+def take(
+    queue: FairQueue,
+    bounds: Bounds = ONE,
+    *,
+    now: float = 0.0,
+    rate: float = NO_RATE,
+    room: float = math.inf,
+) -> list[Job]:
+    return queue.take(now, bounds, rate, room)
+
+
+def order(queue: FairQueue, bounds: Bounds = ONE, **more) -> list[Job]:
+    """All jobs in the order of their turns."""
+    taken: list[Job] = []
+    while batch := take(queue, bounds, **more):
+        taken += batch
+    return taken
+
+
+# Fairness
+
+
+def test_alone_a_request_goes_in_its_own_order():
+    jobs = [job(cost=n + 1.0) for n in range(5)]
+    assert order(filled(*jobs)) == jobs
+
+
+@pytest.mark.parametrize("cost", [1.0, 7.0])
+def test_single_images_take_turns_with_a_request_of_64(cost):
+    """However many wait before it, a single image waits for one or two of them."""
+    queue = filled(*(job("large", cost=7.0) for _ in range(64)))
+    for number in range(20):
+        take(queue)
+        single = job(f"single {number}", cost=cost)
+        queue.push(single)
+        waited = 0
+        while take(queue) != [single]:
+            waited += 1
+        assert waited <= 1
+
+
+def test_a_stream_of_single_images_does_not_starve_a_request_of_64():
+    """There is another image of somebody new whenever the last one was taken."""
+    queue = filled(*(job("large") for _ in range(64)), job("single"))
+    taken = []
+    for number in range(100):
+        taken += take(queue)
+        if taken[-1].owner != "large":
+            queue.push(job(f"single {number}"))
+    share = sum(one.owner == "large" for one in taken)
+    assert 45 <= share <= 55, "half the tower"
+
+
+def test_dear_items_get_no_more_of_the_tower_than_cheap_ones():
+    queue = filled(
+        *(job("dear", cost=100.0) for _ in range(10)),
+        *(job("cheap", cost=10.0) for _ in range(100)),
+    )
+    spent = {"dear": 0.0, "cheap": 0.0}
+    for taken in itertools.islice(order(queue), 55):
+        spent[taken.owner] += taken.cost
+    assert abs(spent["dear"] - spent["cheap"]) <= 100
+
+
+def test_time_without_jobs_earns_nothing():
+    queue = FairQueue()
+    for _ in range(50):
+        queue.push(job("busy"))
+        take(queue)
+    for owner in ("idle before", "busy"):
+        for _ in range(4):
+            queue.push(job(owner))
+    first = [taken.owner for taken in order(queue)][:4]
+    assert sorted(first) == ["busy", "busy", "idle before", "idle before"]
+
+
+def test_an_urgent_job_does_not_set_others_back():
+    """Its turn was far away; who comes now is not behind everything until there."""
+    queue = filled(*(job("large", deadline=100.5) for _ in range(200)))
+    take(queue, rate=1.0)
+    queue.push(single := job("single"))
+    taken = [take(queue)[0] for _ in range(3)]
+    assert single in taken
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_two_backlogged_owners_get_the_same_within_what_one_item_costs(data):
+    costs = st.lists(st.integers(1, 50).map(float), min_size=10, max_size=30)
+    of = {"a": data.draw(costs), "b": data.draw(costs)}
+    queue = filled(*(job(owner, cost) for owner, costs in of.items() for cost in costs))
+    spent = {"a": 0.0, "b": 0.0}
+    left = {"a": len(of["a"]), "b": len(of["b"])}
+    while all(left.values()):
+        (taken,) = take(queue)
+        spent[taken.owner] += taken.cost
+        left[taken.owner] -= 1
+        assert abs(spent["a"] - spent["b"]) <= max(of["a"]) + max(of["b"])
+
+
+# Deadlines
+
+
+def test_who_would_be_late_goes_first():
+    late = job("late", deadline=3.5)
+    queue = filled(*(job("early") for _ in range(3)), job("early"), late)
+    queue.push(job("another"))
+    assert take(queue, rate=1.0, now=2.0) == [late]
+
+
+def test_the_earliest_deadline_goes_first_among_those_who_would_be_late():
+    patient = [job(f"patient {n}", cost=0.5) for n in range(10)]
+    later, sooner = job("later", deadline=3.9), job("sooner", deadline=2.9)
+    queue = filled(*patient, later, sooner)
+    assert order(queue, rate=1.0)[:2] == [sooner, later]
+
+
+def test_who_is_in_time_anyway_waits_for_his_turn():
+    queue = filled(first := job("a", deadline=50.0), job("b", deadline=40.0))
+    assert take(queue, rate=1.0) == [first]
+
+
+def test_who_would_be_late_anyway_goes_before_nobody():
+    queue = filled(first := job("a"), job("hopeless", cost=10.0, deadline=5.0))
+    assert take(queue, rate=1.0) == [first]
+
+
+def test_nobody_is_urgent_before_the_rate_is_known():
+    queue = filled(first := job("a"), job("b", deadline=1.5))
+    assert take(queue, rate=NO_RATE) == [first]
+
+
+def test_the_expired_are_not_returned_but_taken_out():
+    gone, still = job("a", deadline=1.0), job("b", deadline=2.0)
+    queue = filled(gone, still)
+    assert take(queue, ANY, now=1.0) == [still]
+    assert list(queue) == [gone]
+    assert take(queue, now=1.0) == []
+    assert queue.take_expired(0.99) == []
+    assert queue.take_expired(1.0) == [gone]
+    assert len(queue) == 0 and queue.cost == 0
+
+
+# Batches
+
+
+def test_a_batch_is_bounded_in_patches_and_items():
+    jobs = [job(cost=4.0) for _ in range(5)]
+    queue = filled(*jobs)
+    assert take(queue, Bounds(patches=11, items=10)) == jobs[:2]
+    assert take(queue, Bounds(patches=100, items=2)) == jobs[2:4]
+
+
+def test_one_item_may_have_more_patches_than_a_batch():
+    jobs = [large, small] = [job(cost=100.0), job(cost=1.0)]
+    assert order(queue := filled(*jobs), Bounds(patches=10, items=10)) == [large, small]
+    assert not len(queue)
+
+
+def test_smaller_ones_fill_a_batch_and_the_larger_is_next():
+    jobs = [first, large, small] = [job(cost=6.0), job(cost=8.0), job(cost=4.0)]
+    queue = filled(*jobs)
+    assert take(queue, Bounds(patches=10, items=10)) == [first, small]
+    assert take(queue, Bounds(patches=10, items=10)) == [large]
+
+
+def test_only_one_group_is_run_together():
+    jobs = [job(group="image"), job(group="audio"), job(group="image")]
+    queue = filled(*jobs)
+    assert take(queue, ANY) == [jobs[0], jobs[2]]
+    assert take(queue, ANY) == [jobs[1]]
+
+
+def test_who_is_alone_is_alone():
+    jobs = [job(), job(alone=True), job(), job(alone=True)]
+    queue = filled(*jobs)
+    assert take(queue, ANY) == [jobs[0], jobs[2]]
+    assert take(queue, ANY) == [jobs[1]]
+    assert take(queue, ANY) == [jobs[3]]
+
+
+def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
+    jobs = [job(nbytes=4), job(nbytes=4), job(nbytes=1)]
+    queue = filled(*jobs)
+    assert take(queue, ANY, room=3) == []
+    assert take(queue, ANY, room=5) == [jobs[0]], "or the second might wait for ever"
+    assert take(queue, ANY, room=5) == jobs[1:]
+
+
+def test_the_parked_wait_and_keep_their_turn():
+    jobs = [job("a", parked=True), job("b"), job("c")]
+    queue = filled(*jobs)
+    assert take(queue) == [jobs[1]]
+    jobs[0].parked = False
+    assert take(queue) == [jobs[0]]
+    jobs[2].parked = True
+    assert take(queue) == []
+    assert len(queue) == 1
+
+
+# Bookkeeping
+
+
+def test_a_job_waits_once():
+    queue = filled(one := job())
+    with pytest.raises(ValueError, match="waits already"):
+        queue.push(one)
+    queue.remove(one)
+    with pytest.raises(KeyError):
+        queue.remove(one)
+    queue.push(one)
+    assert one in queue and len(queue) == 1
+
+
+def test_its_cost_is_that_of_who_waits():
+    queue = filled(one := job(cost=3.0), job(cost=4.0))
+    assert queue.cost == 7.0
+    queue.remove(one)
+    assert queue.cost == 4.0
+    take(queue)
+    assert queue.cost == 0.0
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
+def test_a_batch_has_room_for_something(bounds):
+    with pytest.raises(ValueError, match="at least"):
+        Bounds(*bounds)
+
+
+jobs_of_any_kind = st.builds(
+    Job,
+    owner=st.sampled_from("abc"),
+    cost=st.integers(0, 20).map(float),
+    deadline=st.sampled_from([5.0, 10.0, 20.0, FOREVER]),
+    nbytes=st.integers(0, 10),
+    group=st.sampled_from(["image", "audio"]),
+    alone=st.booleans(),
+    parked=st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(jobs_of_any_kind, max_size=25),
+    st.integers(1, 30),
+    st.integers(1, 5),
+    st.sampled_from([NO_RATE, 1.0, 10.0]),
+    st.integers(10, 40),
+    st.randoms(use_true_random=False),
+)
+def test_nothing_is_lost_or_returned_twice_and_no_bound_is_broken(
+    jobs: list[Job],
+    patches: int,
+    items: int,
+    rate: float,
+    room: int,
+    random: random.Random,
+):
+    queue = FairQueue()
+    coming, waiting = jobs[::-1], set()
+    bounds = Bounds(patches, items)
+    now, spare = 0.0, 200
+    while coming or waiting:
+        spare -= 1
+        assert spare, "it ends"
+        step = random.random()
+        if coming and step < 0.5:
+            queue.push(one := coming.pop())
+            waiting.add(one)
+        elif waiting and step < 0.6:
+            queue.remove(one := random.choice(list(queue)))
+            waiting.remove(one)
+        elif step < 0.7:
+            now += 1.0
+            expired = set(queue.take_expired(now))
+            assert expired == {one for one in waiting if one.deadline <= now}
+            waiting -= expired
+        elif waiting and step < 0.8:
+            one = random.choice(list(queue))
+            one.parked = not one.parked
+        else:
+            batch = take(queue, bounds, now=now, rate=rate, room=room)
+            ready = [one for one in waiting if not one.parked and one.deadline > now]
+            # Whoever has room has a batch: each job fits the room by itself.
+            assert bool(batch) == bool(ready)
+            assert set(batch) <= set(ready) and len(set(batch)) == len(batch) <= items
+            assert sum(one.nbytes for one in batch) <= room
+            if len(batch) > 1:
+                assert sum(one.cost for one in batch) <= patches
+                assert len({one.group for one in batch}) == 1
+                assert not any(one.alone for one in batch)
+            waiting -= set(batch)
+        assert set(queue) == waiting
+        assert len(queue) == len(waiting)
+        assert queue.cost == sum(one.cost for one in waiting)
+        for parked in [one for one in waiting if not coming and one.parked]:
+            parked.parked = False

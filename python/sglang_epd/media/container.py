@@ -62,34 +62,49 @@ def check_container(data: bytes, limits: MediaLimits) -> None:
 
 def _check_iso(data: bytes, limits: MediaLimits) -> None:
     packets = equal = tracks = 0
+    index = False
     for kind, start, end in _boxes(data):
+        index |= kind == b"moov"
         if kind == b"mdat":
             continue
         for claim in _CLAIMS.finditer(data, start, end):
-            at = claim.end()
-            if claim.group() == b"cmov":
-                raise MediaError("the video's index is compressed, which is not read here")
             if claim.group() == b"trak":
                 tracks += 1
-            elif claim.group() == b"elst":
-                if _number(data, at + 4) > _MAX_EDITS:
-                    raise MediaError(f"the video has more than {_MAX_EDITS} edits")
-            elif claim.group() == b"trun":
-                packets += _number(data, at + 4)
-            elif claim.group() == b"stsz" and _number(data, at + 4):
-                size, count = _number(data, at + 4), _number(data, at + 8)
-                if size * count > len(data):
-                    raise MediaError("the video is truncated, or claims more than it holds")
-                equal += count
+            elif claim.group() == b"stsz" and _number(data, claim.end() + 4):
+                equal += _equal_packets(data, claim.end())
             else:
-                count = _number(data, at + 8)
-                if at + 12 + count // 2 > end:
-                    raise MediaError("the video is truncated, or claims more than it holds")
-                packets += count
+                packets += _listed_packets(data, claim, end)
         if tracks > _MAX_TRACKS:
             raise MediaTooLargeError(f"video has more than {_MAX_TRACKS} tracks")
         if packets > _packets(limits) or equal > _MAX_EQUAL_PACKETS:
             raise _too_many(limits)
+    if not index:
+        raise MediaError("the video is truncated: its index is missing")
+
+
+def _equal_packets(data: bytes, at: int) -> int:
+    """What an stsz box that gives one size for all claims."""
+    size, count = _number(data, at + 4), _number(data, at + 8)
+    if size * count > len(data):
+        raise _overstated()
+    return count
+
+
+def _listed_packets(data: bytes, claim: re.Match[bytes], end: int) -> int:
+    """What any other box claims; after its name come a version, flags and, mostly, a count."""
+    at = claim.end()
+    if claim.group() == b"cmov":
+        raise MediaError("the video's index is compressed, which is not read here")
+    if claim.group() == b"elst":
+        if _number(data, at + 4) > _MAX_EDITS:
+            raise MediaError(f"the video has more than {_MAX_EDITS} edits")
+        return 0
+    if claim.group() == b"trun":
+        return _number(data, at + 4)
+    count = _number(data, at + 8)
+    if at + 12 + count // 2 > end:  # the shortest entries, in stz2, take half a byte
+        raise _overstated()
+    return count
 
 
 def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -165,10 +180,10 @@ def _check_matroska(data: bytes, limits: MediaLimits) -> None:
 
 def _frames_in_block(data: bytes, position: int) -> int:
     _, position = _element_size(data, position)  # the track's number, spelt alike
-    flags = position + 2
-    if flags + 1 >= len(data):
-        raise MediaError("the video is truncated")
-    return data[flags + 1] + 1 if data[flags] & _LACED else 1
+    head = data[position + 2 : position + 4]  # after the time: flags, and how many are laced
+    if head and head[0] & _LACED:
+        return head[-1] + 1
+    return 1
 
 
 def _element_id(data: bytes, position: int) -> tuple[int, int]:
@@ -199,6 +214,10 @@ def _width(data: bytes, position: int) -> int:
 
 def _packets(limits: MediaLimits) -> int:
     return limits.max_video_frames * _PACKETS_PER_FRAME
+
+
+def _overstated() -> MediaError:
+    return MediaError("the video is truncated, or claims more than it holds")
 
 
 def _too_many(limits: MediaLimits) -> MediaTooLargeError:

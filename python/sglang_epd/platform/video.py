@@ -6,16 +6,16 @@ CPU engine; without a driver that is an error. And it tries a GPU's decoder firs
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 
-def install_decoder(decoder: ModuleType) -> None:
+def install_decoder(decoder: Any) -> None:
     """Decode on the CPU, into ordinary memory (`utils.video_decoder`)."""
     decoder._is_cpu_engine = lambda: True
     decoder._cuda_backend_enabled = False
 
 
-def install_preprocessing(qwen_vl: ModuleType) -> None:
+def install_preprocessing(qwen_vl: Any) -> None:
     """Leave resized frames where they are (`multimodal.processors.qwen_vl`).
 
     The name in this module only: elsewhere it stands for kernels that are not here.

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -41,6 +42,8 @@ def build(spec: CheckpointSpec, folder: Path) -> None:
     )
     disable_progress_bar()
     model.save_pretrained(folder)
+    if isinstance(spec.tower, AudioSpec):
+        _rename_as_published(folder / "model.safetensors")
     tokenizer.save_pretrained(folder)
     _write_processors(spec, folder)
 
@@ -168,6 +171,17 @@ def _write_processors(spec: CheckpointSpec, folder: Path) -> None:
         video["fps"] = 2
     _write_json(folder / "preprocessor_config.json", image)
     _write_json(folder / "video_preprocessor_config.json", video)
+
+
+def _rename_as_published(file: Path) -> None:
+    """Give a Qwen2-Audio's language model the names of Qwen's own repository.
+
+    What `transformers` 5 writes has one "model" too many, which only it reads.
+    """
+    weights = load_file(file)
+    doubled, published = "language_model.model.model.", "language_model.model."
+    renamed = {name.replace(doubled, published): weight for name, weight in weights.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

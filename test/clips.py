@@ -50,3 +50,8 @@ def audio(
 def still(width: int, height: int, frames: int = 4) -> torch.Tensor:
     """Grey frames, which compress to next to nothing."""
     return torch.full((frames, 3, height, width), 127, dtype=torch.uint8)
+
+
+def samples(file: bytes) -> np.ndarray:
+    """What a sound file holds: float32 [samples]."""
+    return soundfile.read(io.BytesIO(file), dtype="float32")[0]

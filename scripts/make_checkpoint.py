@@ -6,7 +6,7 @@
 
 Checkpoints are kept in `${SGLANG_EPD_CACHE:-~/.cache/sglang-epd}/checkpoints`, each under
 its name and a digest of the code that builds it. `--check` also measures, with the model
-of `transformers`, how far the output depends on the image, and fails below the bounds.
+of `transformers`, how far the output depends on the media, and fails below the bounds.
 """
 
 from __future__ import annotations

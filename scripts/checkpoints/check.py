@@ -1,6 +1,6 @@
 """Measures whether a checkpoint is fit for its purpose, with the model of `transformers`.
 
-Two servers can only be compared on a checkpoint whose answer depends on the image and
+Two servers can only be compared on a checkpoint whose answer depends on the media and
 on little else: not on the order in which floats are added up.
 """
 
@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2AudioForConditionalGeneration,
+)
 
 import photographs
+import sounds
+
+# A picture, or a sound at 16 kHz: float32 [samples].
+Media = Image.Image | np.ndarray
 
 _TOP = 20
 _NEW_TOKENS = 16
@@ -49,21 +59,27 @@ class Subject:
 
     def __init__(self, folder: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.hears = AutoConfig.from_pretrained(folder).model_type == "qwen2_audio"
+        kind = Qwen2AudioForConditionalGeneration if self.hears else AutoModelForImageTextToText
+        self.model = kind.from_pretrained(folder, dtype=torch.float32)
         self.model.eval()
 
-    def prompt(self, images: Sequence[Image.Image], text: str = "What is this?") -> dict:
-        """Model inputs for one user turn: the images side by side, then the text."""
-        parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": text}]
+    def prompt(self, media: Sequence[Media], text: str = "What is this?") -> dict:
+        """Model inputs for one user turn: the media side by side, then the text."""
+        kind = "audio" if self.hears else "image"
+        parts = [{"type": kind} for _ in media] + [{"type": "text", "text": text}]
         spelled = self.processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True
         )
-        return dict(self.processor(text=spelled, images=list(images) or None, return_tensors="pt"))
+        given: dict = {"audio" if self.hears else "images": list(media) or None}
+        if self.hears:
+            given["sampling_rate"] = sounds.RATE_HZ
+        return dict(self.processor(text=spelled, return_tensors="pt", **given))
 
     @torch.no_grad()
-    def next_token(self, images: Sequence[Image.Image]) -> torch.Tensor:
+    def next_token(self, media: Sequence[Media]) -> torch.Tensor:
         """Log-probabilities of the first token of the answer, float32 [vocabulary]."""
-        return self.model(**self.prompt(images)).logits[0, -1].log_softmax(-1)
+        return self.model(**self.prompt(media)).logits[0, -1].log_softmax(-1)
 
     @torch.no_grad()
     def greedy(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,14 +98,12 @@ class Subject:
     def replay(self, inputs: dict, tokens: torch.Tensor, attention: str) -> torch.Tensor:
         """The same log-probabilities from one forward over prompt and answer together."""
         whole = torch.cat([inputs["input_ids"], tokens[None, :-1]], dim=1)
-        types = torch.nn.functional.pad(
-            inputs["mm_token_type_ids"], (0, whole.shape[1] - inputs["input_ids"].shape[1])
-        )
-        replayed = inputs | {
-            "input_ids": whole,
-            "attention_mask": torch.ones_like(whole),
-            "mm_token_type_ids": types,
-        }
+        replayed = inputs | {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        if "mm_token_type_ids" in inputs:
+            added = whole.shape[1] - inputs["input_ids"].shape[1]
+            replayed["mm_token_type_ids"] = torch.nn.functional.pad(
+                inputs["mm_token_type_ids"], (0, added)
+            )
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(attention)
         try:
@@ -110,6 +124,11 @@ def top_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
 def measure(folder: Path) -> Iterator[Measurement]:
     """Yield every figure of the checkpoint in `folder`, the costly ones last."""
     subject = Subject(folder)
+    if subject.hears:
+        clips = {name: sounds.load(name) for name in sounds.NAMES}
+        yield from sound_dependence(subject, clips)
+        yield from generation(subject, clips)
+        return
     photos = {name: photographs.load(name) for name in ("coffee", "rocket", "astronaut", "cat")}
     yield from image_dependence(subject, photos)
     yield from generation(subject, photos)
@@ -141,6 +160,21 @@ def image_dependence(subject: Subject, photos: dict[str, Image.Image]) -> Iterat
     yield from _deepstack(subject, first, alone["coffee"])
 
 
+def sound_dependence(subject: Subject, clips: dict[str, np.ndarray]) -> Iterator[Measurement]:
+    """How far the first token's log-probabilities move with the sounds."""
+    alone = {name: subject.next_token([clip]) for name, clip in clips.items()}
+    pairs = [top_difference(alone[a], alone[b]) for a, b in itertools.combinations(alone, 2)]
+    yield Measurement("other sound: log-probabilities differ by", min(pairs)[0], 0.2)
+    yield Measurement("other sound: shared tokens of the top 20", min(p[1] for p in pairs), 3)
+    first, second = clips["low"], clips["high"]
+    forward, backward = subject.next_token([first, second]), subject.next_token([second, first])
+    yield Measurement("two in the other order", top_difference(forward, backward)[0], 0.2)
+    changed = first.copy()
+    changed[: len(first) // 3] = second[: len(first) // 3]
+    change = top_difference(alone["low"], subject.next_token([changed]))[0]
+    yield Measurement("a third of one sound exchanged", change, 0.1)
+
+
 def _deepstack(subject: Subject, photo: Image.Image, whole: torch.Tensor) -> Iterator[Measurement]:
     """What losing the deepstack features would change (Qwen3-VL only)."""
     mergers = getattr(subject.model.model.visual, "deepstack_merger_list", ())
@@ -152,12 +186,13 @@ def _deepstack(subject: Subject, photo: Image.Image, whole: torch.Tensor) -> Ite
         hook.remove()
 
 
-def generation(subject: Subject, photos: dict[str, Image.Image]) -> Iterator[Measurement]:
+def generation(subject: Subject, media: Mapping[str, Media]) -> Iterator[Measurement]:
     """Whether greedy answers are varied, long enough and far from float noise."""
     distinct, lengths, noise, gaps = [], [], [], []
     threads = torch.get_num_threads()
-    for photo in photos.values():
-        inputs = subject.prompt([photo, photos["cat"]])
+    last = list(media.values())[-1]
+    for item in media.values():
+        inputs = subject.prompt([item, last])
         tokens, cached = subject.greedy(inputs)
         torch.set_num_threads(1)
         again = subject.replay(inputs, tokens, "eager")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen2_audio"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,16 @@ class VisionSpec:
     intermediate_size: int
     num_heads: int
     taps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AudioSpec:
+    """The audio encoder of Qwen2-Audio, which hears 30 s at a time."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class CheckpointSpec:
 
     name: str
     family: Family
-    vision: VisionSpec
+    tower: VisionSpec | AudioSpec
     text: TextSpec
     seed: int
 
@@ -99,6 +109,13 @@ SPECS: dict[str, CheckpointSpec] = {
             VisionSpec(8, 320, 1280, 4, taps=(1, 3, 5)),
             TextSpec(3, 256, 512, 4, 2),
             seed=8,
+        ),
+        CheckpointSpec(
+            "tiny-qwen2-audio",
+            "qwen2_audio",
+            AudioSpec(2, 64, 128, 2),
+            TextSpec(2, 128, 256, 2, 2),
+            seed=1,
         ),
     )
 }

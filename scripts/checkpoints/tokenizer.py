@@ -18,6 +18,9 @@ VISION_START = "<|vision_start|>"
 VISION_END = "<|vision_end|>"
 IMAGE_PAD = "<|image_pad|>"
 VIDEO_PAD = "<|video_pad|>"
+AUDIO_START = "<|audio_bos|>"
+AUDIO = "<|AUDIO|>"
+AUDIO_END = "<|audio_eos|>"
 
 SPECIAL_TOKENS = (
     END_OF_TEXT,
@@ -35,6 +38,7 @@ SPECIAL_TOKENS = (
     IMAGE_PAD,
     VIDEO_PAD,
 )
+AUDIO_TOKENS = (AUDIO_START, AUDIO, AUDIO_END)
 
 WORDS = """
 a about above across after again against all alone along already also always among an
@@ -78,8 +82,13 @@ _CORPUS = [f" {word} {word} {word}" for word in WORDS] + [
 _MAX_VOCABULARY = 4096
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer; takes a fraction of a second and is deterministic."""
+def build_tokenizer(*, audio: bool = False) -> PreTrainedTokenizerFast:
+    """Train the tokenizer; takes a fraction of a second and is deterministic.
+
+    Args:
+        audio: add the special tokens of audio, and let a chat hold it in place of pictures.
+    """
+    special = SPECIAL_TOKENS + AUDIO_TOKENS if audio else SPECIAL_TOKENS
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -93,15 +102,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ),
     )
     # Last, as in Qwen's own vocabulary: ordinary tokens keep the low ids.
-    bpe.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     template = Path(__file__).with_name("chat_template.jinja").read_text()
+    if audio:
+        template = "{%- set hears = true -%}\n" + template
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=IM_END,
         pad_token=END_OF_TEXT,
-        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in (IM_END, END_OF_TEXT)],
+        additional_special_tokens=[t for t in special if t not in (IM_END, END_OF_TEXT)],
         chat_template=template,
         model_max_length=32768,
         clean_up_tokenization_spaces=False,

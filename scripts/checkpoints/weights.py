@@ -25,6 +25,7 @@ CONSTANT = 3.0
 _ATTENTION_SCORE = 1.6
 _ATTENTION_OUTPUT = 2.0
 _VISION_ATTENTION = 1.3
+_AUDIO_CONVOLUTION = 2.0
 _MERGER = 1.5
 _DEEPSTACK = 1.0
 _LOGIT = 2.0
@@ -40,7 +41,7 @@ def randomise(model: nn.Module, *, seed: int, sayable: Iterable[int]) -> None:
     """Fill `model` in place; a parameter that no rule knows raises KeyError.
 
     Args:
-        model: a Qwen2.5-VL or Qwen3-VL of `transformers`, float32, on the CPU.
+        model: a Qwen2.5-VL, Qwen3-VL or Qwen2-Audio of `transformers`, float32, on the CPU.
         seed: of the one generator that all weights come from, in order of their names.
         sayable: ids of the tokens that generation should choose from.
     """
@@ -64,7 +65,7 @@ def _scale(name: str, weight: torch.Tensor) -> None:
         weight.mul_(_BIAS)
     elif leaf == "language_model.embed_tokens.weight":
         pass
-    elif leaf == "visual.pos_embed.weight":
+    elif leaf in ("visual.pos_embed.weight", "audio_tower.embed_positions.weight"):
         weight.mul_(0.5)
     else:
         weight.mul_(_gain(leaf) / math.sqrt(weight[0].numel()))
@@ -72,14 +73,16 @@ def _scale(name: str, weight: torch.Tensor) -> None:
 
 def _gain(leaf: str) -> float:
     """The gain of one linear layer or convolution."""
-    if leaf == "lm_head.weight":
-        return _LOGIT
-    if leaf.startswith("visual.merger"):
-        return _MERGER
+    if leaf.startswith(("audio_tower.", "visual.")) and "merger" not in leaf:
+        within = (".attn.", ".self_attn.")
+        plain = _AUDIO_CONVOLUTION if ".conv" in leaf else 1.0
+        return _VISION_ATTENTION if any(part in leaf for part in within) else plain
     if leaf.startswith("visual.deepstack_merger_list"):
         return _DEEPSTACK if ".linear_fc2." in leaf else _MERGER
-    if leaf.startswith("visual."):
-        return _VISION_ATTENTION if ".attn." in leaf else 1.0
+    if leaf.startswith(("visual.merger", "multi_modal_projector.")):
+        return _MERGER
+    if leaf == "lm_head.weight":
+        return _LOGIT
     layer = leaf.split(".")[-2]
     return {
         # Qwen3 normalises queries and keys after these two; its norms hold the same gain.
@@ -101,6 +104,10 @@ def _hold_channel_constant(weights: dict[str, nn.Parameter]) -> None:
         elif name.startswith("model.language_model."):
             if name.endswith((".o_proj.weight", ".down_proj.weight")):
                 weight[0] = 0.0
+        elif name == "model.multi_modal_projector.linear.weight":
+            weight[0] = 0.0
+        elif name == "model.multi_modal_projector.linear.bias":
+            weight[0] = CONSTANT
         elif name.startswith(("model.visual.merger", "model.visual.deepstack_merger_list")):
             last = ".mlp.2." in name or ".linear_fc2." in name
             if last and name.endswith(".weight"):

@@ -26,6 +26,14 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def video_part(video: bytes, media_type: str = "video/mp4") -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": data_url(video, media_type)}}
+
+
+def audio_part(audio: bytes, media_type: str = "audio/wav") -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": data_url(audio, media_type)}}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 

@@ -15,7 +15,14 @@ from photographs import load as load_photograph
 
 # Starting a topology takes most of a minute; what uses the same one runs in a row. Files
 # that are not named use "qwen2_5", or that and "qwen3".
-_ORDER = ["test_backends", "test_budget", "test_rival", "test_router", "test_survival"]
+_ORDER = [
+    "test_audio",
+    "test_backends",
+    "test_budget",
+    "test_rival",
+    "test_router",
+    "test_survival",
+]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -161,6 +161,7 @@ TOPOLOGIES = {
     "qwen3": lambda: Topology(
         "tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}, {"encoder": _CACHE}
     ),
+    "audio": lambda: Topology("tiny-qwen2-audio", _FULL, flags={"encoder": _CACHE}),
     "zmq_to_tokenizer": lambda: Topology(
         _TINY, ("language", *_APART), flags=_backend("zmq_to_tokenizer")
     ),
@@ -206,6 +207,10 @@ TOPOLOGIES = {
 }
 
 
+# Where one server of a checkpoint does everything.
+_REFERENCES = {_TINY: "qwen2_5", "tiny-qwen3-vl": "qwen3", "tiny-qwen2-audio": "audio"}
+
+
 class Machine:
     """Keeps one topology up: two do not fit in the memory of a small machine."""
 
@@ -237,7 +242,7 @@ class Machine:
         if key not in self._references:
             current = self._current
             if current is None or current.model != model or "colocated" not in current.roles:
-                current = self.use("qwen2_5" if model == _TINY else "qwen3")
+                current = self.use(_REFERENCES[model])
             server = Client(current.urls["colocated"])
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]

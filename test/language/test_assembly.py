@@ -130,6 +130,23 @@ def test_a_video_of_one_frame_has_its_key_for_identity():
     assert output.mm_items[0].identity == video.key
 
 
+def test_two_videos_of_equal_shape_have_no_step_in_common():
+    """Whatever makes two of them differ, their times included, is in their keys."""
+    videos = [received(name, "VIDEO", [[3, 2, 2]]) for name in "vw"]
+    output = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    assert len({mm_item.identity for mm_item in output.mm_items}) == 6
+
+
+def test_times_come_in_one_list_a_video():
+    processor = Processor()
+    videos = [
+        received("v", "VIDEO", [[2, 2, 2]], video_timestamps=[[0.5, 1.5]]),
+        received("w", "VIDEO", [[1, 2, 2]], video_timestamps=[[0.0]]),
+    ]
+    assemble(processor, [VIDEO, VIDEO], videos, MODALITIES)
+    assert processor.metadata["video_timestamps"] == [[0.5, 1.5], [0.0]]
+
+
 def test_modalities_do_not_mix():
     items = [
         received("i", "IMAGE", [[1, 2, 2]]),

@@ -13,11 +13,14 @@ import pytest
 from sglang_epd.platform import seams
 
 
-def class_of(module: str, name: str) -> ast.ClassDef:
+def source(module: str) -> str:
     spec = importlib.util.find_spec("torch")  # beside sglang; finding sglang imports it
     assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).parents[1] / (module.replace(".", "/") + ".py")
-    for node in ast.walk(ast.parse(path.read_text())):
+    return (Path(spec.origin).parents[1] / (module.replace(".", "/") + ".py")).read_text()
+
+
+def class_of(module: str, name: str) -> ast.ClassDef:
+    for node in ast.walk(ast.parse(source(module))):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     pytest.fail(f"{module} has no class {name}")
@@ -46,9 +49,23 @@ def test_the_sender_has_the_switch():
     assert "supports_host_tensor_indices = True" in ast.unparse(sender)
 
 
+def test_frames_are_pinned_only_where_the_switches_say_so():
+    decoder = source("sglang.srt.utils.video_decoder")
+    assert decoder.count("pin_memory()") == decoder.count("_is_cpu_engine():") + 1
+    assert '_BACKEND = "torchcodec"' in decoder, "encoder/preparing asks for it"
+    assert "return output if _is_cpu_engine() else output.pin_memory()" in decoder
+    assert "if _cuda_backend_enabled is not None:\n        return" in decoder
+    preprocessing = source("sglang.srt.multimodal.processors.qwen_vl")
+    assert preprocessing.count("pin_memory()") == 1
+    assert 'if not is_cpu() and video.device.type == "cpu":' in preprocessing
+    assert preprocessing.count("is_cpu()") == 2, "the other, of kernels, is asked on import"
+
+
 def test_every_seam_has_a_contract_here():
     assert set(seams._CHANGES) == {
         "sglang.srt.layers.attention.vision",
         "sglang.srt.managers.scheduler",
         "sglang.srt.disaggregation.mooncake.conn",
+        "sglang.srt.utils.video_decoder",
+        "sglang.srt.multimodal.processors.qwen_vl",
     }

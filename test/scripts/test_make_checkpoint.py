@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2.exceptions import TemplateError
 from PIL import Image
+from safetensors import safe_open
 from transformers.video_utils import VideoMetadata
 
 import checkpoints.build
 import make_checkpoint
 import photographs
-from checkpoints.check import Subject, generation, image_dependence
+import sounds
+from checkpoints.check import Subject, generation, image_dependence, sound_dependence
 from checkpoints.spec import SPECS
 
 TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
@@ -50,6 +53,36 @@ def test_greedy_answer_is_varied_and_reproducible(
     subject: Subject, photos: dict[str, Image.Image]
 ) -> None:
     assert [str(m) for m in generation(subject, photos) if not m.passed] == []
+
+
+@pytest.fixture(scope="module")
+def listener(cache: Path) -> Subject:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EPD_CACHE", str(cache))
+        return Subject(make_checkpoint.ensure("tiny-qwen2-audio"))
+
+
+def test_an_answer_to_sounds_depends_on_them(listener: Subject) -> None:
+    clips = {name: sounds.load(name) for name in sounds.NAMES}
+    measured = [*sound_dependence(listener, clips), *generation(listener, clips)]
+    assert [str(m) for m in measured if not m.passed] == []
+
+
+def test_a_chat_holds_what_the_model_takes(subject: Subject, listener: Subject) -> None:
+    def spelt(asked: Subject, kind: str) -> str:
+        return asked.processor.apply_chat_template([{"role": "user", "content": [{"type": kind}]}])
+
+    assert "<|audio_bos|><|AUDIO|><|audio_eos|>" in spelt(listener, "audio")
+    with pytest.raises(TemplateError, match="no place in the prompt: image"):
+        spelt(listener, "image")
+    with pytest.raises(TemplateError, match="no place in the prompt: audio"):
+        spelt(subject, "audio")
+
+
+def test_weights_have_the_names_that_are_published(listener: Subject) -> None:
+    file = Path(listener.model.name_or_path) / "model.safetensors"
+    with safe_open(file, "pt") as weights:
+        assert "language_model.model.embed_tokens.weight" in weights.keys()  # noqa: SIM118
 
 
 def test_prompt_of_several_turns(subject: Subject) -> None:

@@ -32,11 +32,13 @@ _MODULES = (
     "managers.tokenizer_manager",
     "model_executor.model_runner",
     "multimodal.processors.base_processor",
+    "multimodal.processors.qwen_vl",
     "plugins.hook_registry",
     "runtime_context",
     "server_args",
     "utils",
     "utils.network",
+    "utils.video_decoder",
 )
 
 

@@ -81,6 +81,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "BaseMultimodalProcessor.build_input_ids",
     ): "self prompt img_grid_thw video_grid_thw audio_seq_lens",
     (
+        "seams/prompt",
+        "multimodal.processors.qwen_vl",
+        "QwenVLImageProcessor.build_input_ids_with_timestamps",
+    ): "self prompt embeddings img_grid_thw video_grid_thw video_timestamps",
+    (
         "language/assembly",
         "multimodal.processors.base_processor",
         "BaseMultimodalProcessor.get_validated_mm_data",
@@ -91,19 +96,25 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
         "self server_args schedule_path dist_init_method rank gpu_id"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
+    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
         "self modality"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
+    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
         "self mm_feature preprocess_result indices modality"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
-    ("encoder/engine", "disaggregation.encoder.preprocessor", "_convert"): "data",
+    ("encoder/preparing", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
+    ("encoder/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
     (
-        "encoder/engine",
+        "encoder/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor.process_mm_items",
     ): "async self mm_items modality",
+    ("encoder/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
+        "ele total_frames video_fps"
+    ),
+    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
+        "self source device num_decode_threads"
+    ),
     ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
     ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
     ("encoder/towers", "plugins", "load_plugins"): "",
@@ -195,9 +206,13 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("language/planner", "utils.common", "ImageData"): "url detail content_hash",
     ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model",
     ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
-        "model model_config preprocessor device gpu_id _embedding_dtype _embedding_dims"
+        "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),
-    ("encoder/engine", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
+    ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
+        "vision_config video_processor"
+    ),
+    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper"): "frame_shape avg_fps",
+    ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
         "mm_inputs grid_thw token_counts"
     ),
     ("encoder/engine", "server_args", "PortArgs"): "nccl_port",

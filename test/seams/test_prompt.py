@@ -146,3 +146,78 @@ def test_where_the_in_tree_method_works_the_result_is_the_same(sglang, as_text):
     theirs = in_tree.build_input_ids(plain, given_prompt, **options)
     ours = robust_placeholders(plain).build_input_ids(given_prompt, **options)
     assert ours == theirs
+
+
+class Qwen3(SimpleNamespace):
+    """As far as a prompt with times is concerned; a token a character."""
+
+    def build_input_ids_with_timestamps(self, *_arguments):
+        raise AssertionError("replaced")
+
+
+START, END = 104, 105
+
+
+def timed() -> Qwen3:
+    class Characters:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return [ord(char) for char in text]
+
+    return robust_placeholders(
+        Qwen3(
+            _processor=SimpleNamespace(tokenizer=Characters()),
+            mm_tokens=SimpleNamespace(image_token=None, image_token_regex=None),
+            IM_TOKEN_ID=IMAGE,
+            VIDEO_TOKEN_ID=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+            spatial_merge_size=2,
+        )
+    )
+
+
+def spelt(seconds: str, rows: int) -> list[int]:
+    return [*map(ord, f"<{seconds} seconds>"), START, *[VIDEO] * rows, END]
+
+
+def test_each_step_of_a_video_stands_after_its_time(sglang):
+    modality = sglang("managers.schedule_batch").Modality
+    input_ids, offsets, modalities = timed().build_input_ids_with_timestamps(
+        [VIDEO, VIDEO, IMAGE, 7],
+        None,
+        torch.tensor([[1, 2, 4]]),
+        torch.tensor([[2, 2, 2], [1, 4, 2]]),
+        [[0.25, 1.0], [0.5]],
+    )
+    assert input_ids == (spelt("0.2", 1) + spelt("1.0", 1) + spelt("0.5", 2) + [IMAGE, IMAGE] + [7])
+    assert [input_ids[first : last + 1] for first, last in offsets] == [
+        [VIDEO],
+        [VIDEO],
+        [VIDEO, VIDEO],
+        [IMAGE, IMAGE],
+    ]
+    assert modalities == [modality.VIDEO] * 3 + [modality.IMAGE]
+
+
+def test_with_times_the_result_is_the_in_tree_one(sglang):
+    in_tree = sglang("multimodal.processors.qwen_vl").QwenVLImageProcessor
+    ours = timed()
+    # What stands between brackets, the only form that the in-tree method expands right.
+    arguments = (
+        [START, VIDEO, END, 7, START, IMAGE, END],
+        None,
+        torch.tensor([[1, 2, 4]]),
+        torch.tensor([[2, 2, 2]]),
+        [[0.25, 1.0]],
+    )
+    theirs = in_tree.build_input_ids_with_timestamps(ours, *arguments)
+    assert ours.build_input_ids_with_timestamps(*arguments) == theirs
+
+
+@pytest.mark.parametrize("prompt", [[], [VIDEO, VIDEO], [IMAGE]])
+def test_with_times_too_another_number_is_the_users_error(prompt):
+    with pytest.raises(MediaError, match="placeholders for"):
+        timed().build_input_ids_with_timestamps(
+            prompt, None, None, torch.tensor([[1, 2, 2]]), [[0.5]]
+        )

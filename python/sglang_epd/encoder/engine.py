@@ -1,14 +1,13 @@
 """SGLang's tower and media processor in this process, behind two calls: prepare and forward.
 
 Leans on the in-tree encoder's building blocks, so that a model family is prepared and
-run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` (loading, item
-building, embedding widths) and its `EncoderPreprocessor`.
+run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` loads it,
+`preparing` has the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from PIL import Image
 
+from sglang_epd.encoder.preparing import Preparer
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
-from sglang_epd.media import MediaLimits, decode_image
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.errors import EncodeError
+from sglang_epd.media import MediaLimits
+from sglang_epd.wire import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
 
 _DECODE_THREADS = 4
@@ -45,15 +45,10 @@ class Engine:
         gpu_id: int | None = None,
         rendezvous: str | None = None,
     ) -> None:
-        from sglang.srt.disaggregation.encoder import preprocessor, server
-        from sglang.srt.managers.schedule_batch import Modality
+        from sglang.srt.disaggregation.encoder import server
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
-        self._modalities = Modality
-        self._feature_of = server._get_mm_feature
-        self._to_tensor = preprocessor._convert
-        self._limits = limits
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
@@ -63,6 +58,7 @@ class Engine:
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
         self.hf_config = self._encoder.model_config.hf_config
+        self._preparer = Preparer(self._encoder, self.dtype, limits)
         self._decoders = ThreadPoolExecutor(_DECODE_THREADS, "epd-decode")
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
@@ -73,21 +69,18 @@ class Engine:
         return True
 
     @property
-    def modalities(self) -> tuple[str, ...]:
-        """What it takes."""
-        return ("IMAGE",)
-
-    @property
     def preparers(self) -> int:
         return _DECODE_THREADS
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What the model takes: some of "IMAGE", "VIDEO" and "AUDIO"."""
+        return self._preparer.modalities
+
     async def prepare(self, modality: str, data: bytes) -> Prepared:
-        if modality != "IMAGE" or not self._encoder.supports_modality(self._modalities.IMAGE):
-            raise MediaTypeError(f"this model's encoder does not take {modality.lower()} input")
-        image = await asyncio.get_running_loop().run_in_executor(
-            self._decoders, decode_image, data, self._limits
+        return await asyncio.get_running_loop().run_in_executor(
+            self._decoders, self._preparer.prepare, modality, data
         )
-        return await self._prepare_image(image)
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         return await asyncio.get_running_loop().run_in_executor(self._tower, self._forward, batch)
@@ -100,25 +93,9 @@ class Engine:
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
-        await self.forward([await self._prepare_image(Image.new("RGB", (112, 112)))])
-
-    async def _prepare_image(self, image: Image.Image) -> Prepared:
-        modality = self._modalities.IMAGE
-        try:
-            result = await self._encoder.preprocessor.process_mm_items([image], modality)
-        except (TypeError, ValueError) as error:
-            raise MediaError(f"cannot be preprocessed: {error}") from error
-        feature = self._to_tensor(self._feature_of(result.mm_inputs, modality))
-        count = len(result.grid_thw)
-        model_items = self._encoder._build_model_mm_items(
-            feature, result, list(range(count)), modality
-        )
-        spec = TensorSpec(
-            self.dtype, (sum(result.token_counts), self._encoder._embedding_dims[modality])
-        )
-        grid = torch.as_tensor(result.grid_thw).reshape(count, -1).tolist()
-        patches = sum(math.prod(row) for row in grid)
-        return Prepared(Layout("IMAGE", spec, grid), patches, "IMAGE", (modality, model_items))
+        if "IMAGE" in self.modalities:
+            picture = Image.new("RGB", (112, 112))
+            await self.forward([await asyncio.to_thread(self._preparer.prepare_image, picture)])
 
     def _bind_device(self) -> None:
         if self._encoder.device != "cpu":

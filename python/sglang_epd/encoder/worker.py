@@ -187,7 +187,7 @@ async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
         await engine.warm_up()
     except Exception as error:
         _give_up(end, error)
-    modalities = list(getattr(engine, "modalities", ["IMAGE"]))
+    modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.dtype, modalities)
     await Worker(end, engine, rank).serve(ready)
     _exit(0)

@@ -10,13 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from sglang_epd.errors import MediaError, MediaTypeError
+from sglang_epd.errors import MediaError
 from sglang_epd.media import parse_source
 from sglang_epd.wire import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
-
-# What this version's encoders take; see docs/design.md.
-SUPPORTED = ("IMAGE",)
 
 # Fields of SGLang's media objects that say where the media is, not how to read it.
 _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
@@ -36,14 +33,15 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     """List the request's items; inline media are decoded from base64 here.
 
     Raises:
-        MediaError: an entry is unreadable or of a modality that is not supported;
-            the message names the entry.
+        MediaError: an entry is unreadable; the message names it.
     """
     entries = _entries(request)
     if not entries:
         raise MediaError("the request's list of media is empty")
     if len(entries) > MAX_ITEMS:
-        raise MediaError(f"a request has at most {MAX_ITEMS} images, {len(entries)} were given")
+        raise MediaError(
+            f"a request has at most {MAX_ITEMS} media items, {len(entries)} were given"
+        )
     totals = {modality: 0 for modality, _ in entries}
     for modality, _ in entries:
         totals[modality] += 1
@@ -74,8 +72,6 @@ def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:
 
 
 def _item(index: int, modality: str, label: str, entry: Any) -> EncodeItem:
-    if modality not in SUPPORTED:
-        raise MediaTypeError(f"{label}: {modality.lower()} input is not supported by this server")
     try:
         source = parse_source(entry)
     except MediaError as error:

@@ -7,10 +7,13 @@ message: `display` is the only way a source is shown.
 """
 
 from sglang_epd.media.address import AddressPolicy
+from sglang_epd.media.audio import check_audio
+from sglang_epd.media.container import check_container
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import FetchedMedia, MediaFetcher
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.source import MediaSource, digest, display, parse_source
+from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
 __all__ = [
     "AddressPolicy",
@@ -18,6 +21,11 @@ __all__ = [
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",
+    "VideoFacts",
+    "check_audio",
+    "check_container",
+    "check_frames_read",
+    "check_video",
     "decode_image",
     "digest",
     "display",

@@ -12,6 +12,16 @@ from typing import Any
 from sglang_epd.errors import ConfigError
 
 _PREFIX = "SGLANG_EPD_MEDIA_"
+_POSITIVE = (
+    "max_bytes",
+    "max_pixels",
+    "max_video_frames",
+    "max_video_pixels",
+    "max_video_total_pixels",
+    "max_audio_s",
+    "connect_timeout_s",
+    "total_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +34,12 @@ class MediaLimits:
             megapixels take 300 MB as RGB (700 MB while an alpha channel is dropped)
             and are eight times what the largest vision processors keep; the photographs
             of nearly all cameras fit.
+        max_video_frames: frames in a video file, read or not: ten minutes at 30 a second.
+        max_video_pixels: of one frame of a video; 4096 x 2304 fit.
+        max_video_total_pixels: of those frames of a video that the model is shown (two a
+            second, mostly), before they are made smaller: each pixel takes 3 bytes, of
+            four videos at a time. Four minutes of 1080p fit.
+        max_audio_s: how long an audio clip may last.
         max_redirects: followed for one URL.
         connect_timeout_s: for one TCP connection; slower hosts count as down.
         total_timeout_s: for everything that a fetch does: name resolution, TLS,
@@ -39,6 +55,10 @@ class MediaLimits:
 
     max_bytes: int = 64 << 20
     max_pixels: int = 100_000_000
+    max_video_frames: int = 18_000
+    max_video_pixels: int = 4096 * 2304
+    max_video_total_pixels: int = 1_000_000_000
+    max_audio_s: float = 600.0
     max_redirects: int = 5
     connect_timeout_s: float = 3.0
     total_timeout_s: float = 10.0
@@ -47,7 +67,7 @@ class MediaLimits:
     allowed_local_root: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_pixels", "connect_timeout_s", "total_timeout_s"):
+        for name in _POSITIVE:
             # Written so that NaN fails as well.
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be positive and finite")
@@ -69,7 +89,8 @@ class MediaLimits:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> MediaLimits:
         """Read `SGLANG_EPD_MEDIA_*`; what is unset or empty keeps its default.
 
-        MAX_MB (MiB), MAX_PIXELS, MAX_REDIRECTS, TIMEOUT_S (seconds in total),
+        MAX_MB (MiB), MAX_PIXELS, MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS,
+        MAX_VIDEO_TOTAL_PIXELS, MAX_AUDIO_S (seconds), MAX_REDIRECTS, TIMEOUT_S (seconds in total),
         ALLOWED_DOMAINS and ALLOWED_NETWORKS (comma-separated), LOCAL_ROOT (a folder).
 
         Args:
@@ -117,6 +138,13 @@ def _read_list(text: str) -> tuple[str, ...]:
 _VARIABLES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
     "MAX_MB": (lambda text: {"max_bytes": int(float(text) * (1 << 20))}, "a number of MiB"),
     "MAX_PIXELS": (lambda text: {"max_pixels": int(text)}, "a whole number"),
+    "MAX_VIDEO_FRAMES": (lambda text: {"max_video_frames": int(text)}, "a whole number"),
+    "MAX_VIDEO_PIXELS": (lambda text: {"max_video_pixels": int(text)}, "a whole number"),
+    "MAX_VIDEO_TOTAL_PIXELS": (
+        lambda text: {"max_video_total_pixels": int(text)},
+        "a whole number",
+    ),
+    "MAX_AUDIO_S": (lambda text: {"max_audio_s": float(text)}, "a number of seconds"),
     "MAX_REDIRECTS": (lambda text: {"max_redirects": int(text)}, "a whole number"),
     "TIMEOUT_S": (_read_timeout, "a number of seconds"),
     "ALLOWED_DOMAINS": (lambda text: {"allowed_domains": _read_list(text)}, "host names"),

@@ -1,21 +1,33 @@
 """A prompt's placeholders, found and expanded whatever stands next to them.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor.build_input_ids`,
-which replaces each media placeholder token by as many as the item has embedding rows.
-The in-tree method fails on a placeholder that directly follows another one and misses
-one at the very start (sglang#35799); it also does not know the `<image>` mark and
+which replaces each media placeholder token by as many as the item has embedding rows, and
+on `multimodal.processors.qwen_vl.QwenVLImageProcessor.build_input_ids_with_timestamps`,
+which models that are told the time of each frame of a video have in its place.
+The in-tree methods fail on a placeholder that directly follows another one and miss
+one at the very start (sglang#35799); they also do not know the `<image>` mark and
 already expanded runs that the colocated path accepts in text.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from sglang_epd.errors import MediaError
 
 
+class Piece(NamedTuple):
+    """A part of an item as it stands in the prompt: text, rows of the embedding, text."""
+
+    before: list[int]
+    rows: int
+    after: list[int]
+
+
 def robust_placeholders(processor: Any) -> Any:
-    """Replace `build_input_ids` of this processor instance; returns the processor."""
+    """Replace `build_input_ids` of this processor instance, and its method of the same
+    purpose for videos with timestamps; returns the processor."""
 
     def build_input_ids(
         prompt: str | list[int],
@@ -26,8 +38,40 @@ def robust_placeholders(processor: Any) -> Any:
         items = _items(processor, img_grid_thw, video_grid_thw, audio_seq_lens)
         return _expand(_token_ids(processor, prompt, items), items)
 
+    def build_input_ids_with_timestamps(
+        prompt: str | list[int],
+        embeddings: Any,
+        img_grid_thw: Any,
+        video_grid_thw: Any,
+        video_timestamps: Any,
+    ) -> tuple[list[int], list[tuple[int, int]], list[Any]]:
+        items = _items(processor, img_grid_thw, video_grid_thw, None)
+        frames = [
+            _frames(processor, grid, times)
+            for grid, times in zip(video_grid_thw, video_timestamps, strict=True)
+        ]
+        spelt = {processor.VIDEO_TOKEN_ID: frames}
+        return _expand(_token_ids(processor, prompt, items), items, spelt)
+
     processor.build_input_ids = build_input_ids
+    if hasattr(processor, "build_input_ids_with_timestamps"):
+        processor.build_input_ids_with_timestamps = build_input_ids_with_timestamps
     return processor
+
+
+def _frames(processor: Any, grid: Any, times: Sequence[float]) -> list[Piece]:
+    """A video as the model reads it: each step of time after its second, and bracketed."""
+    steps, height, width = (int(extent) for extent in grid)
+    rows = height * width // processor.spatial_merge_size**2
+    start, end = processor.vision_start_token_id, processor.vision_end_token_id
+    after = [] if end is None else [end]
+    pieces = []
+    for _, time in zip(range(steps), times, strict=True):
+        text: list[int] = processor._processor.tokenizer.encode(
+            f"<{time:.1f} seconds>", add_special_tokens=False
+        )
+        pieces.append(Piece(text if start is None else [*text, start], rows, after))
+    return pieces
 
 
 def _token_ids(
@@ -85,15 +129,25 @@ def _items(
 
 
 def _expand(
-    prompt: list[int], items: dict[int, tuple[Any, list[int]]]
+    prompt: list[int],
+    items: dict[int, tuple[Any, list[int]]],
+    spelt: dict[int, list[list[Piece]]] | None = None,
 ) -> tuple[list[int], list[tuple[int, int]], list[Any]]:
     """Token ids with each placeholder repeated, the (first, last) position of each
     item, and the items' modalities in prompt order.
 
+    Args:
+        spelt: the pieces of each item of a placeholder; what is not here is of one
+            piece without text. A piece has a position and a modality of its own.
+
     Raises:
         MediaError: a modality has more or fewer placeholders than items.
     """
-    remaining = {token: iter(counts) for token, (_, counts) in items.items()}
+    remaining = {
+        token: iter([[Piece([], count, [])] for count in counts])
+        for token, (_, counts) in items.items()
+    }
+    remaining |= {token: iter(pieces) for token, pieces in (spelt or {}).items()}
     for token, (modality, counts) in items.items():
         placeholders = prompt.count(token)
         if placeholders != len(counts):
@@ -108,8 +162,11 @@ def _expand(
         if token not in items:
             input_ids.append(token)
             continue
-        start = len(input_ids)
-        input_ids.extend([token] * next(remaining[token]))
-        offsets.append((start, len(input_ids) - 1))
-        modalities.append(items[token][0])
+        for piece in next(remaining[token]):
+            input_ids.extend(piece.before)
+            start = len(input_ids)
+            input_ids.extend([token] * piece.rows)
+            offsets.append((start, len(input_ids) - 1))
+            modalities.append(items[token][0])
+            input_ids.extend(piece.after)
     return input_ids, offsets, modalities

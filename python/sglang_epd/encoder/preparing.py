@@ -1,0 +1,201 @@
+"""An item's bytes into what the tower runs: decoding within bounds, then SGLang's own
+preprocessing, by modality.
+
+Blocking: the engine calls it in its worker threads. Leans on
+`disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
+`EncoderPreprocessor` (`process_mm_items`, `vision_config`) and on
+`multimodal.processors.qwen_vl.smart_nframes` and
+`utils.video_decoder.VideoDecoderWrapper`. SGLang loads video and audio from bytes
+itself, so that frames and samples are those of a server that does everything; what is
+read here before is only how much it will be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from sglang_epd.encoder.tower import Prepared
+from sglang_epd.errors import MediaError, MediaTypeError
+from sglang_epd.media import (
+    MediaLimits,
+    VideoFacts,
+    check_audio,
+    check_container,
+    check_frames_read,
+    check_video,
+    decode_image,
+)
+from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import MODALITIES
+
+logger = logging.getLogger(__name__)
+
+# Models whose prompts spell each frame's time out, and whose rotary positions follow it.
+_SPELLS_TIMESTAMPS = "video_timestamps"
+_SECONDS_PER_GRID = "second_per_grid_ts"
+
+
+class Preparer:
+    """Prepares items for one model; safe to call from several threads at once.
+
+    Args:
+        encoder: SGLang's `MMEncoder`.
+        dtype: of the embeddings (torch name without the prefix).
+        limits: bounds on decoding.
+    """
+
+    def __init__(self, encoder: Any, dtype: str, limits: MediaLimits) -> None:
+        from sglang.srt.disaggregation.encoder import preprocessor, server
+        from sglang.srt.managers.schedule_batch import Modality
+        from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
+        from sglang.srt.utils.video_decoder import VideoDecoderWrapper
+
+        self._encoder = encoder
+        self._preprocessor = encoder.preprocessor
+        self._refused_by_sglang = server.MMError
+        self._feature_of = server._get_mm_feature
+        self._to_tensor = preprocessor._convert
+        self._frames_read = smart_nframes
+        self._open_video = VideoDecoderWrapper
+        self._sglang_modality = {name: Modality[name] for name in MODALITIES}
+        self._dtype = dtype
+        self._limits = limits
+        self._widths = {name: encoder._embedding_dims[Modality[name]] for name in MODALITIES}
+        target = getattr(encoder.model, "thinker", encoder.model)
+        self.modalities = tuple(
+            name
+            for name in MODALITIES
+            if encoder.supports_modality(Modality[name])
+            and hasattr(target, f"get_{name.lower()}_feature")
+            and (name != "VIDEO" or _videos_can_be_read())
+        )
+        if encoder.model_type == "qwen2_audio":
+            # SGLang's table has the audio encoder's own width, before the projector.
+            self._widths["AUDIO"] = encoder.model_config.hidden_size
+            # Its tower takes 30 s, no more and no less. SGLang's server that does
+            # everything cuts longer clips; its encoder would fail on them.
+            self._preprocessor.vision_config["audio"]["truncation"] = True
+
+    def prepare(self, modality: str, data: bytes) -> Prepared:
+        """Decode and preprocess one item.
+
+        Raises:
+            MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
+            MediaTypeError: the model does not take this modality.
+        """
+        if modality not in self.modalities:
+            raise MediaTypeError(f"this encoder does not take {modality.lower()} input")
+        if modality == "IMAGE":
+            return self.prepare_image(decode_image(data, self._limits))
+        if modality == "VIDEO":
+            self._check_video(data)
+        else:
+            check_audio(data, self._limits)
+        return self._preprocess(modality, _Unspoken(data))
+
+    def prepare_image(self, image: Image.Image) -> Prepared:
+        """Preprocess a picture that is decoded already (RGB).
+
+        Raises:
+            MediaError: it cannot be preprocessed.
+        """
+        return self._preprocess("IMAGE", image)
+
+    def _check_video(self, data: bytes) -> None:
+        check_container(data, self._limits)
+        try:
+            # Reads the file's packets through, and decodes none of them.
+            with self._open_video(data) as video:
+                height, width = video.frame_shape
+                facts = VideoFacts(len(video), width, height, video.avg_fps)
+        except (RuntimeError, ValueError, TypeError) as error:
+            logger.warning("FFmpeg does not open this video: %s", error)
+            raise MediaError("the video is damaged or truncated") from error
+        check_video(facts, self._limits)
+        config = self._preprocessor.vision_config.get("video", {})
+        try:
+            count = self._frames_read(config, facts.frames, facts.frames_per_second)
+        except ValueError as error:
+            raise MediaError(
+                f"video of {facts.frames} frames is too short for this model"
+            ) from error
+        check_frames_read(facts, count, self._limits)
+
+    def _preprocess(self, modality: str, media: Any) -> Prepared:
+        sglang_modality = self._sglang_modality[modality]
+        work = self._preprocessor.process_mm_items([media], sglang_modality)
+        try:
+            # A loop of this thread's own: SGLang decodes and resizes videos on the loop
+            # that it is awaited on, and must not do so on the one that serves.
+            result = asyncio.run(work)
+        except (TypeError, ValueError) as error:
+            raise MediaError(f"cannot be preprocessed: {error}") from error
+        except (self._refused_by_sglang, RuntimeError, IndexError) as error:
+            if modality == "IMAGE":
+                raise
+            logger.warning("SGLang cannot decode this %s: %s", modality.lower(), error)
+            raise MediaError(f"{modality.lower()} is damaged or truncated") from error
+        feature = self._to_tensor(self._feature_of(result.mm_inputs, sglang_modality))
+        count = len(result.grid_thw)
+        model_items = self._encoder._build_model_mm_items(
+            feature, result, list(range(count)), sglang_modality
+        )
+        shape = (sum(result.token_counts), self._widths[modality])
+        grid = torch.as_tensor(result.grid_thw).reshape(count, -1).tolist()
+        layout = Layout(modality, TensorSpec(self._dtype, shape), grid, self._extra(result, count))
+        patches = sum(math.prod(row) for row in grid)
+        group = _group(modality, feature)
+        return Prepared(layout, patches, group, (sglang_modality, model_items))
+
+    def _extra(self, result: Any, count: int) -> dict[str, Any]:
+        """What the language server's processor asks for beside the grid, one entry a row."""
+        extra: dict[str, Any] = {}
+        timestamps = result.mm_inputs.get(_SPELLS_TIMESTAMPS)
+        if timestamps is not None:
+            extra[_SPELLS_TIMESTAMPS] = [[float(time) for time in row] for row in timestamps]
+        if result.mm_inputs.get(_SECONDS_PER_GRID) is not None:
+            # Not the encoder's figure, which is of the frames asked for: a server that does
+            # everything hands the frames to the processor without their rate, which then
+            # takes its default for it.
+            seconds = _temporal_patch(self._preprocessor) / VideoMetadata(0).sampled_fps
+            extra[_SECONDS_PER_GRID] = [seconds] * count
+        return extra
+
+
+class _Unspoken(bytes):
+    """Media that SGLang's error messages may mention without quoting them."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes>"
+
+    __str__ = __repr__
+
+
+def _videos_can_be_read() -> bool:
+    from sglang.srt.utils import video_decoder
+
+    if video_decoder._BACKEND != "torchcodec":
+        return True
+    from torchcodec._core import ffmpeg_major_version
+
+    if ffmpeg_major_version is None:
+        logger.warning("FFmpeg's libraries cannot be loaded: this encoder takes no videos")
+    return ffmpeg_major_version is not None
+
+
+def _group(modality: str, feature: torch.Tensor) -> Hashable:
+    """Pictures and videos are rows of patches; audio clips are padded to some length."""
+    return modality if modality != "AUDIO" else (modality, *feature.shape[1:])
+
+
+def _temporal_patch(preprocessor: Any) -> int:
+    size: int = getattr(preprocessor.video_processor, "temporal_patch_size", 2)
+    return size

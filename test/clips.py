@@ -1,0 +1,57 @@
+"""Short videos and sounds for tests: made when they are needed, the same each time."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from torchcodec.encoders import VideoEncoder
+
+import photographs
+import sounds
+
+
+def moving_crop(
+    name: str, *, frames: int = 24, size: tuple[int, int] = (224, 168), step: int = 6
+) -> torch.Tensor:
+    """A camera that pans over the photograph `name`: uint8 [frames, 3, height, width]."""
+    width, height = size
+    photo = photographs.load(name).resize((width + step * frames, height + frames))
+    views = [
+        np.asarray(photo.crop((step * index, index, step * index + width, index + height)))
+        for index in range(frames)
+    ]
+    return torch.from_numpy(np.stack(views)).permute(0, 3, 1, 2).contiguous()
+
+
+def encode(frames: torch.Tensor, rate: float = 8.0, container: str = "mp4") -> bytes:
+    """A video file (H.264 in MP4, VP9 in WebM) of uint8 frames [n, 3, height, width]."""
+    return VideoEncoder(frames, frame_rate=rate).to_tensor(format=container).numpy().tobytes()
+
+
+def video(name: str = "coffee", *, rate: float = 8.0, container: str = "mp4", **crop: Any) -> bytes:
+    """A video file of `moving_crop`."""
+    return encode(moving_crop(name, **crop), rate, container)
+
+
+def audio(
+    name: str = "middle", *, container: str = "WAV", rate_hz: int = 16_000, seconds: float = 2.0
+) -> bytes:
+    """A sound file of one of `sounds`."""
+    file = io.BytesIO()
+    samples = sounds.load(name, seconds=seconds, rate_hz=rate_hz)
+    soundfile.write(file, samples, rate_hz, format=container)
+    return file.getvalue()
+
+
+def still(width: int, height: int, frames: int = 4) -> torch.Tensor:
+    """Grey frames, which compress to next to nothing."""
+    return torch.full((frames, 3, height, width), 127, dtype=torch.uint8)
+
+
+def samples(file: bytes) -> np.ndarray:
+    """What a sound file holds: float32 [samples]."""
+    return soundfile.read(io.BytesIO(file), dtype="float32")[0]

@@ -1,0 +1,167 @@
+"""Videos: the same answer as one colocated server, and a 4xx for what is wrong with one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import clips
+from integration.client import Client, data_url, image_part, text_part, user, video_part
+from integration.topology import Machine, Topology
+
+TOLERANCE = 1e-3
+TOKENS = 16
+Photographs = list[Image.Image]
+
+
+@pytest.fixture(scope="session")
+def coffee() -> bytes:
+    """Three seconds at 8 frames a second, 224 x 168 px."""
+    return clips.video("coffee")
+
+
+@pytest.fixture(scope="session")
+def rocket() -> bytes:
+    """A second and a half at 25 frames a second, 320 x 192 px: fewer are read than there are."""
+    return clips.video("rocket", frames=40, size=(320, 192), rate=25.0)
+
+
+def one(coffee: bytes, _rocket: bytes, _photo: dict) -> list[dict[str, Any]]:
+    return [user(video_part(coffee), text_part("What happens here?"))]
+
+
+def webm(_coffee: bytes, _rocket: bytes, _photo: dict) -> list[dict[str, Any]]:
+    part = video_part(clips.video("cat", frames=10, container="webm"), "video/webm")
+    return [user(text_part("Look."), part, text_part("What happens here?"))]
+
+
+def with_an_image(coffee: bytes, rocket: bytes, photo: dict) -> list[dict[str, Any]]:
+    return [user(video_part(rocket), photo, video_part(coffee), text_part("Compare."))]
+
+
+def the_same_twice(coffee: bytes, _rocket: bytes, _photo: dict) -> list[dict[str, Any]]:
+    return [user(video_part(coffee), video_part(coffee), text_part("Is there a difference?"))]
+
+
+def two_turns(coffee: bytes, rocket: bytes, _photo: dict) -> list[dict[str, Any]]:
+    return [
+        user(video_part(coffee), text_part("What is this?")),
+        {"role": "assistant", "content": "A cup."},
+        user(text_part("And this"), video_part(rocket), text_part("beside it?")),
+    ]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
+def topology(machine: Machine, request: pytest.FixtureRequest) -> Topology:
+    return machine.use(request.param)
+
+
+@pytest.mark.parametrize(
+    "case", [one, webm, with_an_image, the_same_twice, two_turns], ids=lambda case: case.__name__
+)
+@pytest.mark.parametrize("entry", ["language", "router"], ids=["E+PD", "E+P+D"])
+def test_log_probabilities_equal_one_servers(
+    machine: Machine,
+    topology: Topology,
+    coffee: bytes,
+    rocket: bytes,
+    photographs: Photographs,
+    entry: str,
+    case: Any,
+) -> None:
+    messages = case(coffee, rocket, image_part(data_url(photographs[0])))
+    expected = machine.reference(topology.model, messages, TOKENS)
+    actual = Client(topology.urls[entry]).generation(*messages, tokens=TOKENS)
+    assert actual.prompt_tokens == expected.prompt_tokens
+    assert actual.tokens == expected.tokens
+    assert actual.distance(expected) < TOLERANCE
+
+
+def test_the_answer_depends_on_the_order_of_frames(topology: Topology) -> None:
+    """Else parity would prove nothing."""
+    server = Client(topology.urls["language"])
+    frames = clips.moving_crop("coffee", frames=16)
+    tops = [
+        server.generation(user(video_part(video), text_part("What?")), tokens=1).top[0]
+        for video in (clips.encode(frames), clips.encode(frames.flip(0).contiguous()))
+    ]
+    shared = tops[0].keys() & tops[1].keys()
+    assert not shared or max(abs(tops[0][t] - tops[1][t]) for t in shared) > 10 * TOLERANCE
+
+
+def test_a_video_is_not_taken_for_another_of_the_same_frames(topology: Topology) -> None:
+    """Equal patches at another time, or in another grid."""
+    frames = clips.still(112, 224, 4)
+    videos = [
+        clips.encode(frames, 2.0),
+        clips.encode(frames, 1.0),
+        clips.encode(clips.still(224, 112, 4), 2.0),
+    ]
+    for video in (*videos, videos[0]):
+        messages = [user(video_part(video), text_part("What is it?"))]
+        expected = Client(topology.urls["colocated"]).generation(*messages, tokens=4)
+        actual = Client(topology.urls["language"]).generation(*messages, tokens=4)
+        assert actual.prompt_tokens == expected.prompt_tokens
+        assert actual.distance(expected) < TOLERANCE
+
+
+BAD = {
+    "truncated": (400, "truncated"),
+    "no index": (400, "truncated"),
+    "garbled": (400, "damaged"),
+    "text": (400, "not a video"),
+    "playlist": (400, "names other files"),
+    "one frame": (400, "too short"),
+    "too many frames": (413, "20000 frames, limit 18000"),
+    "frames too large": (413, "4400 x 2304 px"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_video_is_a_4xx_that_names_it(topology: Topology, coffee: bytes, kind: str) -> None:
+    status, reason = BAD[kind]
+    half = len(coffee) // 2
+    bad = {
+        "truncated": lambda: coffee[:half],
+        "no index": lambda: coffee[: coffee.index(b"moov") - 4],
+        "garbled": lambda: coffee[:600] + bytes(half) + coffee[600 + half :],
+        "text": lambda: b"This is a text.",
+        "playlist": lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
+        "one frame": lambda: clips.video(frames=1),
+        "too many frames": lambda: clips.encode(clips.still(32, 32, 20_000), 30.0),
+        "frames too large": lambda: clips.encode(clips.still(4400, 2304, 2)),
+    }[kind]()
+    language = Client(topology.urls["language"])
+    begin = time.monotonic()
+    response = language.chat(user(video_part(coffee), video_part(bad), text_part("What?")))
+    assert time.monotonic() - begin < 20.0
+    assert response.status_code == status, response.text
+    message = response.json()["message"]
+    assert "video 2 of 2" in message
+    assert reason in message
+    assert language.answer(user(video_part(coffee), text_part("And this?")))
+    topology.check_alive()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_placeholders_and_videos_must_match(topology: Topology, coffee: bytes, count: int) -> None:
+    response = Client(topology.urls["language"]).generate(
+        text="<|vision_start|><|video_pad|><|vision_end|>" * count + "What?",
+        video_data=[data_url(coffee, "video/mp4")],
+        sampling_params={"max_new_tokens": 4, "temperature": 0},
+    )
+    assert response.status_code == 400
+    assert f"{count} video placeholders for 1 video items" in response.text
+
+
+def test_a_modality_that_the_model_does_not_take_is_told(topology: Topology) -> None:
+    response = Client(topology.urls["language"]).generate(
+        text="What?",
+        audio_data=[data_url(clips.audio(), "audio/wav")],
+        sampling_params={"max_new_tokens": 4, "temperature": 0},
+    )
+    assert response.status_code == 415
+    assert "audio 1 of 1: this encoder does not take audio input" in response.text

@@ -10,7 +10,8 @@ import pytest
 from encoder.towers import ROW_BYTES, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder import computations as module
-from sglang_epd.encoder.computations import Computations, Hold, Limits
+from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.hold import Hold
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.errors import DeadlineError, EncodeError, MediaError, UnavailableError
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,10 @@ from typing import Any
 import torch
 
 from sglang_epd.cache import EmbeddingCache, Entry
+from sglang_epd.encoder.hold import Hold
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Tower, TowerLostError
+from sglang_epd.encoder.utilisation import Utilisation
 from sglang_epd.encoder.work import Lane, State, Work
 from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -38,7 +39,6 @@ _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
 _SHUTTING_DOWN = "this encoder is shutting down"
 _ONE = Bounds(patches=1, items=1)
-_UTILISATION_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,76 +52,6 @@ class Limits:
 
     batch: Bounds
     staged_bytes: int = 1 << 30
-
-
-class Hold:
-    """One asker's interest in an embedding; made by `Computations.hold`.
-
-    Attributes:
-        key: of the embedding.
-        source: how it comes about: "cached", "coalesced" (with another asker) or
-            "computed".
-        ms: milliseconds that it spent in each stage.
-    """
-
-    def __init__(
-        self, computations: Computations, key: bytes, modality: str, data: bytes, job: Job
-    ) -> None:
-        self._computations = computations
-        self.key = key
-        self._modality = modality
-        self._data = data
-        self._job = job
-        self._wanted = True
-        self._over = False
-        self._layout: Layout | None = None
-        self._work: Work | None = None
-        self._entry: Entry | None = None
-        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.source = "computed"
-        self.ms: dict[str, float] = {}
-
-    async def layout(self) -> Layout:
-        """The embedding's layout, as soon as it is known.
-
-        Raises:
-            EpdError: there will be none.
-        """
-        await asyncio.shield(self._known)
-        assert self._layout is not None
-        return self._layout
-
-    @property
-    def made(self) -> asyncio.Future[None]:
-        """Done when the embedding is there, or will not be."""
-        return self._done
-
-    async def embedding(self) -> torch.Tensor:
-        """The embedding [tokens, width]; stays until the hold is released or unwanted.
-
-        Raises:
-            EpdError: there will be none.
-        """
-        await asyncio.shield(self._done)
-        assert self._entry is not None
-        return self._entry.embedding
-
-    def want(self, wanted: bool) -> None:
-        """Say whether the embedding is of use now.
-
-        Nothing is run for askers who do not want it now, and what they hold may go where
-        memory is short; it is made again when one wants it again.
-        """
-        if wanted != self._wanted and not self._over:
-            self._wanted = wanted
-            self._computations._want(self)
-
-    def release(self) -> None:
-        """Give the interest up; may be called again."""
-        if not self._over:
-            self._over = True
-            self._computations._release(self)
 
 
 class Computations:
@@ -155,7 +85,7 @@ class Computations:
         self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
         self._closed = False
-        self._busy: deque[tuple[float, float]] = deque()
+        self._utilisation = Utilisation(len(towers))
 
     def hold(self, key: bytes, modality: str, data: bytes, owner: str, deadline: float) -> Hold:
         """Ask for an embedding.
@@ -202,11 +132,7 @@ class Computations:
 
     def utilisation(self) -> float:
         """Share of the last minute in which towers ran, 0 to 1."""
-        now = time.monotonic()
-        while self._busy and self._busy[0][1] < now - _UTILISATION_S:
-            self._busy.popleft()
-        busy_s = sum(end - max(begin, now - _UTILISATION_S) for begin, end in self._busy)
-        return min(busy_s / (_UTILISATION_S * len(self._lanes)), 1.0)
+        return self._utilisation.share(time.monotonic())
 
     async def close(self) -> None:
         """Fail what is in work and wait until the towers have let go of it."""
@@ -487,9 +413,7 @@ class Computations:
 
     def _note_busy(self, began: float) -> float:
         ended = time.monotonic()
-        self._busy.append((began, ended))
-        while self._busy[0][1] < ended - _UTILISATION_S:
-            self._busy.popleft()
+        self._utilisation.note(began, ended)
         self._metrics.busy_seconds.inc(ended - began)
         return ended - began
 

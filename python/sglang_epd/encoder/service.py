@@ -22,7 +22,8 @@ from typing import Any
 from blake3 import blake3
 
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.computations import Computations, Hold
+from sglang_epd.encoder.computations import Computations
+from sglang_epd.encoder.hold import Hold
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,

@@ -22,7 +22,7 @@ from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
 
 if TYPE_CHECKING:
-    from sglang_epd.encoder.computations import Hold
+    from sglang_epd.encoder.hold import Hold
 
 
 class State(enum.Enum):

@@ -1,0 +1,90 @@
+"""What an asker holds: its interest in one embedding, and what has come of it.
+
+Every change is made by `computations`, which made it; the asker waits, reads, and says
+whether it wants the embedding now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_epd.cache import Entry
+from sglang_epd.encoder.scheduling import Job
+from sglang_epd.encoder.work import Work
+from sglang_epd.wire import Layout
+
+if TYPE_CHECKING:
+    from sglang_epd.encoder.computations import Computations
+
+
+class Hold:
+    """One asker's interest in an embedding; made by `Computations.hold`.
+
+    Attributes:
+        key: of the embedding.
+        source: how it comes about: "cached", "coalesced" (with another asker) or
+            "computed".
+        ms: milliseconds that it spent in each stage.
+    """
+
+    def __init__(
+        self, computations: Computations, key: bytes, modality: str, data: bytes, job: Job
+    ) -> None:
+        self._computations = computations
+        self.key = key
+        self._modality = modality
+        self._data = data
+        self._job = job
+        self._wanted = True
+        self._over = False
+        self._layout: Layout | None = None
+        self._work: Work | None = None
+        self._entry: Entry | None = None
+        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.source = "computed"
+        self.ms: dict[str, float] = {}
+
+    async def layout(self) -> Layout:
+        """The embedding's layout, as soon as it is known.
+
+        Raises:
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._known)
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def made(self) -> asyncio.Future[None]:
+        """Done when the embedding is there, or will not be."""
+        return self._done
+
+    async def embedding(self) -> torch.Tensor:
+        """The embedding [tokens, width]; stays until the hold is released or unwanted.
+
+        Raises:
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._done)
+        assert self._entry is not None
+        return self._entry.embedding
+
+    def want(self, wanted: bool) -> None:
+        """Say whether the embedding is of use now.
+
+        Nothing is run for askers who do not want it now, and what they hold may go where
+        memory is short; it is made again when one wants it again.
+        """
+        if wanted != self._wanted and not self._over:
+            self._wanted = wanted
+            self._computations._want(self)
+
+    def release(self) -> None:
+        """Give the interest up; may be called again."""
+        if not self._over:
+            self._over = True
+            self._computations._release(self)

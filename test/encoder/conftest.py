@@ -118,6 +118,10 @@ class Fakes:
         return prepared
 
     @property
+    def depth(self) -> int:
+        return 1
+
+    @property
     def alive(self) -> bool:
         return True
 

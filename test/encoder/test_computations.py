@@ -197,6 +197,22 @@ async def test_what_came_while_a_batch_ran_is_the_next_batch(tower, computations
     assert tower.batches == [[b"a"], [b"a1", b"a2", b"a3"], [b"b1"]]
 
 
+async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, computations, ask):
+    tower.depth = 2
+    tower.hold(forward=True)
+    holds = [ask(b"x1")]
+    await until(lambda: tower.running == 1)
+    holds += [ask(b"x2"), ask(b"x3")]
+    await until(lambda: tower.running == 2)
+    holds.append(ask(b"x4"))
+    await settle()
+    assert tower.running == 2
+    assert states(computations)["ready"] >= 1
+    tower.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert sorted(sum(tower.batches, [])) == [b"x1", b"x2", b"x3", b"x4"]
+
+
 async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask):
     tower.hold(forward=True)
     holds = [ask(b"%d" % n) for n in range(20)]

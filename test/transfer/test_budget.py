@@ -79,6 +79,10 @@ class Tower:
         return Prepared(layout, 4, modality, data)
 
     @property
+    def depth(self) -> int:
+        return 1
+
+    @property
     def alive(self) -> bool:
         return True
 

@@ -257,8 +257,9 @@ class Computations:
         for lane in self._lanes:
             if not lane.tower.alive:
                 self._take_back(lane)
-            elif not lane.running:
-                self._begin_running(lane, now)
+            else:
+                while lane.batches < lane.tower.depth and self._begin_running(lane, now):
+                    pass
         while (first := self._waiting.first(now)) is not None:
             preparer = self._preparer(first)
             if preparer is None:
@@ -347,24 +348,29 @@ class Computations:
         work.enter(State.READY)
         lane.ready.push(work.job)
 
-    def _begin_running(self, lane: Lane, now: float) -> None:
+    def _begin_running(self, lane: Lane, now: float) -> bool:
+        """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
-            return
+            return False
         # What is kept for the unwanting has a bound of its own: they may be long in
         # coming, and others are not to wait for them.
         in_use = self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
         room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
         jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
-        if jobs:
-            works: list[Work] = [job.content for job in jobs]
-            for work in works:
-                work.enter(State.RUNNING)
-            lane.running = works
-            self._running_bytes += sum(job.nbytes for job in jobs)
-            self._spawn(self._run(lane, works), list(works))
+        works: list[Work] = [job.content for job in jobs]
+        if not works:
+            return False
+        for work in works:
+            work.enter(State.RUNNING)
+        lane.batches += 1
+        lane.running.update(works)
+        self._running_bytes += sum(job.nbytes for job in jobs)
+        self._spawn(self._run(lane, works), list(works))
+        return True
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
-        nbytes = sum(work.job.nbytes for work in works)
+        batch = list(works)
+        nbytes = sum(work.job.nbytes for work in batch)
         try:
             await self._run_batch(lane, works)
         except TowerLostError:
@@ -373,7 +379,8 @@ class Computations:
                     self._lost(work)
             self._take_back(lane)
         finally:
-            lane.running = []
+            lane.batches -= 1
+            lane.running.difference_update(batch)
             self._running_bytes -= nbytes
 
     async def _run_batch(self, lane: Lane, works: list[Work]) -> None:
@@ -385,7 +392,7 @@ class Computations:
         except TowerLostError:
             raise
         except Exception as error:
-            self._note_busy(began)
+            self._note_busy(lane, began)
             if len(works) == 1:
                 self._fail(works[0], _said(error, works[0]))
                 return
@@ -401,7 +408,7 @@ class Computations:
                 if still:
                     await self._run_batch(lane, still)
             return
-        elapsed_s = self._note_busy(began)
+        elapsed_s = self._note_busy(lane, began)
         patches = sum(work.job.cost for work in works)
         self._metrics.batch_patches.observe(patches)
         self._metrics.batch_items.observe(len(works))
@@ -409,10 +416,15 @@ class Computations:
             rate = patches / elapsed_s
             lane.rate += (rate - lane.rate) * (0.2 if lane.rate else 1.0)
         while works:
-            self._finish(works.pop(0), embeddings.pop(0))
+            work = works.pop(0)
+            lane.running.discard(work)
+            self._finish(work, embeddings.pop(0))
 
-    def _note_busy(self, began: float) -> float:
+    def _note_busy(self, lane: Lane, began: float) -> float:
+        """How long a batch ran: from when it was handed over, or the one before had ended."""
         ended = time.monotonic()
+        began = max(began, lane.free_at)
+        lane.free_at = ended
         self._utilisation.note(began, ended)
         self._metrics.busy_seconds.inc(ended - began)
         return ended - began

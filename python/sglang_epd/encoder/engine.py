@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from sglang_epd.encoder.copyout import CopyOut
 from sglang_epd.encoder.preparing import Preparer
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EncodeError
@@ -63,6 +64,10 @@ class Engine:
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
         self._tower.submit(self._bind_device).result()
+        self._copies: CopyOut | None = None
+        if str(self._encoder.device).startswith("cuda"):
+            self._copies = CopyOut(torch.device("cuda", self._encoder.gpu_id))
+            self._lander = ThreadPoolExecutor(1, "epd-land")
 
     @property
     def alive(self) -> bool:
@@ -82,8 +87,21 @@ class Engine:
             self._decoders, self._preparer.prepare, modality, data
         )
 
+    @property
+    def depth(self) -> int:
+        # On an accelerator the next pass is put on its stream while this one's output is
+        # copied; on a CPU it would only compete with it.
+        return 1 if self._copies is None else 2
+
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        return await asyncio.get_running_loop().run_in_executor(self._tower, self._forward, batch)
+        loop = asyncio.get_running_loop()
+        if self._copies is None:
+            return await loop.run_in_executor(self._tower, self._forward, batch)
+        launched = await loop.run_in_executor(
+            self._tower, self._copies.launch, lambda: self._run(batch)
+        )
+        rows = [prepared.layout.tokens for prepared in batch]
+        return await loop.run_in_executor(self._lander, self._copies.land, *launched, rows)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -102,21 +120,25 @@ class Engine:
             torch.get_device_module(self._encoder.device).set_device(self._encoder.gpu_id)
 
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        together = self._run(batch)
+        parts = together.split([prepared.layout.tokens for prepared in batch])
+        # One alone is its storage's only user already.
+        return [part.cpu() if len(batch) == 1 else part.to("cpu", copy=True) for part in parts]
+
+    def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
+        """The batch's embeddings [tokens, width], one item's after the other's."""
         modality = batch[0].content[0]
         encode = getattr(self._target, f"get_{modality.name.lower()}_feature")
         with torch.inference_mode():
-            together = encode([item for prepared in batch for item in prepared.content[1]])
+            together: torch.Tensor = encode(
+                [item for prepared in batch for item in prepared.content[1]]
+            )
             together = together.reshape(-1, together.shape[-1])
-            embeddings = _split(together, [prepared.layout.embedding for prepared in batch])
-            # One alone is its storage's only user already.
-            return [
-                part.cpu() if len(batch) == 1 else part.to("cpu", copy=True) for part in embeddings
-            ]
-
-
-def _split(together: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    made = tensor_spec(together)
-    expected = TensorSpec(specs[0].dtype, (sum(spec.shape[0] for spec in specs), specs[0].shape[1]))
-    if made != expected:
-        raise EncodeError(f"the encoder made {made}, the layouts say {expected}")
-    return list(together.split([spec.shape[0] for spec in specs]))
+        layout = batch[0].layout.embedding
+        tokens = sum(prepared.layout.tokens for prepared in batch)
+        expected = TensorSpec(layout.dtype, (tokens, layout.shape[1]))
+        if tensor_spec(together) != expected:
+            raise EncodeError(
+                f"the encoder made {tensor_spec(together)}, the layouts say {expected}"
+            )
+        return together

@@ -39,7 +39,7 @@ class Prepared:
 
 
 class Tower(Protocol):
-    """Prepares any number of items at a time and runs one batch at a time."""
+    """Prepares items side by side and runs one batch after the other."""
 
     @property
     def alive(self) -> bool:
@@ -48,6 +48,10 @@ class Tower(Protocol):
     @property
     def preparers(self) -> int:
         """How many items it prepares side by side; more would wait inside."""
+
+    @property
+    def depth(self) -> int:
+        """How many batches to hand it at a time, so that it never waits for the next."""
 
     async def prepare(self, modality: str, data: bytes) -> Prepared:
         """Decode and preprocess one item, off the event loop.

@@ -97,7 +97,10 @@ class Lane:
         self.tower = tower
         self.ready = FairQueue()
         self.preparing = 0
-        self.running: list[Work] = []
+        self.batches = 0
+        self.running: set[Work] = set()
+        # When the last batch ended.
+        self.free_at = 0.0
         # Was there when a tower was lost, and gets a tower to itself.
         self.suspect: Work | None = None
         # Patches a second, and patches an item; averages over the recent past.

@@ -157,6 +157,10 @@ class WorkerTower:
         return self._ready.preparers
 
     @property
+    def depth(self) -> int:
+        return 1
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The worker processes, by rank; empty while there are none."""
         return () if self._crew is None else self._crew.pids

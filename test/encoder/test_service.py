@@ -131,7 +131,12 @@ async def test_the_offer_is_out_before_the_forward_begins(service, fakes, asking
 @pytest.mark.parametrize("stage", ["acquire", "preprocess", "forwarded"])
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(MediaError("cannot be decoded"), "MediaError"), (RuntimeError("a secret"), "EncodeError")],
+    [
+        (MediaError("cannot be decoded"), "MediaError"),
+        (RuntimeError("a secret"), "EncodeError"),
+        (asyncio.CancelledError(), "EncodeError"),
+    ],
+    ids=["media", "any", "cut off"],
 )
 async def test_an_item_fails_alone(service, fakes, asking, count, at_rest, stage, error, code):
     getattr(fakes, stage).failures[b"bad"] = error

@@ -179,7 +179,7 @@ class Asker:
             assert outcome.code in ("DeadlineError", "UnavailableError", own)
 
 
-@pytest.fixture(params=range(6))
+@pytest.fixture(params=range(4))
 async def dice(request, monkeypatch) -> random.Random:
     dice = random.Random(request.param)
     monkeypatch.setattr(module, "_KEPT_BYTES", dice.choice([0, 6, 40]) * ROW_BYTES)

@@ -239,8 +239,13 @@ class EncoderService:
             async with asyncio.timeout(deadline - time.monotonic()):
                 outcome = await self._run_stages(request, item, deadline, room, ms)
         except asyncio.CancelledError:
-            self._metrics.items.labels(item.modality, "cancelled").inc()
-            raise
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                self._metrics.items.labels(item.modality, "cancelled").inc()
+                raise
+            # Nobody cancelled the item: something that it waited for was.
+            logger.error("%s of %s was cut off", item.label, request.request_id)
+            outcome = _failed(item, EncodeError("the encoder failed on this item"), ms)
         except TimeoutError:
             outcome = _failed(item, DeadlineError("the request's deadline passed"), ms)
         except EpdError as error:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from encoder.towers import FakeTower
+from sglang_epd.encoder.scheduling import Bounds, Job
+from sglang_epd.encoder.work import Lane, State, Work
+
+BATCH = Bounds(patches=10, items=3)
+LEGAL = {
+    State.WAITING: "PREPARING FAILED",
+    State.PREPARING: "READY WAITING FAILED",
+    State.READY: "RUNNING DORMANT WAITING FAILED",
+    State.RUNNING: "DONE WAITING FAILED",
+    State.DORMANT: "WAITING FAILED",
+    State.DONE: "",
+    State.FAILED: "",
+}
+
+
+def work(state: State = State.WAITING, **job) -> Work:
+    made = Work(b"key", "IMAGE", b"data", Job("r", 1.0, 0.0, **job), state=state)
+    made.job.content = made
+    return made
+
+
+@pytest.fixture
+async def lane() -> Lane:
+    return Lane(FakeTower())
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(State, State)))
+def test_only_the_steps_in_the_picture_are_taken(old, new):
+    one = work(old)
+    if new.name in LEGAL[old].split():
+        one.enter(new)
+        assert one.state is new
+    else:
+        with pytest.raises(RuntimeError, match="->"):
+            one.enter(new)
+        assert one.state is old
+
+
+def test_the_time_in_a_state_adds_up_over_its_visits():
+    one = work()
+    for state in (State.PREPARING, State.WAITING, State.PREPARING, State.READY):
+        one.enter(state)
+    assert set(one.ms) == {"wait", "preprocess"}
+
+
+async def test_a_lane_is_full_of_what_is_ready_and_being_prepared(lane):
+    lane.preparing = 1
+    lane.ready.push(Job("r", 1.0, 0.0))
+    assert not lane.full(BATCH)
+    lane.ready.push(Job("r", 1.0, 0.0))
+    assert lane.full(BATCH), "three items"
+    lane.preparing = 0
+    assert not lane.full(BATCH)
+    lane.ready.push(Job("r", 8.0, 0.0))
+    assert lane.full(BATCH), "ten patches"
+
+
+async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):
+    for _ in range(3):
+        lane.ready.push(Job("r", 1.0, 0.0, parked=True))
+    assert not lane.full(BATCH)
+    assert lane.full(BATCH, parked=True)
+    assert lane.empty
+
+
+@pytest.mark.parametrize(
+    ("state", "parked", "isolated"),
+    [
+        (State.PREPARING, False, True),
+        (State.READY, False, True),
+        (State.READY, True, False),
+        (State.RUNNING, False, True),
+        (State.DORMANT, False, False),
+        (State.FAILED, False, False),
+    ],
+)
+async def test_a_suspect_has_its_lane_to_itself_while_it_is_on_its_way(
+    lane, state, parked, isolated
+):
+    assert not lane.isolated
+    lane.suspect = suspect = work(state, parked=parked)
+    assert not lane.isolated, "it is on no lane"
+    suspect.lane = lane
+    assert lane.isolated == isolated

@@ -22,6 +22,7 @@ _ORDER = [
     "test_rival",
     "test_router",
     "test_survival",
+    "test_towers",
 ]
 
 

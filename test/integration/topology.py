@@ -200,6 +200,11 @@ TOPOLOGIES = {
         {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
         flags={"language": "--enable-metrics"},
     ),
+    "towers": lambda: Topology(
+        _TINY,
+        ("encoder@replicas", "encoder@ranks", "language"),
+        flags={"encoder@replicas": "--dp-size 2", "encoder@ranks": "--tp-size 2"},
+    ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
     "two_encoders": lambda: Topology(
         _TINY, ("encoder", "registering", "language"), {"SGLANG_EPD_TOKEN": TOKEN}

@@ -8,11 +8,10 @@ SGLang calls for `--encoder-only`, and on that module's registration of the enco
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import FrameType
@@ -40,7 +39,9 @@ from sglang_epd.transfer.writers import RemoteWriter
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 30
+# Together less than the 30 s that Kubernetes gives a process to stop.
+_DRAIN_S = 25
+_CLOSE_S = 3
 _HOUSEKEEPING_S = 10.0
 
 
@@ -116,7 +117,7 @@ def launch(server_args: Any) -> None:
                 access_log=False,
                 loop="uvloop",
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=_DRAIN_S,
+                timeout_graceful_shutdown=_CLOSE_S,
                 lifespan="on",
             )
             logger.info(
@@ -125,10 +126,11 @@ def launch(server_args: Any) -> None:
                 name,
                 identity,
             )
-            if get_disagg().encoder_register_urls:
+            registers = bool(get_disagg().encoder_register_urls)
+            leave = in_tree._unregister_encoder_url_from_bootstrap if registers else None
+            if registers:
                 in_tree._register_encoder_url_with_bootstrap()
-                atexit.register(in_tree._unregister_encoder_url_from_bootstrap)
-            await _DrainingServer(config, service).serve()
+            await _DrainingServer(config, service, leave).serve()
 
     import uvloop
 
@@ -155,12 +157,21 @@ class _DrainingServer(uvicorn.Server):
     """Told to stop, it refuses what is new, finishes what it has, and stops then.
 
     Meanwhile it answers /health with 503, so that whoever balances load looks elsewhere.
-    Told again, it stops at once.
+    Told again, it waits no longer.
+
+    Args:
+        leave: called in a thread when it is told to stop: takes it out of directories.
     """
 
-    def __init__(self, config: uvicorn.Config, service: EncoderService) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: EncoderService,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._leave = leave
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._told = False
@@ -181,6 +192,8 @@ class _DrainingServer(uvicorn.Server):
         logger.info("Draining: %d requests in work", self._service.admission.live)
         try:
             async with asyncio.timeout(_DRAIN_S):
+                if self._leave is not None:
+                    await asyncio.to_thread(self._leave)
                 await self._service.wait_idle()
         except TimeoutError:
             logger.warning("%d requests given up", self._service.admission.live)

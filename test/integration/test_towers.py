@@ -1,0 +1,75 @@
+"""Encoders whose towers live in processes of their own: two towers, and one of two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client
+from integration.test_parity import CASES, TOKENS, TOLERANCE, two
+from integration.topology import Machine, Topology
+
+MODEL = "tiny-qwen2_5-vl"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_log_probabilities_equal_one_servers(
+    machine: Machine, photographs: list[Image.Image], case
+) -> None:
+    messages = case(photographs)
+    expected = machine.reference(MODEL, messages, TOKENS)
+    language = Client(machine.use("towers").urls["language"])
+    # Often enough that each encoder has each item.
+    answers = [language.generation(*messages, tokens=TOKENS) for _ in range(3)]
+    assert max(answer.distance(expected) for answer in answers) < TOLERANCE
+
+
+def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
+    machine: Machine, photographs: list[Image.Image]
+) -> None:
+    messages = two(photographs)
+    expected = machine.reference(MODEL, messages, TOKENS)
+    topology = machine.use("towers")
+    language = Client(topology.urls["language"])
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(language.generation, *messages) for _ in range(24)]
+        for name in ("encoder@replicas", "encoder@ranks"):
+            os.kill(workers(topology, name)[0].pid, signal.SIGKILL)
+        assert max(one.result().distance(expected) for one in answers) < TOLERANCE
+    end = time.monotonic() + 180
+    for name in ("encoder@replicas", "encoder@ranks"):
+        while not all(tower["alive"] for tower in status(topology, name)["towers"]):
+            assert time.monotonic() < end, f"{name} has lost a tower for good"
+            time.sleep(0.5)
+        assert len(workers(topology, name)) == 2
+    answers_after = [language.generation(*messages) for _ in range(4)]
+    assert max(answer.distance(expected) for answer in answers_after) < TOLERANCE
+
+
+def test_workers_end_with_their_server(machine: Machine) -> None:
+    """The last test of these servers."""
+    topology = machine.use("towers")
+    found = workers(topology, "encoder@replicas")
+    topology.servers["encoder@replicas"].kill()
+    assert not psutil.wait_procs(found, timeout=10)[1]
+
+
+def workers(topology: Topology, name: str) -> list[psutil.Process]:
+    front = psutil.Process(topology.servers[name].pid)
+    return [
+        child
+        for child in front.children(recursive=True)
+        if any("sglang_epd.encoder.worker" in part for part in child.cmdline())
+    ]
+
+
+def status(topology: Topology, name: str) -> dict:
+    found: dict = requests.get(f"{topology.urls[name]}/v1/status", timeout=20).json()
+    return found

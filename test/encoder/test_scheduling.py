@@ -324,3 +324,14 @@ def test_nothing_is_lost_or_returned_twice_and_no_bound_is_broken(
         assert queue.cost == sum(one.cost for one in waiting)
         for parked in [one for one in waiting if not coming and one.parked]:
             parked.parked = False
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 2.0, 100.0])
+def test_the_first_is_the_one_that_is_taken(rate: float) -> None:
+    queue = FairQueue()
+    for number in range(8):
+        deadline = 100.0 - 12 * number
+        queue.push(Job(owner=f"r{number % 3}", cost=3 + number % 4, deadline=deadline))
+    while queue:
+        first = queue.first(0.0, rate)
+        assert queue.take(0.0, Bounds(patches=1, items=1), rate, float("inf")) == [first]

@@ -101,7 +101,7 @@ def create_app(
 
     @app.get("/v1/status")
     async def status(request: Request) -> JSONResponse:
-        state = service.status()
+        state = {**service.status(), "tasks": len(asyncio.all_tasks())}
         if authorised(request):
             state["recent"] = service.recent()
         return JSONResponse(state)

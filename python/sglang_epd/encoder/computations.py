@@ -260,11 +260,13 @@ class Computations:
             else:
                 while lane.batches < lane.tower.depth and self._begin_running(lane, now):
                     pass
-        while (first := self._waiting.first(now)) is not None:
+        # What waits is measured in bytes, until it has been prepared.
+        byte_rate = sum(lane.byte_rate for lane in self._lanes)
+        while (first := self._waiting.first(now, byte_rate)) is not None:
             preparer = self._preparer(first)
             if preparer is None:
                 break
-            (job,) = self._waiting.take(now, _ONE, 0.0, float("inf"))
+            (job,) = self._waiting.take(now, _ONE, byte_rate, float("inf"))
             assert job is first
             work: Work = job.content
             work.enter(State.PREPARING)
@@ -413,8 +415,10 @@ class Computations:
         self._metrics.batch_patches.observe(patches)
         self._metrics.batch_items.observe(len(works))
         if elapsed_s > 0:
-            rate = patches / elapsed_s
-            lane.rate += (rate - lane.rate) * (0.2 if lane.rate else 1.0)
+            weight = 0.2 if lane.rate else 1.0
+            nbytes = sum(len(work.data) for work in works)
+            lane.rate += (patches / elapsed_s - lane.rate) * weight
+            lane.byte_rate += (nbytes / elapsed_s - lane.byte_rate) * weight
         while works:
             work = works.pop(0)
             lane.running.discard(work)

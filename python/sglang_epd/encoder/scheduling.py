@@ -106,10 +106,13 @@ class FairQueue:
             self._virtual, self.cost = 0.0, 0.0
             self._ends.clear()
 
-    def first(self, now: float) -> Job | None:
-        """The job whose turn it is, deadlines apart; None if none may run now."""
-        ready = (job for job in self._jobs if not job.parked and job.deadline > now)
-        return min(ready, key=lambda job: job.tag, default=None)
+    def first(self, now: float, rate: float) -> Job | None:
+        """The job that `take` would take first; None if none may run now."""
+        jobs = [job for job in self._jobs if not job.parked and job.deadline > now]
+        if rate > 0 and any(job.deadline < now + self.cost / rate for job in jobs):
+            return self._order(now, rate)[0]
+        # Whatever the order, nobody will be late.
+        return min(jobs, key=lambda job: job.tag, default=None)
 
     def take_expired(self, now: float) -> list[Job]:
         """Take out the jobs whose deadline has passed."""

@@ -103,8 +103,10 @@ class Lane:
         self.free_at = 0.0
         # Was there when a tower was lost, and gets a tower to itself.
         self.suspect: Work | None = None
-        # Patches a second, and patches an item; averages over the recent past.
+        # Patches a second, bytes of media a second, and patches an item; averages over the
+        # recent past.
         self.rate = 0.0
+        self.byte_rate = 0.0
         self.typical = 1.0
 
     @property

@@ -19,24 +19,30 @@ from integration.topology import Machine, Topology
 MODEL = "tiny-qwen2_5-vl"
 
 
+@pytest.fixture(scope="module")
+def topology(machine: Machine, photographs: list[Image.Image]) -> Topology:
+    for case in CASES:  # all asked before the server that answers them is stopped
+        machine.reference(MODEL, case(photographs), TOKENS)
+    return machine.use("towers")
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_log_probabilities_equal_one_servers(
-    machine: Machine, photographs: list[Image.Image], case
+    machine: Machine, topology: Topology, photographs: list[Image.Image], case
 ) -> None:
     messages = case(photographs)
     expected = machine.reference(MODEL, messages, TOKENS)
-    language = Client(machine.use("towers").urls["language"])
+    language = Client(topology.urls["language"])
     # Often enough that each encoder has each item.
     answers = [language.generation(*messages, tokens=TOKENS) for _ in range(3)]
     assert max(answer.distance(expected) for answer in answers) < TOLERANCE
 
 
 def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
-    machine: Machine, photographs: list[Image.Image]
+    machine: Machine, topology: Topology, photographs: list[Image.Image]
 ) -> None:
     messages = two(photographs)
     expected = machine.reference(MODEL, messages, TOKENS)
-    topology = machine.use("towers")
     language = Client(topology.urls["language"])
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(language.generation, *messages) for _ in range(24)]
@@ -53,9 +59,8 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
     assert max(answer.distance(expected) for answer in answers_after) < TOLERANCE
 
 
-def test_workers_end_with_their_server(machine: Machine) -> None:
+def test_workers_end_with_their_server(topology: Topology) -> None:
     """The last test of these servers."""
-    topology = machine.use("towers")
     found = workers(topology, "encoder@replicas")
     topology.servers["encoder@replicas"].kill()
     assert not psutil.wait_procs(found, timeout=10)[1]

@@ -17,13 +17,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.wire import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 WIDTH = 64
 
@@ -72,6 +73,8 @@ class FakeEngine:
                 raise RuntimeError("a secret of the engine")
             if "hangs" in wishes or any(wish.startswith("fails@") for wish in wishes):
                 time.sleep(3600)
+            import torch  # takes seconds, which workers that make nothing do not spend
+
             made.append(torch.full(prepared.layout.embedding.shape, float(length)))
         return made
 
@@ -90,5 +93,6 @@ def create(options: dict[str, Any]) -> FakeEngine:
     if "dies" in options:
         os.kill(os.getpid(), 11)
     if "sleeps" in options:
+        Path(options["sleeps"]).touch()
         time.sleep(3600)
     return FakeEngine(options.get("rank", 0))

@@ -45,10 +45,12 @@ def photos() -> dict[str, Image.Image]:
     return {name: photographs.load(name) for name in ("coffee", "rocket", "astronaut", "cat")}
 
 
+@pytest.mark.servers
 def test_answer_depends_on_the_images(subject: Subject, photos: dict[str, Image.Image]) -> None:
     assert [str(m) for m in image_dependence(subject, photos) if not m.passed] == []
 
 
+@pytest.mark.servers
 def test_greedy_answer_is_varied_and_reproducible(
     subject: Subject, photos: dict[str, Image.Image]
 ) -> None:
@@ -62,6 +64,7 @@ def listener(cache: Path) -> Subject:
         return Subject(make_checkpoint.ensure("tiny-qwen2-audio"))
 
 
+@pytest.mark.servers
 def test_an_answer_to_sounds_depends_on_them(listener: Subject) -> None:
     clips = {name: sounds.load(name) for name in sounds.NAMES}
     measured = [*sound_dependence(listener, clips), *generation(listener, clips)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import textwrap
@@ -49,6 +50,8 @@ def sglang() -> Callable[[str], ModuleType]:
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(f"sglang.srt.{name}")
+    gc.collect()
+    gc.freeze()  # as after the collection of tests
     return lambda name: sys.modules[f"sglang.srt.{name}"]
 
 

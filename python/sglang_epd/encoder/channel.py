@@ -27,13 +27,15 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire import Layout, TensorSpec, spec_bytes, tensor_frame, view_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 # A packet may hold no more than the socket's send buffer, 208 KiB as a rule. A longer
 # message (a long video's timestamps) travels as a file too.
@@ -191,6 +193,8 @@ def read_tensor(fd: int, spec: TensorSpec) -> torch.Tensor:
     Raises:
         ProtocolError: the file is not as long as `spec` says.
     """
+    import torch
+
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes != spec_bytes(spec):

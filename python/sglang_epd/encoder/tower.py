@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_epd.wire import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TowerLostError(Exception):

@@ -25,9 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sglang_epd.encoder.channel import (
     TO_FRONT,
@@ -49,6 +47,9 @@ from sglang_epd.encoder.channel import (
 )
 from sglang_epd.encoder.tower import Prepared, TowerLostError
 from sglang_epd.errors import EncodeError, EpdError, from_code
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,17 @@ import secrets
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.wire.messages import Landed
 from sglang_epd.wire.tensors import view_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 # Embeddings that readers may hold at a time.
 SLOTS = 16384

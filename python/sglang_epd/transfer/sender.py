@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import zmq
 import zmq.asyncio
 from blake3 import blake3
@@ -26,6 +26,9 @@ from sglang_epd.transfer import host
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,23 @@
-"""Raw tensor frames: the bytes of a contiguous host tensor, nothing in between."""
+"""Raw tensor frames: the bytes of a contiguous host tensor, nothing in between.
+
+Torch takes seconds to import, so it is where there is a tensor: a process that only says
+what a tensor is like starts without it.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.messages import TensorSpec
 
-# What an embedding may be made of; a frame of any other dtype is refused.
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+if TYPE_CHECKING:
+    import torch
+
+# What an embedding may be made of, and its bytes; a frame of any other dtype is refused.
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
@@ -23,9 +26,10 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     Raises:
         ProtocolError: a dtype that no frame may have.
     """
-    if tensor.dtype not in _NAMES:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _ITEM_BYTES:
         raise ProtocolError(f"embeddings of dtype {tensor.dtype} cannot be sent")
-    return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape))
+    return TensorSpec(name, tuple(tensor.shape))
 
 
 def spec_bytes(spec: TensorSpec) -> int:
@@ -34,15 +38,17 @@ def spec_bytes(spec: TensorSpec) -> int:
     Raises:
         ProtocolError: unknown dtype or a negative extent.
     """
-    if spec.dtype not in _DTYPES:
+    if spec.dtype not in _ITEM_BYTES:
         raise ProtocolError(f"embeddings of dtype {spec.dtype!r} are not understood")
     if any(extent < 0 for extent in spec.shape):
         raise ProtocolError(f"no tensor has the shape {spec.shape}")
-    return spec.elements * _DTYPES[spec.dtype].itemsize
+    return spec.elements * _ITEM_BYTES[spec.dtype]
 
 
 def tensor_frame(tensor: torch.Tensor) -> memoryview:
     """The bytes of a host tensor, without a copy where it is contiguous."""
+    import torch
+
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view
@@ -56,7 +62,9 @@ def view_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     Raises:
         ProtocolError: not exactly as many bytes as `spec` says.
     """
+    import torch
+
     expected = spec_bytes(spec)
     if raw.nbytes != expected:
         raise ProtocolError(f"{raw.nbytes} bytes for a tensor of {expected}")
-    return torch.from_numpy(raw).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+    return torch.from_numpy(raw).view(getattr(torch, spec.dtype)).reshape(spec.shape)

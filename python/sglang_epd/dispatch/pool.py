@@ -1,0 +1,397 @@
+"""The encoders that a language server knows, and what it knows of them.
+
+Plain data behind a lock: one thread watches encoders (`watcher`), the tokenizer's event
+loop sends them work (`dispatcher`). Whoever is told of a change decides nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from sglang_epd.errors import EpdError, NamespaceError, OverloadedError
+
+
+class State(enum.Enum):
+    """Of one encoder, as this server sees it."""
+
+    JOINING = "joining"  # announced, not heard of yet
+    READY = "ready"
+    SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
+    OPEN = "open"  # failed again: not asked, what it had is taken elsewhere; probed on
+    DRAINING = "draining"  # finishes what it has
+    GONE = "gone"  # its lease or its name's address ended; it may join anew
+
+
+_S = State
+_MOVES: dict[State, frozenset[State]] = {
+    _S.JOINING: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.GONE}),
+    _S.READY: frozenset({_S.SUSPECT, _S.DRAINING, _S.GONE}),
+    _S.SUSPECT: frozenset({_S.READY, _S.OPEN, _S.DRAINING, _S.GONE}),
+    _S.OPEN: frozenset({_S.READY, _S.DRAINING, _S.GONE}),
+    _S.DRAINING: frozenset({_S.READY, _S.SUSPECT, _S.GONE}),
+    _S.GONE: frozenset(),
+}
+# Where work may go, best first.
+_USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
+# Who has an encoder in the pool for as long as it is not taken out again.
+STATIC = "static"
+LEASE = "lease"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an encoder said of itself (`GET /v1/status`).
+
+    Attributes:
+        namespace: its identity.
+        draining: it takes nothing new.
+        patches_queued: patches that wait or run there, whoever asked.
+        patches_per_s: its rate; 0 where it has not run anything yet.
+    """
+
+    namespace: str
+    draining: bool = False
+    patches_queued: float = 0.0
+    patches_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class View:
+    """One encoder in a snapshot.
+
+    Attributes:
+        url: how it is reached, without a slash at its end.
+        state: as seen at the snapshot.
+        load: patches before something new would run there.
+        rate: patches a second; 0 where unknown.
+        busy: it refused work for being full, and its Retry-After has not passed.
+    """
+
+    url: str
+    state: State = State.READY
+    load: float = 0.0
+    rate: float = 0.0
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The encoders that may be asked now, in a lasting order.
+
+    Attributes:
+        encoders: the best of those that are left; not empty only if there are any.
+        turn: items that have been assigned by this server so far.
+    """
+
+    encoders: tuple[View, ...]
+    turn: int = 0
+
+
+@dataclass
+class _Encoder:
+    url: str
+    state: State = State.JOINING
+    why: str = "not heard of yet"
+    owners: set[str] = field(default_factory=set)
+    lease_until: float = 0.0
+    failures: int = 0
+    mismatch: str = ""
+    report: Report | None = None
+    busy_until: float = 0.0
+    # Patches that this server has sent there and not heard of; and so at the last report.
+    outstanding: float = 0.0
+    reported_at: float = 0.0
+    attempts: set[Attempt] = field(default_factory=set)
+
+    def load(self) -> float:
+        queued = self.report.patches_queued if self.report else 0.0
+        return max(self.outstanding, queued + self.outstanding - self.reported_at)
+
+
+class Pool:
+    """Encoders by URL.
+
+    Args:
+        namespace: this server's encoder identity; encoders of another are not used.
+        clock: seconds.
+    """
+
+    def __init__(self, namespace: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.namespace = namespace
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._encoders: dict[str, _Encoder] = {}
+        self._turn = 0
+        self._waiters: set[_Waiter] = set()
+        # Called with a URL, from any thread, when it should be probed now.
+        self.on_doubt: Callable[[str], None] = lambda _url: None
+        # Called with (url, from, to), with the lock held: for logs and metrics.
+        self.on_move: Callable[[str, State, State], None] = lambda _url, _old, _new: None
+
+    # Who is in it
+
+    def add(self, url: str, owner: str = STATIC) -> None:
+        """An encoder that `owner` vouches for; known ones get one owner more."""
+        with self._lock:
+            self._join(url).owners.add(owner)
+
+    def remove(self, url: str, owner: str) -> None:
+        """`owner` does not vouch for it any more; without an owner it is gone."""
+        with self._lock:
+            encoder = self._encoders.get(_clean(url))
+            if encoder is None:
+                return
+            encoder.owners.discard(owner)
+            if not encoder.owners:
+                self._move(encoder, State.GONE, "taken out")
+
+    def register(self, url: str, namespace: str, lease_s: float) -> None:
+        """An encoder announces itself, or renews its lease.
+
+        Args:
+            namespace: its identity; empty where it does not say.
+
+        Raises:
+            NamespaceError: it is another encoder than this server needs.
+        """
+        if namespace and namespace != self.namespace:
+            raise NamespaceError(_differ(self.namespace, namespace))
+        with self._lock:
+            encoder = self._join(url)
+            encoder.owners.add(LEASE)
+            encoder.lease_until = self._clock() + lease_s
+            if encoder.state in (_S.OPEN, _S.DRAINING):
+                self.on_doubt(encoder.url)
+
+    def expire(self) -> None:
+        """Let go of those whose lease has ended."""
+        with self._lock:
+            now = self._clock()
+            for encoder in list(self._encoders.values()):
+                if LEASE in encoder.owners and now >= encoder.lease_until:
+                    self.remove(encoder.url, LEASE)
+
+    def urls(self, owner: str | None = None) -> list[str]:
+        """All that are known, or those that `owner` vouches for."""
+        with self._lock:
+            return [
+                one.url for one in self._encoders.values() if owner is None or owner in one.owners
+            ]
+
+    # How they are
+
+    def heard(self, url: str, report: Report) -> None:
+        """A probe was answered."""
+        with self._lock:
+            encoder = self._encoders.get(url)
+            if encoder is None:
+                return
+            encoder.failures = 0
+            encoder.report, encoder.reported_at = report, encoder.outstanding
+            differs = report.namespace != self.namespace
+            encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
+            self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
+
+    def failed(self, url: str, why: str) -> None:
+        """A probe, or a request, found it out of reach or silent."""
+        with self._lock:
+            encoder = self._encoders.get(url)
+            if encoder is None:
+                return
+            encoder.failures += 1
+            if encoder.state is _S.SUSPECT and encoder.failures > 1:
+                self._move(encoder, _S.OPEN, why)
+            elif encoder.state is not _S.OPEN:
+                self._move(encoder, _S.SUSPECT, why)
+            encoder.why = why
+
+    def snapshot(self) -> Snapshot:
+        """Encoders that may be asked: the ready ones, or else the best there are."""
+        with self._lock:
+            now = self._clock()
+            views = [
+                View(
+                    one.url,
+                    one.state,
+                    one.load(),
+                    one.report.patches_per_s if one.report else 0.0,
+                    now < one.busy_until,
+                )
+                for one in self._encoders.values()
+                if one.state in _USABLE and not one.mismatch
+            ]
+            return Snapshot(tuple(sorted(views, key=lambda view: view.url)), self._turn)
+
+    def assigned(self, items: int) -> None:
+        """So many items were spread (`Snapshot.turn`)."""
+        with self._lock:
+            self._turn += items
+
+    def state(self, url: str) -> State:
+        """Of one encoder; GONE where it is not known."""
+        with self._lock:
+            encoder = self._encoders.get(url)
+            return encoder.state if encoder else State.GONE
+
+    def describe(self) -> list[dict[str, object]]:
+        """All of them, for people."""
+        with self._lock:
+            return [
+                {
+                    "url": one.url,
+                    "state": one.state.value,
+                    "why": one.mismatch or one.why,
+                    "owners": sorted(one.owners),
+                    "patches": round(one.load()),
+                    "requests": len(one.attempts),
+                    "busy": self._clock() < one.busy_until,
+                }
+                for one in self._encoders.values()
+            ]
+
+    def complaint(self) -> EpdError | None:
+        """Why all encoders are unusable, if waiting will not change it."""
+        with self._lock:
+            known = list(self._encoders.values())
+            if known and all(one.mismatch for one in known):
+                return NamespaceError(known[0].mismatch)
+            return None
+
+    # Work for them
+
+    def attempt(self, url: str, patches: float) -> Attempt:
+        """Around one request to an encoder; enter it in a running event loop."""
+        return Attempt(self, url, patches)
+
+    async def changed(self, seconds: float) -> None:
+        """Return when an encoder has come, gone or changed its state, or after `seconds`."""
+        waiter = _Waiter()
+        with self._lock:
+            self._waiters.add(waiter)
+        try:
+            await asyncio.wait_for(waiter.event.wait(), max(0.0, seconds))
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._waiters.discard(waiter)
+
+    def _join(self, url: str) -> _Encoder:
+        url = _clean(url)
+        encoder = self._encoders.get(url)
+        if encoder is None:
+            encoder = self._encoders[url] = _Encoder(url)
+            self._tell()
+            self.on_doubt(url)
+        return encoder
+
+    def _move(self, encoder: _Encoder, state: State, why: str) -> None:
+        encoder.why = why
+        if state is encoder.state:
+            return
+        if state not in _MOVES[encoder.state]:
+            raise AssertionError(f"{encoder.url}: {encoder.state.value} to {state.value}")
+        self.on_move(encoder.url, encoder.state, state)
+        encoder.state = state
+        if state is _S.GONE:
+            del self._encoders[encoder.url]
+        if state in (_S.OPEN, _S.GONE):
+            for attempt in encoder.attempts:
+                attempt.lose()
+        self._tell()
+
+    def _tell(self) -> None:
+        for waiter in self._waiters:
+            waiter.wake()
+
+    def _enter(self, attempt: Attempt) -> bool:
+        with self._lock:
+            encoder = self._encoders.get(attempt.url)
+            if encoder is None or encoder.state is _S.OPEN:
+                return False
+            encoder.attempts.add(attempt)
+            encoder.outstanding += attempt.patches
+            return True
+
+    def _leave(self, attempt: Attempt, error: BaseException | None) -> None:
+        with self._lock:
+            encoder = self._encoders.get(attempt.url)
+            if encoder is None or attempt not in encoder.attempts:
+                return
+            encoder.attempts.discard(attempt)
+            encoder.outstanding = max(0.0, encoder.outstanding - attempt.patches)
+            if not encoder.attempts:
+                encoder.outstanding = 0.0
+            if isinstance(error, OverloadedError):
+                encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
+            elif isinstance(error, NamespaceError):
+                encoder.mismatch = error.message
+                self.on_doubt(encoder.url)
+
+
+class Attempt:
+    """One request to one encoder, for as long as it is entered.
+
+    Attributes:
+        lost: set when the encoder is given up meanwhile.
+    """
+
+    def __init__(self, pool: Pool, url: str, patches: float) -> None:
+        self._pool = pool
+        self.url = url
+        self.patches = patches
+        self.lost = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        if not self._pool._enter(self):
+            self.lost.set()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool._leave(self, error)
+
+    def lose(self) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self.lost.set)
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        self._loop.call_soon_threadsafe(self.event.set)
+
+
+def usable(views: Iterable[View]) -> list[View]:
+    """The best of these: ready ones that are not full, then full ones, joining, suspect."""
+    ranked: dict[tuple[int, bool], list[View]] = {}
+    for view in views:
+        if view.state in _USABLE:
+            ranked.setdefault((_USABLE.index(view.state), view.busy), []).append(view)
+    return ranked[min(ranked)] if ranked else []
+
+
+def _clean(url: str) -> str:
+    return url.rstrip("/")
+
+
+def _differ(ours: str, theirs: str) -> str:
+    return (
+        f"encoder identity differs: this language server has {ours}, the encoder {theirs}; "
+        "both must serve the same checkpoint and dtype"
+    )

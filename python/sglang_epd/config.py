@@ -19,6 +19,7 @@ PREFIX = "SGLANG_EPD_"
 # server, the media limits by media/limits.py, the cache folder by scripts/.
 _OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
+_MAY_BE_ZERO = {"min_patches"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Settings:
         request_timeout_s: one deadline for a request's items, from the moment it
             arrives until its embeddings are in the scheduler; retries spend it.
         dispatch_policy: how items are spread over encoders.
+        encode: whether a language server that holds its tower
+            (`--enable-adaptive-dispatch-to-encoder`) sends anything to encoders.
+        min_patches: requests whose images are all smaller stay on such a server.
+        encoder_header: whether a request may name its encoders (`x-encoder-hosts-ports`).
         max_body_mb: largest encode request an encoder accepts.
         receive_budget_mb: embeddings that a language server has granted, received or is
             reading take at most this; encoders wait for more.
@@ -56,6 +61,9 @@ class Settings:
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
+    encode: bool = True
+    min_patches: int = 0
+    encoder_header: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -77,6 +85,9 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_ENCODE": ("encode", switch),
+            "SGLANG_EPD_MIN_PATCHES": ("min_patches", int),
+            "SGLANG_EPD_ENCODER_HEADER": ("encoder_header", switch),
         }
         values: dict[str, Any] = {}
         for name, raw in env.items():
@@ -98,7 +109,7 @@ class Settings:
             value = getattr(settings, field)
             if kind is float and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be greater than 0 and finite")
-            if kind is int and value <= 0:
+            if kind is int and value < (0 if field in _MAY_BE_ZERO else 1):
                 raise ConfigError(f"{name} must be greater than 0")
         return settings
 

@@ -34,7 +34,16 @@ def test_each_variable_is_read():
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
         }
-    ) == Settings("secret", 2.5, "shuffle", 7, 8, 0.5, shared_memory=False, checksum=True)
+    ) == Settings(
+        token="secret",
+        request_timeout_s=2.5,
+        dispatch_policy="shuffle",
+        max_body_mb=7,
+        receive_budget_mb=8,
+        grant_timeout_s=0.5,
+        shared_memory=False,
+        checksum=True,
+    )
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "checksum"])

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from sglang_epd.dispatch.pool import Snapshot
 from sglang_epd.errors import ConfigError
-from sglang_epd.wire import EncodeItem
-
-# (items, encoder URLs, random source) -> encoder URL of each item, in order.
-Policy = Callable[[Sequence[EncodeItem], Sequence[str], random.Random], list[str]]
 
 
-def shuffle(items: Sequence[EncodeItem], urls: Sequence[str], rng: random.Random) -> list[str]:
+@dataclass(frozen=True)
+class Work:
+    key: bytes
+    patches: float
+
+
+Policy = Callable[[Sequence[Work], Snapshot, random.Random], list[str]]
+
+
+def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
     """Data-parallel split over the encoders in random order.
 
     The reference behaviour: each encoder gets `len(items) / len(urls)` items, and
     chance decides who gets the remainder.
     """
+    urls = [view.url for view in snapshot.encoders]
     order = rng.sample(urls, len(urls))
     return [order[index % len(order)] for index in range(len(items))]
 

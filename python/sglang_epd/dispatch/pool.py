@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from sglang_epd.errors import EpdError, NamespaceError, OverloadedError
+from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
 
 
 class State(enum.Enum):
@@ -129,11 +129,12 @@ class Pool:
         self._lock = threading.RLock()
         self._encoders: dict[str, _Encoder] = {}
         self._turn = 0
-        self._waiters: set[_Waiter] = set()
+        # In the order in which they came.
+        self._waiters: dict[_Waiter, None] = {}
         # Called with a URL, from any thread, when it should be probed now.
         self.on_doubt: Callable[[str], None] = lambda _url: None
-        # Called with (url, from, to), with the lock held: for logs and metrics.
-        self.on_move: Callable[[str, State, State], None] = lambda _url, _old, _new: None
+        # Called with (url, from or None, to), with the lock held: for logs and metrics.
+        self.on_move: Callable[[str, State | None, State], None] = lambda _url, _old, _new: None
 
     # Who is in it
 
@@ -141,6 +142,7 @@ class Pool:
         """An encoder that `owner` vouches for; known ones get one owner more."""
         with self._lock:
             self._join(url).owners.add(owner)
+        self.on_doubt(_clean(url))
 
     def remove(self, url: str, owner: str) -> None:
         """`owner` does not vouch for it any more; without an owner it is gone."""
@@ -167,8 +169,9 @@ class Pool:
             encoder = self._join(url)
             encoder.owners.add(LEASE)
             encoder.lease_until = self._clock() + lease_s
-            if encoder.state in (_S.OPEN, _S.DRAINING):
-                self.on_doubt(encoder.url)
+            doubtful = encoder.state is not _S.READY
+        if doubtful:
+            self.on_doubt(encoder.url)
 
     def expire(self) -> None:
         """Let go of those whose lease has ended."""
@@ -200,7 +203,7 @@ class Pool:
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
 
     def failed(self, url: str, why: str) -> None:
-        """A probe, or a request, found it out of reach or silent."""
+        """A probe found it out of reach or silent."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -211,6 +214,14 @@ class Pool:
             elif encoder.state is not _S.OPEN:
                 self._move(encoder, _S.SUSPECT, why)
             encoder.why = why
+
+    def doubt(self, url: str, why: str) -> None:
+        """A request failed there: others come first until a probe has found it well."""
+        with self._lock:
+            encoder = self._encoders.get(url)
+            if encoder is not None and encoder.state in (_S.READY, _S.JOINING):
+                self._move(encoder, _S.SUSPECT, why)
+        self.on_doubt(url)
 
     def snapshot(self) -> Snapshot:
         """Encoders that may be asked: the ready ones, or else the best there are."""
@@ -227,7 +238,7 @@ class Pool:
                 for one in self._encoders.values()
                 if one.state in _USABLE and not one.mismatch
             ]
-            return Snapshot(tuple(sorted(views, key=lambda view: view.url)), self._turn)
+            return Snapshot(tuple(views), self._turn)
 
     def assigned(self, items: int) -> None:
         """So many items were spread (`Snapshot.turn`)."""
@@ -271,25 +282,26 @@ class Pool:
         return Attempt(self, url, patches)
 
     async def changed(self, seconds: float) -> None:
-        """Return when an encoder has come, gone or changed its state, or after `seconds`."""
+        """Return when an encoder has come, gone, changed its state or got room, or after
+        `seconds`. Room wakes one of those who wait, the others all of them."""
         waiter = _Waiter()
         with self._lock:
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
         try:
             await asyncio.wait_for(waiter.event.wait(), max(0.0, seconds))
         except TimeoutError:
             pass
         finally:
             with self._lock:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
 
     def _join(self, url: str) -> _Encoder:
         url = _clean(url)
         encoder = self._encoders.get(url)
         if encoder is None:
             encoder = self._encoders[url] = _Encoder(url)
+            self.on_move(url, None, encoder.state)
             self._tell()
-            self.on_doubt(url)
         return encoder
 
     def _move(self, encoder: _Encoder, state: State, why: str) -> None:
@@ -311,6 +323,12 @@ class Pool:
         for waiter in self._waiters:
             waiter.wake()
 
+    def _wake_first(self) -> None:
+        waiter = next(iter(self._waiters), None)
+        if waiter is not None:
+            del self._waiters[waiter]
+            waiter.wake()
+
     def _enter(self, attempt: Attempt) -> bool:
         with self._lock:
             encoder = self._encoders.get(attempt.url)
@@ -329,11 +347,16 @@ class Pool:
             encoder.outstanding = max(0.0, encoder.outstanding - attempt.patches)
             if not encoder.attempts:
                 encoder.outstanding = 0.0
-            if isinstance(error, OverloadedError):
+            if error is None:
+                encoder.busy_until = 0.0
+                self._wake_first()
+            elif isinstance(error, OverloadedError):
                 encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
             elif isinstance(error, NamespaceError):
                 encoder.mismatch = error.message
                 self.on_doubt(encoder.url)
+            elif isinstance(error, UnavailableError):
+                self.doubt(encoder.url, error.message)
 
 
 class Attempt:

@@ -128,9 +128,36 @@ async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
     assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
 
 
-async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
+async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
     pool.add(A)
     pool.heard(A, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        for _ in range(3):
+            pool.failed(A, "silent")
+        await asyncio.sleep(0)
+        assert pool.state(A) is State.OPEN and not attempt.lost.is_set()
+        pool.add(B)
+        pool.heard(B, Report("another model"))
+        await asyncio.sleep(0)
+        assert not attempt.lost.is_set(), "that is no elsewhere"
+        pool.heard(B, Report("ns"))
+        await asyncio.wait_for(attempt.lost.wait(), 2)
+
+
+async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
+    for url in (A, B):
+        pool.register(url, "ns", 10)
+        pool.heard(url, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        pool.remove(A, LEASE)
+        await asyncio.sleep(0)
+        assert pool.state(A) is State.GONE and not attempt.lost.is_set()
+
+
+async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
+    for url in (A, B):
+        pool.add(url)
+        pool.heard(url, Report("ns"))
     with pool.attempt(A, 1) as attempt:
         pool.failed(A, "silent")
         await asyncio.sleep(0)

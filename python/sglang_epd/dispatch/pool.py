@@ -24,7 +24,7 @@ class State(enum.Enum):
     JOINING = "joining"  # announced, not heard of yet
     READY = "ready"
     SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
-    OPEN = "open"  # failed again: not asked, what it had is taken elsewhere; probed on
+    OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
     DRAINING = "draining"  # finishes what it has
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
@@ -310,14 +310,20 @@ class Pool:
             return
         if state not in _MOVES[encoder.state]:
             raise AssertionError(f"{encoder.url}: {encoder.state.value} to {state.value}")
-        self.on_move(encoder.url, encoder.state, state)
+        old = encoder.state
+        self.on_move(encoder.url, old, state)
         encoder.state = state
         if state is _S.GONE:
             del self._encoders[encoder.url]
-        if state in (_S.OPEN, _S.GONE):
-            for attempt in encoder.attempts:
-                attempt.lose()
         self._tell()
+        if state is _S.GONE and old is _S.OPEN:
+            _lose(encoder)
+        # One that is silent keeps what it has until there is an elsewhere: if all are, it
+        # is rather this server, or the network, that does not hear.
+        if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
+            for one in self._encoders.values():
+                if one.state is _S.OPEN:
+                    _lose(one)
 
     def _tell(self) -> None:
         for waiter in self._waiters:
@@ -407,6 +413,11 @@ def usable(views: Iterable[View]) -> list[View]:
         if view.state in _USABLE:
             ranked.setdefault((_USABLE.index(view.state), view.busy), []).append(view)
     return ranked[min(ranked)] if ranked else []
+
+
+def _lose(encoder: _Encoder) -> None:
+    for attempt in encoder.attempts:
+        attempt.lose()
 
 
 def _clean(url: str) -> str:

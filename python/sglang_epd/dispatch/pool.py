@@ -198,9 +198,13 @@ class Pool:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
+            matched = not encoder.mismatch
             differs = report.namespace != self.namespace
             encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
+            if not matched and not differs:
+                self._tell()
+                self._take_elsewhere()
 
     def failed(self, url: str, why: str) -> None:
         """A probe found it out of reach or silent."""
@@ -318,8 +322,11 @@ class Pool:
         self._tell()
         if state is _S.GONE and old is _S.OPEN:
             _lose(encoder)
-        # One that is silent keeps what it has until there is an elsewhere: if all are, it
-        # is rather this server, or the network, that does not hear.
+        self._take_elsewhere()
+
+    def _take_elsewhere(self) -> None:
+        """One that is silent keeps what it has until there is an elsewhere: if all are, it
+        is rather this server, or the network, that does not hear."""
         if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:

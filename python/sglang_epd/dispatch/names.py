@@ -71,15 +71,13 @@ class Names:
             if len(addresses) == 1 and known <= {typed}:
                 found = {typed}
             else:
-                found = {
-                    str(url.with_host(one)).rstrip("/") for one in addresses[:_MAX_ADDRESSES]
-                }
+                found = {str(url.with_host(one)).rstrip("/") for one in addresses[:_MAX_ADDRESSES]}
         # First who comes: what is taken from those that leave has somewhere to go.
         for new in sorted(found - known):
             self._pool.add(new, owner)
         for old in sorted(known - found):
             self._pool.remove(old, owner)
-        if found != known and found != {typed}:
+        if found not in (known, {typed}):
             logger.info("%s stands for %d encoders", typed, len(found))
         self._known[typed] = found
 

@@ -36,7 +36,6 @@ from sglang_epd.dispatch.registry import LEASE_S, Registry, Siblings
 from sglang_epd.errors import ConfigError, EpdError, UnavailableError
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
-from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,9 @@ class Watcher:
         try:
             self._started.result(_START_TIMEOUT_S)
         except TimeoutError:
-            raise ConfigError(f"{self._what()} did not start within {_START_TIMEOUT_S:g} s") from None
+            raise ConfigError(
+                f"{self._what()} did not start within {_START_TIMEOUT_S:g} s"
+            ) from None
 
     def close(self) -> None:
         """End; registrations stay in the pool as they are."""
@@ -147,27 +148,31 @@ class Watcher:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         resolver = SystemResolver(_RESOLVER_THREADS)
-        tls = self._trust.client_ssl()
-        async with (
-            _closing(resolver.close),
-            aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, resolver=resolver),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            ) as session,
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(resolver.close)
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, resolver=resolver),
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    trust_env=False,
+                )
+            )
+            stack.push_async_callback(self._stop_listening)
             await self._listen_or_follow(session)
-            prober = Prober(self._pool, session, tls, self._pace, self._rng)
+            prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
+            stack.push_async_callback(prober.close)
+            self._heed_doubts(prober)
             try:
-                self._heed_doubts(prober)
                 names = Names(self._pool, self._static_urls, self._resolve or _system(resolver))
-                await names.refresh()
-                self._started.set_result(None)
-                await self._watch(names, session)
-            finally:
-                await prober.close()
-                if self._runner is not None:
-                    await self._runner.cleanup()
+            except ValueError as error:
+                raise ConfigError(f"--encoder-urls: {error}") from None
+            await names.refresh()
+            self._started.set_result(None)
+            await self._watch(names, session)
+
+    async def _stop_listening(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
 
     def _heed_doubts(self, prober: Prober) -> None:
         loop = self._loop
@@ -271,9 +276,7 @@ class Watcher:
             raise UnavailableError(f"no answer there: {type(error).__name__}") from None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise UnavailableError("by another server") from None
-        if not secrets.compare_digest(
-            listing.proof.encode(), self._siblings.proof(nonce).encode()
-        ):
+        if not secrets.compare_digest(listing.proof.encode(), self._siblings.proof(nonce).encode()):
             raise UnavailableError("by another server")
         self._mirror(listing)
 
@@ -304,14 +307,6 @@ async def _repeat(what: str, pause_s: float, act: Callable[[], Awaitable[None]])
             logger.error("Watching encoders, %s: %s", what, error)
         except Exception:
             logger.exception("Watching encoders, %s", what)
-
-
-@contextlib.asynccontextmanager
-async def _closing(close):  # type: ignore[no-untyped-def]
-    try:
-        yield
-    finally:
-        await close()
 
 
 def _system(resolver: SystemResolver) -> Resolve:

@@ -33,6 +33,7 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
+            "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
         }
     ) == Settings(
         token="secret",
@@ -43,6 +44,7 @@ def test_each_variable_is_read():
         grant_timeout_s=0.5,
         shared_memory=False,
         checksum=True,
+        encoder_advertise_url="http://encoder:1",
     )
 
 

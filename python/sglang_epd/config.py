@@ -43,6 +43,8 @@ class Settings:
         encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
         encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
             pass; a single item may have more patches. None: as the device likes it.
+        encoder_advertise_url: how language servers reach an encoder that registers itself;
+            empty for its host and port.
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -61,6 +63,7 @@ class Settings:
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
+    encoder_advertise_url: str = ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -84,6 +87,7 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_ENCODER_ADVERTISE_URL": ("encoder_advertise_url", str),
         }
         values: dict[str, Any] = {}
         for name, raw in env.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import ssl
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -23,12 +24,14 @@ class EncoderClient:
 
     Args:
         token: shared secret, sent as a bearer token; empty for none.
+        tls: for encoders that are https:// URLs; without it the system's certificates count.
     """
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self._headers = {"Content-Type": CONTENT_TYPE}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._tls: ssl.SSLContext | bool = tls or True
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -68,6 +71,7 @@ class EncoderClient:
                 headers=self._headers,
                 timeout=timeout,
                 allow_redirects=False,
+                ssl=self._tls,
             ) as response:
                 status, body = response.status, await _read_body(response)
                 again = response.headers.get("Retry-After", "")
@@ -102,7 +106,7 @@ def _refusal(url: str, status: int, body: bytes, again: str) -> EpdError:
         reply = decode_body(body, ErrorReply, _MAX_REPLY_BYTES)
     except ProtocolError:
         if status == HTTPStatus.UNAUTHORIZED:
-            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN")
+            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN (or --api-key)")
         return UnavailableError(f"{url} answered HTTP {status}: is it a sglang-epd encoder?")
     error = from_code(reply.code, f"encoder {url}: {reply.message}")
     error.retry_after_s = float(again) if again.isdecimal() and len(again) < 6 else None

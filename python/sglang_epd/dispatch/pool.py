@@ -159,6 +159,7 @@ class Pool:
 
         Args:
             namespace: its identity; empty where it does not say.
+            lease_s: from now; infinite for as long as it does not leave.
 
         Raises:
             NamespaceError: it is another encoder than this server needs.
@@ -264,12 +265,18 @@ class Pool:
                     "state": one.state.value,
                     "why": one.mismatch or one.why,
                     "owners": sorted(one.owners),
+                    "lease_s": self._lease_s(one),
                     "patches": round(one.load()),
                     "requests": len(one.attempts),
                     "busy": self._clock() < one.busy_until,
                 }
                 for one in self._encoders.values()
             ]
+
+    def _lease_s(self, encoder: _Encoder) -> float | None:
+        """What is left of its lease; None where it has none, or one that never ends."""
+        left = encoder.lease_until - self._clock()
+        return round(left, 1) if LEASE in encoder.owners and left < float("inf") else None
 
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""

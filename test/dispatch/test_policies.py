@@ -297,7 +297,7 @@ def test_a_hot_key_gets_several_encoders_and_others_keep_one():
         item = hot if number % 3 == 0 else others[random_.randrange(len(others))]
         places[item.key] |= set(affinity([item], snapshot, random_))
     assert places[hot.key] == {"a", "b", "c"}
-    assert all(len(places[item.key]) == 1 for item in others)
+    assert all(len(places[item.key]) <= 1 for item in others)
 
 
 def test_a_hot_key_goes_to_the_least_loaded_of_its_encoders():

@@ -157,8 +157,9 @@ class Affinity:
         roomy = [url for url in order if fits(url, _BOUND, _SLACK)]
         home = self._seen(item.key)
         _leave(home, order)
-        more = self._wanted(home, len(order)) - len(home.urls)
-        if home.urls and more > 0:
+        wanted = self._wanted(home, len(order))
+        del home.urls[wanted:]
+        if 0 < len(home.urls) < wanted:
             # One more at a time: each has to encode it first.
             home.urls += [url for url in roomy if url not in home.urls][:1]
         known = [url for url in home.urls if fits(url, _KNOWN_BOUND, _KNOWN_SLACK)]

@@ -35,6 +35,9 @@ class Settings:
             (`--enable-adaptive-dispatch-to-encoder`) sends anything to encoders.
         min_patches: requests whose images are all smaller stay on such a server.
         encoder_header: whether a request may name its encoders (`x-encoder-hosts-ports`).
+        encoder_wait_s: how long a request waits for an encoder where none is left to ask.
+        encoder_timeout_s: how long one encoder may take for its share of a request before
+            others are asked.
         max_body_mb: largest encode request an encoder accepts.
         receive_budget_mb: embeddings that a language server has granted, received or is
             reading take at most this; encoders wait for more.
@@ -44,7 +47,9 @@ class Settings:
         encoder_max_items: items in work at a time on an encoder; more are refused with 503.
         encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
         encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
-            pass; a single item may have more patches.
+            pass; a single item may have more patches. None: as the device likes it.
+        encoder_advertise_url: how language servers reach an encoder that registers itself;
+            empty for its host and port.
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -52,18 +57,21 @@ class Settings:
     token: str = field(default="", repr=False)
     request_timeout_s: float = 120.0
     dispatch_policy: str = "shuffle"
+    encoder_wait_s: float = 30.0
+    encoder_timeout_s: float = 60.0
     max_body_mb: int = 512
     receive_budget_mb: int = 2048
     grant_timeout_s: float = 30.0
     encoder_max_items: int = 1024
     encoder_queue_mb: int = 1024
-    encoder_batch_patches: int = 16_384
+    encoder_batch_patches: int | None = None
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
     encode: bool = True
     min_patches: int = 0
     encoder_header: bool = False
+    encoder_advertise_url: str = ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -76,6 +84,8 @@ class Settings:
             "SGLANG_EPD_TOKEN": ("token", str),
             "SGLANG_EPD_REQUEST_TIMEOUT_S": ("request_timeout_s", float),
             "SGLANG_EPD_DISPATCH_POLICY": ("dispatch_policy", str),
+            "SGLANG_EPD_ENCODER_WAIT_S": ("encoder_wait_s", float),
+            "SGLANG_EPD_ENCODER_TIMEOUT_S": ("encoder_timeout_s", float),
             "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
             "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
             "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
@@ -88,6 +98,7 @@ class Settings:
             "SGLANG_EPD_ENCODE": ("encode", switch),
             "SGLANG_EPD_MIN_PATCHES": ("min_patches", int),
             "SGLANG_EPD_ENCODER_HEADER": ("encoder_header", switch),
+            "SGLANG_EPD_ENCODER_ADVERTISE_URL": ("encoder_advertise_url", str),
         }
         values: dict[str, Any] = {}
         for name, raw in env.items():
@@ -109,7 +120,8 @@ class Settings:
             value = getattr(settings, field)
             if kind is float and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be greater than 0 and finite")
-            if kind is int and value < (0 if field in _MAY_BE_ZERO else 1):
+            least = 0 if field in _MAY_BE_ZERO else 1
+            if kind is int and value is not None and value < least:
                 raise ConfigError(f"{name} must be greater than 0")
         return settings
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,43 +10,55 @@ from hypothesis import strategies as st
 
 from sglang_epd.config import Settings
 from sglang_epd.dispatch import policies
+from sglang_epd.dispatch.policies import Affinity, Work, rendezvous
+from sglang_epd.dispatch.pool import Snapshot, View
 from sglang_epd.errors import ConfigError
-from sglang_epd.wire import EncodeItem
 
+loads = st.floats(0, 1e6)
 url_lists = st.lists(
     st.integers(1, 999).map("http://encoder-{}:30000".format), min_size=1, max_size=8, unique=True
 )
 
 
-def items(count: int) -> list[EncodeItem]:
-    return [EncodeItem(n, "IMAGE", f"image {n}", data=b"x") for n in range(count)]
+@st.composite
+def snapshots(draw, idle=False):
+    urls = sorted(draw(url_lists))
+    views = tuple(
+        View(url, load=0.0 if idle else draw(loads), rate=draw(st.sampled_from([0.0, 1.0, 500.0])))
+        for url in urls
+    )
+    return Snapshot(views, draw(st.integers(0, 1000)))
+
+
+work = st.builds(
+    Work, st.integers(0, 30).map(lambda number: number.to_bytes(32)), st.floats(1, 1e5)
+)
+work_lists = st.lists(work, max_size=40)
+
+
+def works(count, patches=100.0, begin=0):
+    return [Work(number.to_bytes(32), patches) for number in range(begin, begin + count)]
+
+
+def idle(*urls):
+    return Snapshot(tuple(View(url) for url in urls))
+
+
+def rng():
+    return random.Random(0)
+
+
+# All of them
 
 
 @pytest.mark.parametrize("name", sorted(policies._POLICIES))
-@given(count=st.integers(0, 40), urls=url_lists, seed=st.integers())
-def test_every_item_goes_to_a_known_encoder(name, count, urls, seed):
-    given_urls = list(urls)
-    chosen = policies.policy(name)(items(count), urls, random.Random(seed))
-    assert len(chosen) == count
-    assert set(chosen) <= set(urls)
-    assert urls == given_urls
-    again = policies.policy(name)(items(count), urls, random.Random(seed))
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_every_item_goes_to_a_known_encoder(name, items, snapshot, seed):
+    chosen = policies.policy(name)(items, snapshot, random.Random(seed))
+    assert len(chosen) == len(items)
+    assert set(chosen) <= {view.url for view in snapshot.encoders}
+    again = policies.policy(name)(items, snapshot, random.Random(seed))
     assert chosen == again, "only the random source decides"
-
-
-@given(count=st.integers(0, 40), urls=url_lists, seed=st.integers())
-def test_shuffle_is_balanced_within_one(count, urls, seed):
-    chosen = Counter(policies.shuffle(items(count), urls, random.Random(seed)))
-    shares = [chosen[url] for url in urls]
-    assert max(shares) - min(shares) <= 1
-
-
-def test_shuffle_lets_chance_decide_who_gets_the_remainder():
-    urls = ["a", "b", "c"]
-    rng = random.Random(0)
-    first = Counter(policies.shuffle(items(1), urls, rng)[0] for _ in range(300))
-    assert set(first) == set(urls)
-    assert min(first.values()) > 60
 
 
 def test_the_default_policy_exists():
@@ -55,3 +68,268 @@ def test_the_default_policy_exists():
 def test_an_unknown_policy_is_refused_by_the_name_of_its_setting():
     with pytest.raises(ConfigError, match=r"SGLANG_EPD_DISPATCH_POLICY='best'.*shuffle"):
         policies.policy("best")
+
+
+# shuffle
+
+
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_shuffle_is_balanced_within_one(items, snapshot, seed):
+    chosen = Counter(policies.shuffle(items, snapshot, random.Random(seed)))
+    shares = [chosen[view.url] for view in snapshot.encoders]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_shuffle_lets_chance_decide_who_gets_the_remainder():
+    snapshot, random_ = idle("a", "b", "c"), rng()
+    first = Counter(policies.shuffle(works(1), snapshot, random_)[0] for _ in range(300))
+    assert set(first) == {"a", "b", "c"}
+    assert min(first.values()) > 60
+
+
+# round_robin
+
+
+@given(counts=st.lists(st.integers(1, 9), max_size=12), snapshot=snapshots())
+def test_round_robin_goes_on_where_it_left_off(counts, snapshot):
+    chosen = []
+    for count in counts:
+        now = replace(snapshot, turn=snapshot.turn + len(chosen))
+        chosen += policies.round_robin(works(count), now, rng())
+    assert chosen == policies.round_robin(works(len(chosen)), snapshot, rng())
+    shares = Counter(chosen)
+    every = [shares[view.url] for view in snapshot.encoders]
+    assert max(every) - min(every) <= 1
+
+
+# least_loaded
+
+
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_least_loaded_leaves_no_encoder_that_would_have_been_done_sooner(items, snapshot, seed):
+    chosen = policies.least_loaded(items, snapshot, random.Random(seed))
+    rated = all(view.rate for view in snapshot.encoders)
+    rates = {view.url: view.rate if rated else 1.0 for view in snapshot.encoders}
+    ends = {view.url: view.load for view in snapshot.encoders}
+    for item, url in zip(items, chosen, strict=True):
+        ends[url] += item.patches
+    for url in set(chosen):
+        # Its last item is its smallest, and was better off there than anywhere else.
+        mine = [item.patches for item, at in zip(items, chosen, strict=True) if at == url]
+        other = min((ends[one] + min(mine)) / rates[one] for one in ends)
+        assert ends[url] / rates[url] <= other * (1 + 1e-9) or len(ends) == 1
+
+
+def test_least_loaded_puts_the_large_items_first():
+    snapshot = idle("a", "b")
+    items = [Work(bytes([n]), cost) for n, cost in enumerate([1.0, 1.0, 1.0, 3.0])]
+    chosen = policies.least_loaded(items, snapshot, rng())
+    assert len(set(chosen[:3])) == 1
+    assert chosen[3] != chosen[0]
+
+
+def test_least_loaded_counts_what_is_there_already():
+    snapshot = Snapshot((View("a", load=250.0), View("b"), View("c", load=90.0)))
+    assert policies.least_loaded(works(1), snapshot, rng()) == ["b"]
+    assert sorted(policies.least_loaded(works(3), snapshot, rng())) == ["b", "b", "c"]
+
+
+def test_least_loaded_gives_a_fast_encoder_more():
+    fast = Snapshot((View("fast", load=100.0, rate=30.0), View("slow", load=50.0, rate=10.0)))
+    assert Counter(policies.least_loaded(works(40), fast, rng()))["fast"] == 30
+    unknown = Snapshot((View("fast", rate=30.0), View("new")))
+    assert Counter(policies.least_loaded(works(40), unknown, rng()))["new"] == 20
+
+
+def test_least_loaded_lets_chance_decide_between_equals():
+    random_ = rng()
+    chosen = [policies.least_loaded(works(1), idle("a", "b", "c"), random_)[0] for _ in range(300)]
+    assert min(Counter(chosen).values()) > 60
+    assert set(chosen) == {"a", "b", "c"}
+
+
+# affinity: where a key belongs
+
+
+@given(urls=url_lists, keys=st.lists(st.binary(min_size=32, max_size=32), max_size=8))
+def test_an_order_of_encoders_is_the_keys_alone(urls, keys):
+    for key in keys:
+        order = rendezvous(key, urls)
+        assert sorted(order) == sorted(urls)
+        assert rendezvous(key, urls[::-1]) == order
+        assert rendezvous(key, urls[1:]) == [url for url in order if url != urls[0]]
+
+
+def test_each_encoder_is_the_first_for_about_as_many_keys():
+    urls = [f"http://e{number}" for number in range(5)]
+    firsts = Counter(rendezvous(work.key, urls)[0] for work in works(5000))
+    assert max(firsts.values()) < 1100
+    assert min(firsts.values()) > 900
+
+
+@given(item=work, snapshot=snapshots(idle=True), seed=st.integers())
+def test_one_item_on_an_idle_pool_goes_to_its_first(item, snapshot, seed):
+    first = rendezvous(item.key, [view.url for view in snapshot.encoders])[0]
+    assert Affinity()([item], snapshot, random.Random(seed)) == [first]
+
+
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_the_order_of_views_is_irrelevant(items, snapshot, seed):
+    turned = Snapshot(snapshot.encoders[::-1], snapshot.turn)
+    one, other = Affinity(), Affinity()
+    for _ in range(2):
+        assert one(items, snapshot, random.Random(seed)) == other(
+            items, turned, random.Random(seed)
+        )
+
+
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_equal_items_of_a_request_go_together(items, snapshot, seed):
+    chosen = Affinity()(items, snapshot, random.Random(seed))
+    places: dict[bytes, set[str]] = {}
+    for item, url in zip(items, chosen, strict=True):
+        places.setdefault(item.key, set()).add(url)
+    assert all(len(urls) == 1 for urls in places.values())
+
+
+def one_by_one(affinity, items, snapshot):
+    random_ = rng()
+    return {item.key: affinity([item], snapshot, random_)[0] for item in items}
+
+
+def test_who_leaves_moves_its_own_keys_only():
+    affinity, items = Affinity(), works(600)
+    before = one_by_one(affinity, items, idle("a", "b", "c", "d"))
+    after = one_by_one(affinity, items, idle("a", "b", "d"))
+    moved = {key for key in before if before[key] != after[key]}
+    assert moved == {key for key, url in before.items() if url == "c"}
+    shares = Counter(after[key] for key in moved)
+    assert min(shares.values()) > len(moved) / 5, "all others share them"
+
+
+def test_who_joins_takes_its_part_and_moves_nothing_else():
+    affinity, items = Affinity(), works(600)
+    before = one_by_one(affinity, items, idle("a", "b", "c"))
+    after = one_by_one(affinity, items, idle("a", "b", "c", "d"))
+    moved = {key for key in before if before[key] != after[key]}
+    assert all(after[key] == "d" for key in moved)
+    assert 120 < len(moved) < 180
+
+
+def test_who_comes_back_has_its_keys_back():
+    affinity, items = Affinity(), works(300)
+    before = one_by_one(affinity, items, idle("a", "b", "c"))
+    one_by_one(affinity, items, idle("a", "b"))
+    assert one_by_one(affinity, items, idle("a", "b", "c")) == before
+
+
+def test_another_language_server_agrees():
+    items, snapshot = works(300), idle("a", "b", "c")
+    assert one_by_one(Affinity(), items, snapshot) == one_by_one(Affinity(), items[::-1], snapshot)
+
+
+# affinity: load
+
+
+@given(items=work_lists, snapshot=snapshots(), seed=st.integers())
+def test_new_keys_respect_the_bound(items, snapshot, seed):
+    items = list({item.key: item for item in items}.values())
+    chosen = Affinity()(items, snapshot, random.Random(seed))
+    load = {view.url: view.load for view in snapshot.encoders}
+    for item, url in zip(items, chosen, strict=True):
+        mean = (sum(load.values()) + item.patches) / len(load)
+        bound = max(1.25 * mean, mean + 2 * item.patches)
+        for passed in rendezvous(item.key, list(load)):
+            if passed == url:
+                break
+            assert load[passed] + item.patches > bound
+        load[url] += item.patches
+        assert load[url] <= bound
+
+
+def test_a_large_request_is_spread_within_the_bound():
+    chosen = Affinity()(works(300), idle("a", "b", "c"), rng())
+    assert max(Counter(chosen).values()) <= 1.25 * 100 + 1
+
+
+def with_load(**of):
+    return Snapshot(tuple(View(url, load=load) for url, load in of.items()))
+
+
+def first_for(url, *urls, begin=0):
+    return next(one for one in works(100, begin=begin) if rendezvous(one.key, urls)[0] == url)
+
+
+def test_a_key_stays_where_the_bound_has_sent_it():
+    affinity = Affinity()
+    item = first_for("a", "a", "b", "c")
+    second = rendezvous(item.key, "abc")[1]
+    assert affinity([item], with_load(a=5000.0, b=0.0, c=0.0), rng()) == [second]
+    assert affinity([item], idle("a", "b", "c"), rng()) == [second]
+
+
+def test_a_known_key_waits_longer_than_a_new_one_but_not_for_ever():
+    affinity = Affinity()
+    item, other = first_for("a", "a", "b", "c"), first_for("a", "a", "b", "c", begin=50)
+    assert affinity([item], idle("a", "b", "c"), rng()) == ["a"]
+    busy = with_load(a=500.0, b=0.0, c=0.0)
+    assert affinity([other], busy, rng()) != ["a"]
+    assert affinity([item], busy, rng()) == ["a"]
+    assert affinity([item], with_load(a=50_000.0, b=0.0, c=0.0), rng()) != ["a"]
+
+
+def test_who_keeps_failing_an_item_is_not_asked_again():
+    affinity, item = Affinity(), works(1)[0]
+    views = list(idle("a", "b", "c").encoders)
+    tried = []
+    while views:
+        (url,) = affinity([item], Snapshot(tuple(views)), rng())
+        tried.append(url)
+        views = [view for view in views if view.url != url]
+    assert tried == rendezvous(item.key, "abc")
+
+
+def test_a_hot_key_gets_several_encoders_and_others_keep_one():
+    affinity, snapshot = Affinity(), idle("a", "b", "c")
+    hot, *others = works(200)
+    random_, places = rng(), {item.key: set() for item in (hot, *others)}
+    for number in range(2000):
+        item = hot if number % 3 == 0 else others[random_.randrange(len(others))]
+        places[item.key] |= set(affinity([item], snapshot, random_))
+    assert places[hot.key] == {"a", "b", "c"}
+    assert all(len(places[item.key]) <= 1 for item in others)
+
+
+def test_a_hot_key_goes_to_the_least_loaded_of_its_encoders():
+    affinity = Affinity()
+    (item,) = works(1)
+    for _ in range(100):
+        affinity([item], idle("a", "b", "c"), rng())
+    assert affinity([item], with_load(a=300.0, b=200.0, c=299.0), rng()) == ["b"]
+    assert affinity([item], with_load(a=300.0, b=400.0, c=299.0), rng()) == ["c"]
+
+
+def test_what_was_hot_cools_down():
+    affinity, snapshot = Affinity(), idle("a", "b", "c")
+    (item,) = works(1)
+    for _ in range(100):
+        affinity([item], snapshot, rng())
+    for other in works(20_000, begin=1):
+        affinity([other], snapshot, rng())
+    random_ = random.Random(0)
+    assert len({affinity([item], snapshot, random_)[0] for _ in range(7)}) == 1
+
+
+def test_a_few_items_make_no_key_hot():
+    affinity = Affinity()
+    snapshot = idle(*(f"e{number}" for number in range(64)))
+    for _ in range(15):
+        (url,) = affinity(works(1), snapshot, rng())
+        assert url == rendezvous(works(1)[0].key, [view.url for view in snapshot.encoders])[0]
+
+
+def test_only_so_many_keys_are_remembered():
+    affinity = Affinity(keys=100)
+    for item in works(1000):
+        affinity([item], idle("a", "b"), rng())
+    assert len(affinity) == 100

@@ -12,6 +12,7 @@ from sglang_epd.media.container import check_container
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import FetchedMedia, MediaFetcher
 from sglang_epd.media.limits import MediaLimits
+from sglang_epd.media.size import image_size
 from sglang_epd.media.source import MediaSource, digest, display, parse_source
 from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
@@ -29,5 +30,6 @@ __all__ = [
     "decode_image",
     "digest",
     "display",
+    "image_size",
     "parse_source",
 ]

@@ -1,0 +1,79 @@
+"""An image's width and height, read from its first bytes.
+
+For estimates: it looks at a few numbers, decodes nothing, allocates nothing, and takes
+microseconds whatever the bytes are. `decode_image` is who decides what an image is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# Segments of a JPEG before its frame header: cameras write ten, profiles and
+# thumbnails of some megabytes a few dozen.
+_MAX_JPEG_SEGMENTS = 256
+# Start-of-frame markers: 0xC0 to 0xCF but for tables (DHT, JPG, DAC).
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+
+
+def image_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height that a JPEG, PNG, WebP, GIF or BMP file claims.
+
+    Returns:
+        None for any other format and for what is cut off or claims no size.
+    """
+    size = None
+    if data.startswith(b"\xff\xd8\xff"):
+        size = _jpeg(data)
+    elif data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
+        size = _number(data, 16, 4, "big"), _number(data, 20, 4, "big")
+    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        size = _webp(data)
+    elif data.startswith((b"GIF87a", b"GIF89a")):
+        size = _number(data, 6, 2), _number(data, 8, 2)
+    elif data.startswith(b"BM"):
+        # A negative height says that rows go from top to bottom.
+        size = _number(data, 18, 4), abs(_number(data, 22, 4, signed=True))
+    return size if size and min(size) > 0 else None
+
+
+def _number(
+    data: bytes,
+    at: int,
+    width: int,
+    order: Literal["little", "big"] = "little",
+    *,
+    signed: bool = False,
+) -> int:
+    """A number at a place, 0 where the file ends before it does."""
+    digits = data[at : at + width]
+    return int.from_bytes(digits, order, signed=signed) if len(digits) == width else 0
+
+
+def _jpeg(data: bytes) -> tuple[int, int] | None:
+    at = 2
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        if data[at : at + 1] != b"\xff":
+            return None
+        marker = _number(data, at + 1, 1)
+        if marker == 0xFF:  # filling
+            at += 1
+            continue
+        if marker in _JPEG_FRAMES:
+            return _number(data, at + 7, 2, "big"), _number(data, at + 5, 2, "big")
+        length = _number(data, at + 2, 2, "big")
+        if length < 2:
+            return None
+        at += 2 + length
+    return None
+
+
+def _webp(data: bytes) -> tuple[int, int] | None:
+    kind = data[12:16]
+    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        return _number(data, 26, 2) & 0x3FFF, _number(data, 28, 2) & 0x3FFF
+    if kind == b"VP8L" and data[20:21] == b"\x2f" and len(data) >= 25:
+        both = _number(data, 21, 4)
+        return 1 + (both & 0x3FFF), 1 + (both >> 14 & 0x3FFF)
+    if kind == b"VP8X" and len(data) >= 30:
+        return 1 + _number(data, 24, 3), 1 + _number(data, 27, 3)
+    return None

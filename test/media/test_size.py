@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from media.samples import encoded, picture
+from sglang_epd.media import image_size
+
+FORMATS = [
+    ("JPEG", {}),
+    ("JPEG", {"progressive": True}),
+    ("JPEG", {"exif": b"Exif\0\0" + bytes(60_000), "icc_profile": bytes(200_000)}),
+    ("PNG", {}),
+    ("GIF", {}),
+    ("BMP", {}),
+    ("WEBP", {}),
+    ("WEBP", {"lossless": True}),
+    ("WEBP", {"exif": b"Exif\0\0II*\0" + bytes(20)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), FORMATS)
+@pytest.mark.parametrize("size", [(1, 1), (40, 30), (301, 7), (1, 999)])
+def test_it_is_what_pillow_says(kind, options, size):
+    assert image_size(encoded(picture(*size), kind, **options)) == size
+
+
+def test_a_bitmap_that_goes_from_top_to_bottom():
+    data = bytearray(encoded(picture(6, 4), "BMP"))
+    data[22:26] = struct.pack("<i", -4)
+    assert image_size(bytes(data)) == (6, 4)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PPM"])
+def test_other_formats_have_no_size_here(kind):
+    assert image_size(encoded(picture(), kind)) is None
+
+
+@pytest.mark.parametrize(("kind", "options"), FORMATS)
+def test_a_file_cut_anywhere_has_its_size_or_none(kind, options):
+    data = encoded(picture(40, 30), kind, **options)
+    sizes = {image_size(data[:length]) for length in range(min(len(data), 2000))}
+    assert sizes <= {None, (40, 30)}
+
+
+@given(st.sampled_from(FORMATS), st.data())
+def test_damaged_headers_raise_nothing(chosen, draw):
+    kind, options = chosen
+    data = bytearray(encoded(picture(9, 5), kind, **options))
+    for _ in range(draw.draw(st.integers(1, 8))):
+        data[draw.draw(st.integers(0, min(len(data) - 1, 64)))] = draw.draw(st.integers(0, 255))
+    size = image_size(bytes(data))
+    assert size is None or min(size) > 0
+
+
+@given(st.binary(max_size=200))
+def test_garbage_raises_nothing(data):
+    for magic in (
+        b"",
+        b"\xff\xd8\xff",
+        b"\x89PNG\r\n\x1a\n",
+        b"RIFF1234WEBPVP8 ",
+        b"GIF89a",
+        b"BM",
+    ):
+        size = image_size(magic + data)
+        assert size is None or min(size) > 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xd8\xff" + b"\xff" * (8 << 20),
+        b"\xff\xd8" + b"\xff\xe1\x00\x02" * (1 << 20),
+        b"\xff\xd8" + b"\xff\xe1\xff\xff" + bytes(8 << 20),
+    ],
+    ids=["filling", "empty segments", "a large one"],
+)
+def test_a_hostile_header_takes_no_time(data):
+    begin = time.perf_counter()
+    assert image_size(data) is None
+    assert time.perf_counter() - begin < 0.02

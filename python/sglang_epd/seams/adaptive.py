@@ -35,7 +35,8 @@ from sglang_epd.dispatch.decider import (
     decide,
 )
 from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Snapshot
+from sglang_epd.dispatch.pool import Pool, Snapshot
+from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
     EpdError,
     MediaError,
@@ -317,17 +318,19 @@ def _local(items: Sequence[EncodeItem]) -> bool:
 
 
 def install(
-    *,
     frontend: Frontend,
-    snapshot: Callable[[], Snapshot],
+    pool: Pool,
+    costs: Costs,
     chosen: Callable[[], tuple[str, ...] | None],
-    estimate: Callable[[EncodeItem], float],
     settings: Settings,
-    namespace: str,
     hf_config: Any,
 ) -> None:
     """Hook SGLang in this tokenizer process; does nothing without
-    `--enable-adaptive-dispatch-to-encoder`."""
+    `--enable-adaptive-dispatch-to-encoder`.
+
+    Args:
+        chosen: as `headers.chooser` makes it.
+    """
     from sglang.srt.runtime_context import get_disagg
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
@@ -336,10 +339,10 @@ def install(
 
     adaptive = Adaptive(
         frontend=frontend,
-        images=LocalImages(namespace, MediaLimits.from_env()),
-        snapshot=snapshot,
+        images=LocalImages(pool.namespace, MediaLimits.from_env()),
+        snapshot=pool.snapshot,
         chosen=chosen,
-        estimate=estimate,
+        estimate=costs.estimate,
         knobs=_knobs(settings, hf_config),
         rate=local_rate.read,
         metrics=DecisionMetrics(),
@@ -370,8 +373,8 @@ def _bytes_per_patch(hf_config: Any) -> float:
     """Of an embedding; the families that SGLang disaggregates merge two by two patches."""
     holder = getattr(hf_config, "thinker_config", None) or hf_config
     vision = getattr(holder, "vision_config", None)
-    merged = getattr(vision, "spatial_merge_size", 2) ** 2
+    merged: int = getattr(vision, "spatial_merge_size", 2) ** 2
     text = getattr(holder, "text_config", None) or holder
-    width = getattr(vision, "out_hidden_size", None) or getattr(text, "hidden_size", 4096)
+    width: int = getattr(vision, "out_hidden_size", None) or getattr(text, "hidden_size", 4096)
     layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     return width * layers * 2.0 / merged

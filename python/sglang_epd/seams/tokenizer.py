@@ -19,8 +19,6 @@ from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.dispatch.policies import policy
-from sglang_epd.dispatch.pool import Snapshot, View
-from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import EncodeError, EpdError, MediaError
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
@@ -29,7 +27,7 @@ from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import plan
 from sglang_epd.namespace import checkpoint_folder, namespace
-from sglang_epd.seams import adaptive, headers, receiving, rundir
+from sglang_epd.seams import receiving, rundir
 from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.prompt import robust_placeholders
 from sglang_epd.transfer.control import Control
@@ -97,8 +95,8 @@ class TokenizerSeam:
         from sglang.srt.runtime_context import get_disagg
 
         # A user may write the field; without a tower here it means nothing.
-        may_be_local = get_disagg().enable_adaptive_dispatch_to_encoder
-        local = may_be_local and need_wait_for_mm_inputs is False
+        adaptive = get_disagg().enable_adaptive_dispatch_to_encoder
+        local = adaptive and need_wait_for_mm_inputs is False
         if local or not request_obj.contains_mm_input():
             return None
         if self._processor is None:
@@ -168,15 +166,6 @@ def create_frontend(
     timeout_s = settings.request_timeout_s
     frontend = Frontend(dispatcher, control, timeout_s)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s)
-    adaptive.install(
-        frontend=frontend,
-        snapshot=lambda: Snapshot(tuple(View(url.rstrip("/")) for url in urls)),
-        chosen=headers.chooser(settings.encoder_header, lambda: urls),
-        estimate=Costs().estimate,
-        settings=settings,
-        namespace=identity,
-        hf_config=hf_config,
-    )
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")

@@ -212,7 +212,7 @@ def test_no_order_of_events_breaks_the_table(events):
     pool = Pool("ns", clock)
     known: dict[str, State] = {}
 
-    def on_move(url: str, old: State | None, new: State) -> None:
+    def on_move(url: str, old: State | None, new: State, _why: str) -> None:
         assert known.get(url) is old
         known[url] = new
         if new is State.GONE:

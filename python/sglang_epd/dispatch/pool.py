@@ -133,8 +133,8 @@ class Pool:
         self._waiters: dict[_Waiter, None] = {}
         # Called with a URL, from any thread, when it should be probed now.
         self.on_doubt: Callable[[str], None] = lambda _url: None
-        # Called with (url, from or None, to), with the lock held: for logs and metrics.
-        self.on_move: Callable[[str, State | None, State], None] = lambda _url, _old, _new: None
+        # Called with (url, from or None, to, why), with the lock held: for logs and metrics.
+        self.on_move: Callable[[str, State | None, State, str], None] = lambda *_: None
 
     # Who is in it
 
@@ -311,7 +311,7 @@ class Pool:
         encoder = self._encoders.get(url)
         if encoder is None:
             encoder = self._encoders[url] = _Encoder(url)
-            self.on_move(url, None, encoder.state)
+            self.on_move(url, None, encoder.state, "")
             self._tell()
         return encoder
 
@@ -322,7 +322,7 @@ class Pool:
         if state not in _MOVES[encoder.state]:
             raise AssertionError(f"{encoder.url}: {encoder.state.value} to {state.value}")
         old = encoder.state
-        self.on_move(encoder.url, old, state)
+        self.on_move(encoder.url, old, state, why)
         encoder.state = state
         if state is _S.GONE:
             del self._encoders[encoder.url]

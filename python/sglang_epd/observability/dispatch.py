@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from sglang_epd.dispatch.pool import State
 from sglang_epd.tally import DISPATCH_COUNTERS, Tally
 
 
@@ -29,10 +28,14 @@ class PrometheusDispatchTally(Tally):
         counter = self._counters[name]
         (counter.labels(kind) if DISPATCH_COUNTERS[name][0] else counter).inc(amount)
 
-    def moved(self, _url: str, old: State | None, new: State) -> None:
-        """An encoder came into another state (None: it was not known)."""
-        self.add("moves", new.value)
+    def moved(self, old: str | None, new: str, *, stays: bool) -> None:
+        """An encoder came into another state (None: it was not known).
+
+        Args:
+            stays: whether it is still known then.
+        """
+        self.add("moves", new)
         if old is not None:
-            self._encoders.labels(old.value).dec()
-        if new is not State.GONE:
-            self._encoders.labels(new.value).inc()
+            self._encoders.labels(old).dec()
+        if stays:
+            self._encoders.labels(new).inc()

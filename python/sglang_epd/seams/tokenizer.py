@@ -17,8 +17,10 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.dispatcher import Dispatcher
+from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
+from sglang_epd.dispatch.pool import Pool, State
+from sglang_epd.dispatch.work import Costs, describe
 from sglang_epd.errors import EncodeError, EpdError, MediaError
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
@@ -27,7 +29,8 @@ from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import plan
 from sglang_epd.namespace import checkpoint_folder, namespace
-from sglang_epd.seams import receiving, rundir
+from sglang_epd.observability.dispatch import PrometheusDispatchTally
+from sglang_epd.seams import discovery, receiving, rundir
 from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.prompt import robust_placeholders
 from sglang_epd.transfer.control import Control
@@ -152,13 +155,11 @@ def create_frontend(
     settings = Settings.from_env()
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
     identity = namespace(hf_config, folder, str(dtype).removeprefix("torch."))
-    urls: list[str] = encode_urls if encode_urls is not None else []
-    dispatcher = Dispatcher(
-        client=EncoderClient(settings.token),
-        urls=lambda: [url.rstrip("/") for url in urls],
-        policy=policy(settings.dispatch_policy),
-        namespace=identity,
+    logger.info(
+        "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
+    tally = PrometheusDispatchTally()
+    dispatcher = _dispatcher(settings, _pool(identity, tally), tally)
     rundir.remove_at_exit()
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
         receiving.start(readers=1)
@@ -169,8 +170,35 @@ def create_frontend(
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")
-    logger.info("EPD language server: namespace %s, encoders %s", identity, urls or "none yet")
     return seam
+
+
+def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
+    """The encoders of this server, found and watched from now on."""
+    pool = Pool(identity)
+
+    def on_move(url: str, old: State | None, new: State, why: str) -> None:
+        tally.moved(old.value if old else None, new.value, stays=new is not State.GONE)
+        level = logging.WARNING if new in (State.SUSPECT, State.OPEN) else logging.INFO
+        logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
+
+    pool.on_move = on_move
+    discovery.start(pool)
+    return pool
+
+
+def _dispatcher(settings: Settings, pool: Pool, tally: PrometheusDispatchTally) -> Dispatcher:
+    trust = discovery.trust()
+    costs = Costs()
+    return Dispatcher(
+        EncoderClient(trust.token, trust.client_ssl()),
+        pool,
+        policy(settings.dispatch_policy),
+        describe=lambda items: describe(items, costs),
+        learn=costs.learn,
+        patience=Patience(settings.encoder_wait_s, settings.encoder_timeout_s),
+        tally=tally,
+    )
 
 
 def _cancel_at_encoders(

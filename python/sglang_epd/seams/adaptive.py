@@ -35,7 +35,7 @@ from sglang_epd.dispatch.decider import (
     decide,
 )
 from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Pool, Snapshot
+from sglang_epd.dispatch.pool import Pool, Snapshot, State
 from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
     EpdError,
@@ -63,8 +63,10 @@ _MODULE = "sglang.srt.managers.tokenizer_manager"
 _CURABLE = (UnavailableError, OverloadedError, NamespaceError)
 # Of a tower that was not measured yet; only for how long its queue is.
 _SLOW_PATCHES_PER_S = 5_000.0
-# How often a client is looked after that may have left, in seconds, as SGLang does.
-_LOOK_S = 4.0
+# How often it is looked whether the client is still there, and an encoder; and at how many
+# looks in a row there may be none, before the tower here takes over.
+_LOOK_S = 0.5
+_LOOKS_WITHOUT = 2
 
 
 @dataclass
@@ -191,20 +193,9 @@ class Adaptive:
         sent = request.sent.get(prompt.rid)
         if sent is None:
             return await self._here(original, manager, prompt, items)
-        from fastapi import HTTPException
-
-        try:
-            tokenized = await original(manager, prompt)
-        except HTTPException as error:
-            # zmq_to_tokenizer: of what may be cured here, and of nothing else, it is this.
-            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(items):
-                raise
-            reason = str(error.detail)
-        else:
-            failure = await self._end_of(prompt, sent)
-            if not isinstance(failure, _CURABLE) or not _local(items):
-                return tokenized
-            reason = failure.message
+        tokenized, reason = await self._elsewhere(original, manager, prompt, sent)
+        if not reason:
+            return tokenized
         logger.warning("Encoding %s here: %s", prompt.rid, reason)
         self._count("local", "failed")
         self._queued(items)
@@ -237,25 +228,48 @@ class Adaptive:
                 item.set_identity(one.key)
         return tokenized
 
-    async def _end_of(self, prompt: Any, sent: _Sent) -> EpdError | None:
-        """How the dispatch ended. SGLang looks after clients that leave only later, when
-        the scheduler has the request; so they are looked after here.
-
-        Raises:
-            ValueError: the client has left.
-        """
-        if sent.ended is None:
-            return None
+    async def _elsewhere(
+        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+    ) -> tuple[Any, str]:
+        """The tokenized prompt once its items are encoded, or why they are not and the tower
+        here may have them."""
+        may_return = _local(sent.items)
+        work = asyncio.ensure_future(self._outcome(original, manager, prompt, sent))
+        # SGLang looks after clients that leave only when the scheduler has the request.
         http = None if getattr(prompt, "background", False) else headers.current_request()
+        without = 0
         try:
-            while not sent.ended.done():
-                await asyncio.wait({sent.ended}, timeout=_LOOK_S)
-                if not sent.ended.done() and http is not None and await http.is_disconnected():
+            while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
+                if http is not None and await http.is_disconnected():
                     raise ValueError(f"the client of {prompt.rid} has left")
-        except BaseException:
-            self._frontend.cancel(prompt.rid)
-            raise
-        return sent.ended.result()
+                ready = any(view.state is State.READY for view in self._snapshot().encoders)
+                without = 0 if ready or not may_return else without + 1
+                if without == _LOOKS_WITHOUT:
+                    return None, "no encoder is ready"
+            tokenized, failure = work.result()
+        finally:
+            if not work.done():
+                self._frontend.cancel(prompt.rid)
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+        if isinstance(failure, _CURABLE) and may_return:
+            return None, failure.message
+        # Any other has reached the scheduler, too, which ends the request.
+        return tokenized, ""
+
+    async def _outcome(
+        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+    ) -> tuple[Any, EpdError | None]:
+        from fastapi import HTTPException
+
+        try:
+            tokenized = await original(manager, prompt)
+        except HTTPException as error:
+            # zmq_to_tokenizer: of what is curable, and of nothing else, it is this.
+            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
+                raise
+            return None, UnavailableError(str(error.detail))
+        return tokenized, None if sent.ended is None else await sent.ended
 
     def _ended(self, rid: str, error: EpdError | None) -> None:
         sent = self._running.pop(rid, None)
@@ -321,6 +335,7 @@ def install(
     frontend: Frontend,
     pool: Pool,
     costs: Costs,
+    *,
     chosen: Callable[[], tuple[str, ...] | None],
     settings: Settings,
     hf_config: Any,
@@ -375,6 +390,6 @@ def _bytes_per_patch(hf_config: Any) -> float:
     vision = getattr(holder, "vision_config", None)
     merged: int = getattr(vision, "spatial_merge_size", 2) ** 2
     text = getattr(holder, "text_config", None) or holder
-    width: int = getattr(vision, "out_hidden_size", None) or getattr(text, "hidden_size", 4096)
+    width = float(getattr(vision, "out_hidden_size", 0) or getattr(text, "hidden_size", 4096))
     layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     return width * layers * 2.0 / merged

@@ -235,14 +235,19 @@ class Bench:
                 paths = ("/health", "/v1/status") if isinstance(arm, Ours) else ("/health",)
                 probes = [asyncio.create_task(_ask_often(arm.url + path)) for path in paths]
                 pictures = self.pictures(clients, "1080p", "probe")
-                run = await arm.run(pictures, clients)
+                try:
+                    run = await arm.run(pictures, clients)
+                    print(f"{arm.name}: {run.rate:.2f} images/s", flush=True)
+                except* RuntimeError as refused:
+                    # Its answers to the probes count all the same.
+                    self.note(f"{arm.name}: {refused.exceptions[0]}")
                 for path, probe in zip(paths, probes, strict=True):
                     probe.cancel()
                     latencies, bad = await probe
                     figures.append({"arm": arm.name, "path": path, "not_200": bad, "s": latencies})
                     shown = [quantile_ms(latencies, at) for at in (0.5, 0.99, 1.0)]
                     rows.append([arm.name, path, str(len(latencies)), str(bad), *shown])
-                    print(rows[-1], f"{run.rate:.2f} images/s", flush=True)
+                    print(rows[-1], flush=True)
         return rows, figures
 
 
@@ -363,7 +368,7 @@ def main() -> None:
 each; asked every 50 ms. In-tree `/health` encodes a picture itself, unless others are.
 
 {table(rows)}
-"""
+{"".join(chr(10) + note + chr(10) for note in bench.notes)}"""
         write(options.out or RESULTS / "encoder_probe.md", page, {"probes": probes})
         return
     if options.same_new_image:

@@ -33,8 +33,19 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
+            "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
         }
-    ) == Settings("secret", 2.5, "shuffle", 7, 8, 0.5, shared_memory=False, checksum=True)
+    ) == Settings(
+        token="secret",
+        request_timeout_s=2.5,
+        dispatch_policy="shuffle",
+        max_body_mb=7,
+        receive_budget_mb=8,
+        grant_timeout_s=0.5,
+        shared_memory=False,
+        checksum=True,
+        encoder_advertise_url="http://encoder:1",
+    )
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "checksum"])

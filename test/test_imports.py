@@ -4,7 +4,7 @@
     seams
     encoder, language
     dispatch, transfer, cache, store, observability, namespace
-    wire, media, config, errors, deferred, tally
+    wire, media, config, errors, trust, deferred, tally
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -27,11 +27,11 @@ LAYERS = (
     {"seams"},
     {"encoder", "language", "sim"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace"},
-    {"wire", "media", "config", "errors", "deferred", "tally"},
+    {"wire", "media", "config", "errors", "trust", "deferred", "tally"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
-SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors")}
+SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",

@@ -49,6 +49,7 @@ def test_it_hooks_what_it_says(monkeypatch, hooked):
         "sglang.srt.arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation": "after",
         "sglang.srt.disaggregation.encoder.http_server.launch_server": "replace",
         "sglang.srt.disaggregation.encoder.receiver.create_mm_receiver": "replace",
+        "sglang.srt.disaggregation.encoder.receiver.EncoderBootstrapServer": "replace",
         "sglang.srt.managers.scheduler_components.request_receiver"
         ".SchedulerRequestReceiver._pull_raw_reqs": "around",
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "after",

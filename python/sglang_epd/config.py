@@ -30,6 +30,9 @@ class Settings:
         request_timeout_s: one deadline for a request's items, from the moment it
             arrives until its embeddings are in the scheduler; retries spend it.
         dispatch_policy: how items are spread over encoders.
+        encoder_wait_s: how long a request waits for an encoder where none is left to ask.
+        encoder_timeout_s: how long one encoder may take for its share of a request before
+            others are asked.
         max_body_mb: largest encode request an encoder accepts.
         receive_budget_mb: embeddings that a language server has granted, received or is
             reading take at most this; encoders wait for more.
@@ -39,7 +42,9 @@ class Settings:
         encoder_max_items: items in work at a time on an encoder; more are refused with 503.
         encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
         encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
-            pass; a single item may have more patches.
+            pass; a single item may have more patches. None: as the device likes it.
+        encoder_advertise_url: how language servers reach an encoder that registers itself;
+            empty for its host and port.
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -47,15 +52,18 @@ class Settings:
     token: str = field(default="", repr=False)
     request_timeout_s: float = 120.0
     dispatch_policy: str = "shuffle"
+    encoder_wait_s: float = 30.0
+    encoder_timeout_s: float = 60.0
     max_body_mb: int = 512
     receive_budget_mb: int = 2048
     grant_timeout_s: float = 30.0
     encoder_max_items: int = 1024
     encoder_queue_mb: int = 1024
-    encoder_batch_patches: int = 16_384
+    encoder_batch_patches: int | None = None
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
+    encoder_advertise_url: str = ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -68,6 +76,8 @@ class Settings:
             "SGLANG_EPD_TOKEN": ("token", str),
             "SGLANG_EPD_REQUEST_TIMEOUT_S": ("request_timeout_s", float),
             "SGLANG_EPD_DISPATCH_POLICY": ("dispatch_policy", str),
+            "SGLANG_EPD_ENCODER_WAIT_S": ("encoder_wait_s", float),
+            "SGLANG_EPD_ENCODER_TIMEOUT_S": ("encoder_timeout_s", float),
             "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
             "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
             "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
@@ -77,6 +87,7 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_ENCODER_ADVERTISE_URL": ("encoder_advertise_url", str),
         }
         values: dict[str, Any] = {}
         for name, raw in env.items():
@@ -98,7 +109,7 @@ class Settings:
             value = getattr(settings, field)
             if kind is float and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be greater than 0 and finite")
-            if kind is int and value <= 0:
+            if kind is int and value is not None and value <= 0:
                 raise ConfigError(f"{name} must be greater than 0")
         return settings
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_epd.seams import bootstrap, decode, rundir, server_args, vision_weights
+from sglang_epd.seams import bootstrap, decode, discovery, rundir, server_args, vision_weights
 from sglang_epd.seams.hooks import hook
 
 SWITCH = "SGLANG_EPD"
@@ -40,6 +40,8 @@ def register() -> None:
     # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
     module = f"{_SRT}.disaggregation.encoder.receiver"
     hook(module, "create_mm_receiver", _create_mm_receiver, "replace")
+    # ... and our registration of encoders, which wants a token and knows leases.
+    hook(module, "EncoderBootstrapServer", discovery.BootstrapPlace, "replace")
 
     # --language-only: requests whose items have not landed stay with the leading rank.
     module = f"{_SRT}.managers.scheduler_components.request_receiver"

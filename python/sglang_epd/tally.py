@@ -1,4 +1,4 @@
-"""What is counted on the payload channel."""
+"""What is counted on the payload channel, and while requests are dispatched."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ COUNTERS = {
     "expired_requests": ("", "Requests whose items did not arrive by their deadline"),
     "dropped": ("reason", "Messages dropped"),
 }
+DISPATCH_COUNTERS = {
+    "retries": ("reason", "Items that were sent again, by what their encoder failed of"),
+    "waits": ("", "Times that items waited because no encoder was left to ask"),
+    "moves": ("state", "Encoders that came into a state"),
+}
 
 
 class Tally:
-    """Counts in memory; `observability.receiver` adds Prometheus."""
+    """Counts in memory; `observability.receiver` and `.dispatch` add Prometheus."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, kind: str = "", amount: int = 1) -> None:
-        """Count an event of COUNTERS, of one kind."""
+        """Count an event of the counters above, of one kind."""
         self.counts[name, kind] += amount
 
     def waited(self, seconds: float) -> None:

@@ -7,8 +7,9 @@ import time
 import pytest
 from aiohttp import web
 
-from sglang_epd.dispatch.dispatcher import Dispatcher
-from sglang_epd.dispatch.policies import shuffle
+from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
+from sglang_epd.dispatch.policies import Work, shuffle
+from sglang_epd.dispatch.pool import Pool, Report, State
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -28,7 +29,7 @@ from sglang_epd.wire import (
     ReplyTo,
     TensorSpec,
 )
-from sglang_epd.wire.http import encode_body
+from sglang_epd.wire.http import ErrorReply, encode_body
 from sglang_epd.wire.messages import (
     DECLINE_CANCELLED,
     DECLINE_DUPLICATE,
@@ -39,13 +40,55 @@ from sglang_epd.wire.messages import (
 REPLY_TO = ReplyTo("tcp://127.0.0.1:1", "the-secret-ticket")
 
 
-def in_turn(items, urls, _rng):
+PATIENCE = Patience(0.3, 5.0)
+
+
+def in_turn(items, snapshot, _rng):
     """Item 0 to the first encoder, item 1 to the second, and so on."""
+    urls = [view.url for view in snapshot.encoders]
     return [urls[number % len(urls)] for number in range(len(items))]
+
+
+def ready(*urls: str) -> Pool:
+    """A pool of encoders that have answered."""
+    pool = Pool("ns")
+    for url in urls:
+        pool.add(url)
+        pool.heard(url, Report("ns"))
+    return pool
+
+
+def dispatcher(client, pool, policy=in_turn, patience=PATIENCE) -> Dispatcher:
+    return Dispatcher(
+        client,
+        pool,
+        policy,
+        describe=lambda items: [Work(b"", 1.0) for _ in items],
+        patience=patience,
+        rng=random.Random(0),
+    )
 
 
 def some_items(count: int) -> list[EncodeItem]:
     return [EncodeItem(n, "IMAGE", f"image {n + 1} of {count}", data=b"png") for n in range(count)]
+
+
+def has_room_for(requests: int):
+    """An encoder's answers, that takes 10 ms for each and only so many at a time."""
+    live = 0
+
+    async def answer(request):
+        nonlocal live
+        if live >= requests:
+            body = encode_body(ErrorReply("OverloadedError", "full"))
+            return web.Response(body=body, status=503, headers={"Retry-After": "1"})
+        live += 1
+        await asyncio.sleep(0.01)
+        live -= 1
+        outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
+
+    return answer
 
 
 @pytest.fixture
@@ -53,8 +96,8 @@ def dispatch(client):
     """Run so many items over these URLs."""
 
     async def run(urls, count=2, *, policy=in_turn, seconds=5.0):
-        dispatcher = Dispatcher(client, lambda: urls, policy, "ns", random.Random(0))
-        return await dispatcher.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
+        one = dispatcher(client, ready(*urls), policy)
+        return await one.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
 
     return run
 
@@ -127,30 +170,128 @@ async def test_one_failed_item_is_tried_elsewhere_alone(start, dispatch):
     assert second.items == [1, 3, 0]
 
 
-async def test_no_item_comes_twice_to_the_same_encoder(start, dispatch):
+async def test_an_item_goes_round_before_it_returns_to_an_encoder(start, dispatch):
     encoders = [await start() for _ in range(3)]
     for encoder in encoders:
         encoder.refuses(OverloadedError("full"))
     with pytest.raises(OverloadedError, match="full"):
-        await dispatch([encoder.url for encoder in encoders], 4)
-    for encoder in encoders:
-        assert len(encoder.items) == len(set(encoder.items))
-    # Item 0 had been with all of them when it was given up.
-    assert all(0 in encoder.items for encoder in encoders)
+        await dispatch([encoder.url for encoder in encoders], 4, seconds=1.0)
+    counts = [encoder.items.count(0) for encoder in encoders]
+    assert max(counts) - min(counts) <= 1 and min(counts) >= 1
 
 
 async def test_an_encoder_that_joins_meanwhile_helps(start, client):
     full, late = await start(), await start()
-    urls = [full.url]
+    pool = ready(full.url)
 
     async def refuse_and_let_join(_request):
-        urls.append(late.url)
+        pool.add(late.url)
         return web.Response(status=503)
 
     full.answer = refuse_and_let_join
-    dispatcher = Dispatcher(client, lambda: urls, in_turn, "ns")
-    await dispatcher.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    await dispatcher(client, pool).run(REPLY_TO, some_items(1), time.monotonic() + 5)
     assert late.items == [0]
+
+
+async def test_without_an_encoder_one_is_waited_for(start, client):
+    late, pool = await start(), ready()
+    one = dispatcher(client, pool, patience=Patience(4.0, 5.0))
+    running = asyncio.create_task(one.run(REPLY_TO, some_items(2), time.monotonic() + 5))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    pool.add(late.url)
+    await running
+    assert late.items == [0, 1]
+
+
+async def test_when_all_have_failed_the_one_that_recovers_is_used(start, client, dead_url):
+    late, pool = await start(), ready(dead_url)
+    one = dispatcher(client, pool, patience=Patience(4.0, 5.0))
+    running = asyncio.create_task(one.run(REPLY_TO, some_items(1), time.monotonic() + 5))
+    while pool.state(dead_url) is not State.SUSPECT:
+        await asyncio.sleep(0.01)
+    pool.failed(dead_url, "no")
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    pool.add(late.url)
+    await running
+    assert late.items == [0]
+
+
+async def test_what_a_silent_encoder_has_goes_elsewhere_once_it_is_given_up(start, client):
+    frozen, other = await start(), await start()
+    frozen.hangs()
+    pool = ready(frozen.url, other.url)
+    running = asyncio.create_task(
+        dispatcher(client, pool).run(REPLY_TO, some_items(2), time.monotonic() + 5)
+    )
+    await frozen.asked.wait()
+    pool.failed(frozen.url, "silent")
+    await asyncio.sleep(0.05)
+    assert not running.done(), "one probe without an answer takes nothing away"
+    pool.failed(frozen.url, "silent")
+    await running
+    assert other.items == [1, 0]
+    await asyncio.wait_for(frozen.dropped.wait(), 2)
+    assert all(one["requests"] == one["patches"] == 0 for one in pool.describe())
+
+
+async def test_an_encoder_that_takes_too_long_is_not_the_only_one(start, client):
+    slow, other = await start(), await start()
+    slow.hangs()
+    one = dispatcher(client, ready(slow.url, other.url), patience=Patience(1.0, 0.1))
+    await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    assert other.items == [0]
+
+
+async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, client):
+    only = await start()
+    deliver, refusals = only.answer, 3
+
+    async def refuse_at_first(request):
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            body = encode_body(ErrorReply("OverloadedError", "full"))
+            return web.Response(body=body, status=503)
+        return await deliver(request)
+
+    only.answer = refuse_at_first
+    # Being full is no failure: the patience for encoders that are gone does not end it.
+    one = dispatcher(client, ready(only.url), patience=Patience(0.01, 5.0))
+    await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    assert only.items == [0] * 4
+
+
+async def test_only_the_encoders_that_the_request_names_are_asked(start, client):
+    named, other = await start(), await start()
+    named.refuses(UnavailableError("draining"))
+    one = dispatcher(client, ready(named.url, other.url))
+    with pytest.raises(UnavailableError, match="draining"):
+        deadline = time.monotonic() + 5
+        await one.run(REPLY_TO, some_items(2), deadline, among={named.url})
+    assert other.items == []
+    with pytest.raises(UnavailableError, match="none of the encoders that the request names"):
+        await one.run(REPLY_TO, some_items(2), time.monotonic() + 5, among={"http://no:1"})
+
+
+async def test_an_item_that_every_encoder_fails_at_is_given_up(start, dispatch):
+    encoders = [await start() for _ in range(5)]
+    for encoder in encoders:
+        encoder.says(ItemOutcome(0, "failed", EncodeError.__name__, "NaN"))
+    with pytest.raises(EncodeError, match="NaN"):
+        await dispatch([encoder.url for encoder in encoders], 1)
+    assert sum(len(encoder.items) for encoder in encoders) == 3
+
+
+async def test_a_hundred_requests_on_small_encoders_all_come_through(start, client):
+    encoders = [await start() for _ in range(2)]
+    for encoder in encoders:
+        encoder.answer = has_room_for(4)
+    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)), shuffle)
+    deadline = time.monotonic() + 20
+    await asyncio.gather(*(one.run(REPLY_TO, some_items(2), deadline) for _ in range(100)))
+    assert min(len(encoder.items) for encoder in encoders) > 0
 
 
 async def test_a_url_that_is_listed_twice_counts_once(start, dispatch):

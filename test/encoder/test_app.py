@@ -20,6 +20,7 @@ from sglang_epd.errors import (
     ProtocolError,
     UnavailableError,
 )
+from sglang_epd.trust import Trust
 from sglang_epd.wire import MAJOR, EncodeReply, seal
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
 
@@ -33,9 +34,9 @@ async def serve(service, metrics) -> AsyncIterator[Serve]:
     """Serves the application on loopback by uvicorn, as the encoder does."""
     servers: list[tuple[uvicorn.Server, socket.socket]] = []
 
-    async def start(token: str = "") -> str:
+    async def start(*tokens: str) -> str:
         info = {"model_path": "model", "namespace": service.namespace}
-        app = create_app(service, metrics, info, token=token, max_body_bytes=MAX_BODY)
+        app = create_app(service, metrics, info, trust=Trust(tokens), max_body_bytes=MAX_BODY)
         config = uvicorn.Config(
             app,
             ws="none",

@@ -130,16 +130,15 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): "hostname gpu_id ib_device",
     ("encoder/server", "runtime_context", "publish"): "server_args role hf_config ranks",
     ("encoder/server", "utils", "configure_logger"): "server_args prefix",
-    (
-        "encoder/server",
-        "disaggregation.encoder.http_server",
-        "_register_encoder_url_with_bootstrap",
-    ): "",
-    (
-        "encoder/server",
-        "disaggregation.encoder.http_server",
-        "_unregister_encoder_url_from_bootstrap",
-    ): "",
+    ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
+    ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",
+    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer"): (
+        "host port urls health_check_interval health_check_timeout evicted_ttl"
+    ),
+    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.list_urls"): (
+        "self"
+    ),
+    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.close"): "self",
     **{
         ("encoder and seams", "runtime_context", name): ""
         for name in (
@@ -218,7 +217,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("encoder/engine", "server_args", "PortArgs"): "nccl_port",
     ("flags", "arg_groups.fields.disagg", "Disagg"): (
         "encoder_only language_only encoder_transfer_backend encoder_urls "
-        "encoder_register_urls enable_adaptive_dispatch_to_encoder "
+        "encoder_register_urls encoder_bootstrap_port enable_adaptive_dispatch_to_encoder "
         "disaggregation_mode disaggregation_bootstrap_port enable_pd_role_switch"
     ),
     ("flags", "arg_groups.fields.mm", "Mm"): "enable_prefix_mm_cache allowed_media_domains",
@@ -230,7 +229,8 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "tp_size pp_size dp_size attn_dp_size attn_cp_size nnodes"
     ),
     ("flags", "arg_groups.fields.serving", "Serving"): (
-        "host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode"
+        "host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode api_key "
+        "ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh"
     ),
 }
 
@@ -263,6 +263,12 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
         "else None )",
+        "self.mm_receiver = create_mm_receiver(",
+    ],
+    ("seams/discovery", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+        "from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, ) ",
+        "self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host, "
+        "port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) "
         "self.mm_receiver = create_mm_receiver(",
     ],
     ("seams/decode", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [

@@ -21,6 +21,7 @@ SERVED = {
     "tokenizer_worker_num": 1,
     "grpc_mode": False,
     "smg_grpc_mode": False,
+    "enable_ssl_refresh": False,
     "encoder_urls": ["http://encoder:30000"],
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
@@ -75,6 +76,7 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({**ENCODER, "attn_dp_size": 2}, "--attn-dp-size 2 with --encoder-only"),
         ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
+        ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
         ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
         ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),

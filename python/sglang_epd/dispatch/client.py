@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import ssl
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,7 @@ from sglang_epd.wire import EncodeReply, EncodeRequest
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
 
 _MAX_REPLY_BYTES = 16 << 20
-_CONNECT_TIMEOUT_S = 3.0
+_CONNECT_TIMEOUT_S = 2.0
 
 
 class EncoderClient:
@@ -23,12 +24,14 @@ class EncoderClient:
 
     Args:
         token: shared secret, sent as a bearer token; empty for none.
+        tls: for encoders that are https:// URLs; without it the system's certificates count.
     """
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self._headers = {"Content-Type": CONTENT_TYPE}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._tls: ssl.SSLContext | bool = tls or True
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -68,8 +71,10 @@ class EncoderClient:
                 headers=self._headers,
                 timeout=timeout,
                 allow_redirects=False,
+                ssl=self._tls,
             ) as response:
                 status, body = response.status, await _read_body(response)
+                again = response.headers.get("Retry-After", "")
         except aiohttp.ConnectionTimeoutError:
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
         except TimeoutError:
@@ -79,7 +84,7 @@ class EncoderClient:
                 f"encoder {url} is out of reach ({type(error).__name__})"
             ) from None
         if status != 200:
-            raise _refusal(url, status, body)
+            raise _refusal(url, status, body, again)
         try:
             return decode_body(body, EncodeReply, _MAX_REPLY_BYTES)
         except ProtocolError as error:
@@ -96,11 +101,13 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _refusal(url: str, status: int, body: bytes) -> EpdError:
+def _refusal(url: str, status: int, body: bytes, again: str) -> EpdError:
     try:
         reply = decode_body(body, ErrorReply, _MAX_REPLY_BYTES)
     except ProtocolError:
         if status == HTTPStatus.UNAUTHORIZED:
-            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN")
+            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN (or --api-key)")
         return UnavailableError(f"{url} answered HTTP {status}: is it a sglang-epd encoder?")
-    return from_code(reply.code, f"encoder {url}: {reply.message}")
+    error = from_code(reply.code, f"encoder {url}: {reply.message}")
+    error.retry_after_s = float(again) if again.isdecimal() and len(again) < 6 else None
+    return error

@@ -1,8 +1,9 @@
 """Runs one request's items to their end: delivered, or an error for the user.
 
-One HTTP request an encoder carries its share. An item whose encoder failed in a way
-that another may cure is sent to one that has not had it yet, alone, under the same
-deadline; what the user's media did wrong is not tried again.
+One HTTP request an encoder carries its share. An item whose encoder failed in a way that
+another may cure goes to one that has not had it yet, alone, under the same deadline; one
+that all of them have failed waits until an encoder is there or has room again. What the
+user's media did wrong is not tried again.
 """
 
 from __future__ import annotations
@@ -13,41 +14,89 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.policies import Policy
+from sglang_epd.dispatch.policies import Policy, Work
+from sglang_epd.dispatch.pool import Pool, View, usable
+from sglang_epd.dispatch.retries import RetryBudget, pause
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     EpdError,
     MediaTooLargeError,
+    NamespaceError,
+    OverloadedError,
     UnavailableError,
     from_code,
 )
+from sglang_epd.tally import Tally
 from sglang_epd.wire import EncodeItem, EncodeRequest, ItemLayout, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import EncodeReply
 from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN
 
 logger = logging.getLogger(__name__)
 
+# So many encoders may fail at an item itself before the item is taken for the cause.
+_MAX_FAULTS = 3
+_TOO_LATE = "the request's deadline passed before its media were encoded"
+
+
+@dataclass
+class _Progress:
+    """Where one item has been.
+
+    Attributes:
+        tried: encoders that have had it since it last came back to all of them.
+        faults: encoders that failed at the item itself, by their own account.
+        returns: how often it came back to encoders that had failed it.
+    """
+
+    work: Work
+    tried: set[str] = field(default_factory=set)
+    faults: set[str] = field(default_factory=set)
+    returns: int = 0
+
 
 @dataclass
 class _Run:
-    """One request's dispatch: where it goes, which encoders each item has been to, and
-    what was learnt of the items."""
+    """One request's dispatch, and what was learnt of its items."""
 
     reply_to: ReplyTo
     deadline: float
-    tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    among: Collection[str] | None
+    progress: dict[int, _Progress]
     layouts: dict[int, ItemLayout] = field(default_factory=dict)
+    # When it began to wait for an encoder; None while it has one.
+    stranded_at: float | None = None
     # Not made of the ticket: encoders show request ids to anybody who asks.
     _name: str = field(default_factory=lambda: secrets.token_hex(8))
     _sent: int = 0
 
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
     def next_id(self) -> str:
         self._sent += 1
         return f"{self._name}.{self._sent}"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited.
+
+    Attributes:
+        encoder_s: for an encoder to appear, or to have room, where none is left.
+        attempt_s: for one encoder to answer, before others are asked.
+    """
+
+    encoder_s: float = 30.0
+    attempt_s: float = 60.0
+
+
+Failure = tuple[EncodeItem, EpdError]
 
 
 class Dispatcher:
@@ -55,33 +104,49 @@ class Dispatcher:
 
     Args:
         client: how an encoder is reached.
-        urls: the pool; read at each attempt, so that it may change.
+        pool: the encoders.
         policy: how items are spread.
-        namespace: this server's encoder identity, checked by every encoder.
-        rng: random source of the policy.
+        describe: an item's affinity and cost, for the policy.
+        learn: told each layout that an encoder told.
+        patience: how long is waited for encoders.
+        tally: counts what happens.
+        rng: random source of the policy and of pauses.
     """
 
     def __init__(
         self,
         client: EncoderClient,
-        urls: Callable[[], Sequence[str]],
+        pool: Pool,
         policy: Policy,
-        namespace: str,
+        *,
+        describe: Callable[[Sequence[EncodeItem]], Sequence[Work]],
+        learn: Callable[[EncodeItem, ItemLayout], None] = lambda _item, _layout: None,
+        patience: Patience = Patience(),
+        tally: Tally | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._client = client
-        self._urls = urls
+        self._pool = pool
         self._policy = policy
-        self._namespace = namespace
+        self._describe = describe
+        self._learn = learn
+        self._patience = patience
+        self._tally = tally or Tally()
         self._rng = rng or random.Random()
+        self._budget = RetryBudget()
 
     async def run(
-        self, reply_to: ReplyTo, items: Sequence[EncodeItem], deadline: float
+        self,
+        reply_to: ReplyTo,
+        items: Sequence[EncodeItem],
+        deadline: float,
+        among: Collection[str] | None = None,
     ) -> dict[int, ItemLayout]:
         """Have every item delivered.
 
         Args:
             deadline: on the clock of `time.monotonic`.
+            among: encoders that may be asked; None for all.
 
         Returns:
             The layouts by item number, of those items whose encoder told a valid one.
@@ -90,65 +155,126 @@ class Dispatcher:
             EpdError: what the user is to be told; the items not delivered by then
                 have been cancelled at their encoders.
         """
-        run = _Run(reply_to, deadline)
-        await self._spread(run, items, None)
-        return run.layouts
-
-    async def _spread(
-        self, run: _Run, items: Sequence[EncodeItem], last_error: EpdError | None
-    ) -> None:
-        """Assign the items and see every share to its end; the first error ends them all."""
-        shares = self._assign(run, items, last_error)
-        tasks = [asyncio.create_task(self._serve(run, url, share)) for url, share in shares.items()]
+        works = self._describe(items)
+        progress = {item.item: _Progress(work) for item, work in zip(items, works, strict=True)}
+        run = _Run(reply_to, deadline, among, progress)
+        self._budget.sent(len(items))
+        tasks = self._launch(run, items, None)
         try:
-            await asyncio.gather(*tasks)
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    failures = task.result()
+                    tasks.remove(task)
+                    if failures:
+                        left = [item for item, _ in failures]
+                        tasks |= self._launch(run, left, failures[0][1])
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return run.layouts
 
-    async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> None:
+    def _launch(
+        self, run: _Run, items: Sequence[EncodeItem], reason: EpdError | None
+    ) -> set[asyncio.Task[list[Failure]]]:
+        """Assign the items; each task ends with those that have to be assigned again."""
+        if run.left_s <= 0:
+            raise reason or DeadlineError(_TOO_LATE)
+        shares, stranded = self._assign(run, items)
+        steps = [self._serve(run, url, share) for url, share in shares.items()]
+        if stranded:
+            steps.append(self._wait(run, stranded, reason))
+        return {asyncio.create_task(step) for step in steps}
+
+    async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
         """One encoder's share; what it could not serve goes elsewhere at once."""
         failures = await self._send(run, url, items)
-        if failures:
-            await self._spread(run, [item for item, _ in failures], failures[0][1])
+        delay = self._budget.take(len(failures)) if failures else 0.0
+        if delay:
+            await asyncio.sleep(min(delay, max(0.0, run.left_s)))
+        return failures
+
+    async def _wait(
+        self, run: _Run, items: list[EncodeItem], reason: EpdError | None
+    ) -> list[Failure]:
+        """No encoder is left for these items: wait for one, then they begin anew."""
+        now = time.monotonic()
+        if run.stranded_at is None:
+            run.stranded_at = now
+        until = run.deadline
+        if not isinstance(reason, OverloadedError):
+            until = min(run.stranded_at + self._patience.encoder_s, until)
+        nobody = reason or UnavailableError(self._nobody(run))
+        complaint = self._pool.complaint()
+        if complaint is not None or isinstance(reason, EncodeError) or now >= until:
+            raise complaint or nobody
+        self._tally.add("waits")
+        progress = [run.progress[item.item] for item in items]
+        seconds = pause(max(one.returns for one in progress), self._rng)
+        if reason is not None and reason.retry_after_s:
+            seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
+        elif not self._candidates(run, frozenset()):
+            seconds = until - now
+        await self._pool.changed(min(seconds, until - now))
+        for one in progress:
+            one.returns += 1
+            one.tried = set(one.faults)
+        return [(item, nobody) for item in items]
+
+    def _nobody(self, run: _Run) -> str:
+        known = self._pool.describe()
+        if not known:
+            return "no encoder is known to this server"
+        if run.among is not None:
+            return "none of the encoders that the request names can be asked"
+        reasons = "; ".join(f"{one['url']}: {one['state']}, {one['why']}" for one in known[:4])
+        return f"none of {len(known)} encoders can be asked ({reasons})"
+
+    def _candidates(self, run: _Run, tried: Collection[str]) -> list[View]:
+        return usable(
+            view
+            for view in self._pool.snapshot().encoders
+            if view.url not in tried and (run.among is None or view.url in run.among)
+        )
 
     def _assign(
-        self, run: _Run, items: Sequence[EncodeItem], last_error: EpdError | None
-    ) -> dict[str, list[EncodeItem]]:
-        """Each item to an encoder that has not had it."""
-        urls = list(dict.fromkeys(self._urls()))
-        groups: defaultdict[tuple[str, ...], list[EncodeItem]] = defaultdict(list)
+        self, run: _Run, items: Sequence[EncodeItem]
+    ) -> tuple[dict[str, list[EncodeItem]], list[EncodeItem]]:
+        """Each item to an encoder that has not had it; and those that all have had."""
+        groups: defaultdict[frozenset[str], list[EncodeItem]] = defaultdict(list)
         for item in items:
-            tried = run.tried[item.item]
-            groups[tuple(url for url in urls if url not in tried)].append(item)
+            groups[frozenset(run.progress[item.item].tried)].append(item)
         shares: defaultdict[str, list[EncodeItem]] = defaultdict(list)
-        for left, members in groups.items():
-            if not left:
-                raise last_error or UnavailableError("no encoder is known to this server")
-            for item, url in zip(members, self._policy(members, left, self._rng), strict=True):
+        stranded: list[EncodeItem] = []
+        snapshot = self._pool.snapshot()
+        for tried, members in groups.items():
+            views = self._candidates(run, tried)
+            if not views:
+                stranded += members
+                continue
+            works = [run.progress[item.item].work for item in members]
+            chosen = self._policy(works, replace(snapshot, encoders=tuple(views)), self._rng)
+            for item, url in zip(members, chosen, strict=True):
                 shares[url].append(item)
-                run.tried[item.item].add(url)
-        return shares
+                run.progress[item.item].tried.add(url)
+        self._pool.assigned(len(items) - len(stranded))
+        return shares, stranded
 
-    async def _send(
-        self, run: _Run, url: str, items: list[EncodeItem]
-    ) -> list[tuple[EncodeItem, EpdError]]:
+    async def _send(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
         """One share to one encoder; returns the items to try elsewhere, with the reason."""
-        ttl_s = run.deadline - time.monotonic()
-        if ttl_s <= 0:
-            raise DeadlineError("the request's deadline passed before its media were encoded")
-        request_id = run.next_id()
-        request = EncodeRequest(request_id, self._namespace, ttl_s, run.reply_to, items)
         try:
-            reply = await self._client.encode(url, request)
+            reply = await self._ask(run, url, items)
         except EpdError as error:
             if not error.retry_elsewhere:
                 raise
-            logger.warning("Trying %d items of %s elsewhere: %s", len(items), request_id, error)
+            self._retried(len(items), error)
+            logger.warning("Trying %d items elsewhere: %s", len(items), error)
+            self._note_fault(run, url, items, error)
             return [(item, error) for item in items]
+        run.stranded_at = None
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
-        failures: list[tuple[EncodeItem, EpdError]] = []
+        failures: list[Failure] = []
         for item in items:
             outcome = outcomes.get(item.item)
             failure = _error_of(url, item, outcome)
@@ -157,12 +283,59 @@ class Dispatcher:
                 layout = _layout_of(url, item, outcome)
                 if layout is not None:
                     run.layouts[item.item] = layout
+                    self._learn(item, layout)
                 continue
             if not failure.retry_elsewhere:
                 raise failure
-            logger.warning("Trying %s of %s elsewhere: %s", item.label, request_id, failure)
+            self._retried(1, failure)
+            self._note_fault(run, url, [item], failure)
+            if len(run.progress[item.item].faults) >= _MAX_FAULTS:
+                raise failure
+            logger.warning("Trying %s elsewhere: %s", item.label, failure)
             failures.append((item, failure))
         return failures
+
+    def _retried(self, items: int, error: EpdError) -> None:
+        self._tally.add("retries", error.code, amount=items)
+
+    @staticmethod
+    def _note_fault(run: _Run, url: str, items: list[EncodeItem], error: EpdError) -> None:
+        """An encoder that failed at an item is not given it again, nor one of another model."""
+        if isinstance(error, EncodeError | NamespaceError):
+            for item in items:
+                run.progress[item.item].faults.add(url)
+
+    async def _ask(self, run: _Run, url: str, items: list[EncodeItem]) -> EncodeReply:
+        """The encoder's answer, unless it is given up before.
+
+        Raises:
+            UnavailableError: it is out of reach, was found to be silent, or took too long.
+        """
+        ttl_s = run.left_s
+        if ttl_s <= 0:
+            raise DeadlineError(_TOO_LATE)
+        request = EncodeRequest(run.next_id(), self._pool.namespace, ttl_s, run.reply_to, items)
+        patches = sum(run.progress[item.item].work.patches for item in items)
+        with self._pool.attempt(url, patches) as attempt:
+            lost = asyncio.create_task(attempt.lost.wait())
+            answer = asyncio.create_task(self._client.encode(url, request))
+            try:
+                await asyncio.wait(
+                    {lost, answer},
+                    timeout=min(self._patience.attempt_s, ttl_s + 1.0),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if answer.done():
+                    return answer.result()
+                if lost.done():
+                    raise UnavailableError(f"encoder {url} does not answer any more")
+                raise UnavailableError(
+                    f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
+                )
+            finally:
+                lost.cancel()
+                answer.cancel()
+                await asyncio.gather(lost, answer, return_exceptions=True)
 
 
 def _layout_of(url: str, item: EncodeItem, outcome: ItemOutcome) -> ItemLayout | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from sglang_epd.errors import EpdError, NamespaceError, OverloadedError
+from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
 
 
 class State(enum.Enum):
@@ -24,7 +24,7 @@ class State(enum.Enum):
     JOINING = "joining"  # announced, not heard of yet
     READY = "ready"
     SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
-    OPEN = "open"  # failed again: not asked, what it had is taken elsewhere; probed on
+    OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
     DRAINING = "draining"  # finishes what it has
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
@@ -129,11 +129,12 @@ class Pool:
         self._lock = threading.RLock()
         self._encoders: dict[str, _Encoder] = {}
         self._turn = 0
-        self._waiters: set[_Waiter] = set()
+        # In the order in which they came.
+        self._waiters: dict[_Waiter, None] = {}
         # Called with a URL, from any thread, when it should be probed now.
         self.on_doubt: Callable[[str], None] = lambda _url: None
-        # Called with (url, from, to), with the lock held: for logs and metrics.
-        self.on_move: Callable[[str, State, State], None] = lambda _url, _old, _new: None
+        # Called with (url, from or None, to), with the lock held: for logs and metrics.
+        self.on_move: Callable[[str, State | None, State], None] = lambda _url, _old, _new: None
 
     # Who is in it
 
@@ -141,6 +142,7 @@ class Pool:
         """An encoder that `owner` vouches for; known ones get one owner more."""
         with self._lock:
             self._join(url).owners.add(owner)
+        self.on_doubt(_clean(url))
 
     def remove(self, url: str, owner: str) -> None:
         """`owner` does not vouch for it any more; without an owner it is gone."""
@@ -157,6 +159,7 @@ class Pool:
 
         Args:
             namespace: its identity; empty where it does not say.
+            lease_s: from now; infinite for as long as it does not leave.
 
         Raises:
             NamespaceError: it is another encoder than this server needs.
@@ -167,8 +170,9 @@ class Pool:
             encoder = self._join(url)
             encoder.owners.add(LEASE)
             encoder.lease_until = self._clock() + lease_s
-            if encoder.state in (_S.OPEN, _S.DRAINING):
-                self.on_doubt(encoder.url)
+            doubtful = encoder.state is not _S.READY
+        if doubtful:
+            self.on_doubt(encoder.url)
 
     def expire(self) -> None:
         """Let go of those whose lease has ended."""
@@ -195,12 +199,16 @@ class Pool:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
+            matched = not encoder.mismatch
             differs = report.namespace != self.namespace
             encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
+            if not matched and not differs:
+                self._tell()
+                self._take_elsewhere()
 
     def failed(self, url: str, why: str) -> None:
-        """A probe, or a request, found it out of reach or silent."""
+        """A probe found it out of reach or silent."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -211,6 +219,14 @@ class Pool:
             elif encoder.state is not _S.OPEN:
                 self._move(encoder, _S.SUSPECT, why)
             encoder.why = why
+
+    def doubt(self, url: str, why: str) -> None:
+        """A request failed there: others come first until a probe has found it well."""
+        with self._lock:
+            encoder = self._encoders.get(url)
+            if encoder is not None and encoder.state in (_S.READY, _S.JOINING):
+                self._move(encoder, _S.SUSPECT, why)
+        self.on_doubt(url)
 
     def snapshot(self) -> Snapshot:
         """Encoders that may be asked: the ready ones, or else the best there are."""
@@ -227,7 +243,7 @@ class Pool:
                 for one in self._encoders.values()
                 if one.state in _USABLE and not one.mismatch
             ]
-            return Snapshot(tuple(sorted(views, key=lambda view: view.url)), self._turn)
+            return Snapshot(tuple(views), self._turn)
 
     def assigned(self, items: int) -> None:
         """So many items were spread (`Snapshot.turn`)."""
@@ -249,12 +265,18 @@ class Pool:
                     "state": one.state.value,
                     "why": one.mismatch or one.why,
                     "owners": sorted(one.owners),
+                    "lease_s": self._lease_s(one),
                     "patches": round(one.load()),
                     "requests": len(one.attempts),
                     "busy": self._clock() < one.busy_until,
                 }
                 for one in self._encoders.values()
             ]
+
+    def _lease_s(self, encoder: _Encoder) -> float | None:
+        """What is left of its lease; None where it has none, or one that never ends."""
+        left = encoder.lease_until - self._clock()
+        return round(left, 1) if LEASE in encoder.owners and left < float("inf") else None
 
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""
@@ -271,25 +293,26 @@ class Pool:
         return Attempt(self, url, patches)
 
     async def changed(self, seconds: float) -> None:
-        """Return when an encoder has come, gone or changed its state, or after `seconds`."""
+        """Return when an encoder has come, gone, changed its state or got room, or after
+        `seconds`. Room wakes one of those who wait, the others all of them."""
         waiter = _Waiter()
         with self._lock:
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
         try:
             await asyncio.wait_for(waiter.event.wait(), max(0.0, seconds))
         except TimeoutError:
             pass
         finally:
             with self._lock:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
 
     def _join(self, url: str) -> _Encoder:
         url = _clean(url)
         encoder = self._encoders.get(url)
         if encoder is None:
             encoder = self._encoders[url] = _Encoder(url)
+            self.on_move(url, None, encoder.state)
             self._tell()
-            self.on_doubt(url)
         return encoder
 
     def _move(self, encoder: _Encoder, state: State, why: str) -> None:
@@ -298,17 +321,32 @@ class Pool:
             return
         if state not in _MOVES[encoder.state]:
             raise AssertionError(f"{encoder.url}: {encoder.state.value} to {state.value}")
-        self.on_move(encoder.url, encoder.state, state)
+        old = encoder.state
+        self.on_move(encoder.url, old, state)
         encoder.state = state
         if state is _S.GONE:
             del self._encoders[encoder.url]
-        if state in (_S.OPEN, _S.GONE):
-            for attempt in encoder.attempts:
-                attempt.lose()
         self._tell()
+        if state is _S.GONE and old is _S.OPEN:
+            _lose(encoder)
+        self._take_elsewhere()
+
+    def _take_elsewhere(self) -> None:
+        """One that is silent keeps what it has until there is an elsewhere: if all are, it
+        is rather this server, or the network, that does not hear."""
+        if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
+            for one in self._encoders.values():
+                if one.state is _S.OPEN:
+                    _lose(one)
 
     def _tell(self) -> None:
         for waiter in self._waiters:
+            waiter.wake()
+
+    def _wake_first(self) -> None:
+        waiter = next(iter(self._waiters), None)
+        if waiter is not None:
+            del self._waiters[waiter]
             waiter.wake()
 
     def _enter(self, attempt: Attempt) -> bool:
@@ -329,11 +367,16 @@ class Pool:
             encoder.outstanding = max(0.0, encoder.outstanding - attempt.patches)
             if not encoder.attempts:
                 encoder.outstanding = 0.0
-            if isinstance(error, OverloadedError):
+            if error is None:
+                encoder.busy_until = 0.0
+                self._wake_first()
+            elif isinstance(error, OverloadedError):
                 encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
             elif isinstance(error, NamespaceError):
                 encoder.mismatch = error.message
                 self.on_doubt(encoder.url)
+            elif isinstance(error, UnavailableError):
+                self.doubt(encoder.url, error.message)
 
 
 class Attempt:
@@ -384,6 +427,11 @@ def usable(views: Iterable[View]) -> list[View]:
         if view.state in _USABLE:
             ranked.setdefault((_USABLE.index(view.state), view.busy), []).append(view)
     return ranked[min(ranked)] if ranked else []
+
+
+def _lose(encoder: _Encoder) -> None:
+    for attempt in encoder.attempts:
+        attempt.lose()
 
 
 def _clean(url: str) -> str:

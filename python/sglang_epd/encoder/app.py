@@ -9,14 +9,14 @@ DELETE /v1/cache[/{key}]   forget all of it, or one embedding
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
 
-Everything under /v1/encode and /v1/cache wants the shared token when one is set.
+Everything under /v1/encode and /v1/cache wants the shared token, or SGLang's `--api-key`,
+when one is set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import logging
 from typing import Any
@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.errors import EpdError, MediaTooLargeError
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.trust import Trust
 from sglang_epd.wire import EncodeReply, EncodeRequest
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
 
@@ -45,7 +46,7 @@ def create_app(
     metrics: EncoderMetrics,
     info: dict[str, Any],
     *,
-    token: str = "",
+    trust: Trust | None = None,
     max_body_bytes: int,
     lifespan: Any = None,
 ) -> FastAPI:
@@ -53,15 +54,15 @@ def create_app(
 
     Args:
         info: what /v1/info answers.
-        token: shared secret; empty for none.
+        trust: whose requests are taken; everybody's without.
         max_body_bytes: larger encode requests are refused with 413.
     """
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    expected = f"Bearer {token}".encode()
+    trusted = trust or Trust()
 
     def authorised(request: Request) -> bool:
-        given = request.headers.get("authorization", "").encode()
-        return not token or hmac.compare_digest(given, expected)
+        # The bytes as they came.
+        return trusted.admits(request.headers.get("authorization", "").encode("latin-1"))
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:

@@ -1,8 +1,7 @@
 """Starts the encoder server; takes the place of the in-tree `launch_server`.
 
 Leans on `disaggregation.encoder.http_server.launch_server(server_args)` being what
-SGLang calls for `--encoder-only`, and on that module's registration of the encoder at
-`--encoder-register-urls`.
+SGLang calls for `--encoder-only`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import FrameType
@@ -26,16 +26,19 @@ from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.memory import give_back
+from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
-from sglang_epd.errors import ConfigError
+from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
+from sglang_epd.trust import Trust
+from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,8 @@ _HOUSEKEEPING_S = 10.0
 
 def launch(server_args: Any) -> None:
     """Load the tower, then serve until told to stop."""
-    from sglang.srt.disaggregation.encoder import http_server as in_tree
     from sglang.srt.runtime_context import (
+        get_device,
         get_disagg,
         get_mm,
         get_model,
@@ -68,7 +71,13 @@ def launch(server_args: Any) -> None:
 
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
-    name = f"http://{serving.host}:{serving.port}"
+    trust = Trust.of(settings.token, serving)
+    # Before the towers, which take long: what cannot be used is said now.
+    trust.server_ssl()
+    tls = trust.client_ssl()
+    own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
+    registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
+    name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
 
     async def serve() -> None:
@@ -83,7 +92,8 @@ def launch(server_args: Any) -> None:
             )
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
             metrics.watch(cache)
-            batch = Bounds(settings.encoder_batch_patches, settings.encoder_batch_items)
+            patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
+            batch = Bounds(patches, settings.encoder_batch_items)
             service = EncoderService(
                 computations=Computations(towers, cache, metrics, Limits(batch=batch)),
                 fetcher=fetcher,
@@ -105,7 +115,7 @@ def launch(server_args: Any) -> None:
                 service,
                 metrics,
                 info,
-                token=settings.token,
+                trust=trust,
                 max_body_bytes=settings.max_body_mb << 20,
                 lifespan=_housekeeping(service, sender, towers),
             )
@@ -119,6 +129,7 @@ def launch(server_args: Any) -> None:
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_CLOSE_S,
                 lifespan="on",
+                **tls_options(trust),
             )
             logger.info(
                 "Encoder ready in %.1f s at %s: namespace %s",
@@ -126,16 +137,24 @@ def launch(server_args: Any) -> None:
                 name,
                 identity,
             )
-            registers = bool(get_disagg().encoder_register_urls)
-            leave = in_tree._unregister_encoder_url_from_bootstrap if registers else None
-            if registers:
-                in_tree._register_encoder_url_with_bootstrap()
-            await _DrainingServer(config, service, leave).serve()
+            registration = Registration(
+                own_url, registries, namespace=identity, headers=trust.headers(), tls=tls
+            )
+            try:
+                await _DrainingServer(config, service, registration).serve()
+            finally:
+                await registration.leave()
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _batch_patches(device: str) -> int:
+    """What a forward pass is best made of. A processor computes a patch of a batch that is
+    larger than its caches more slowly; an accelerator needs much to be busy."""
+    return 2048 if device.startswith("cpu") else 16_384
 
 
 def _remote_writer() -> RemoteWriter | None:
@@ -160,21 +179,27 @@ class _DrainingServer(uvicorn.Server):
     Told again, it waits no longer.
 
     Args:
-        leave: called in a thread when it is told to stop: takes it out of directories.
+        registration: begins when it listens, and ends when it is told to stop.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
         service: EncoderService,
-        leave: Callable[[], None] | None = None,
+        registration: Registration | None = None,
     ) -> None:
         super().__init__(config)
         self._service = service
-        self._leave = leave
+        self._registration = registration
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._told = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # Not earlier: who hears of it asks it at once. Not if it was told to stop meanwhile.
+        if self.started and self._registration is not None and not self._told:
+            self._registration.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._told:
@@ -192,12 +217,57 @@ class _DrainingServer(uvicorn.Server):
         logger.info("Draining: %d requests in work", self._service.admission.live)
         try:
             async with asyncio.timeout(_DRAIN_S):
-                if self._leave is not None:
-                    await asyncio.to_thread(self._leave)
+                if self._registration is not None:
+                    await self._registration.leave()
                 await self._service.wait_idle()
         except TimeoutError:
             logger.warning("%d requests given up", self._service.admission.live)
         super().handle_exit(sig, frame)
+
+
+def advertised_url(typed: str, scheme: str) -> str:
+    """How language servers reach this encoder: as typed, or by its host and port.
+
+    Raises:
+        ConfigError: what was typed is no server's URL.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+    if typed:
+        return _checked("SGLANG_EPD_ENCODER_ADVERTISE_URL", typed)
+    host, port = get_serving().host, get_serving().port
+    if not host or host in ("0.0.0.0", "::"):
+        host = get_local_ip_auto(host)
+    return str(NetworkAddress(host, port).to_url(scheme))
+
+
+def registry_url(typed: str) -> str:
+    """One of `--encoder-register-urls`.
+
+    Raises:
+        ConfigError: it is no server's URL.
+    """
+    return _checked("--encoder-register-urls", typed)
+
+
+def _checked(flag: str, typed: str) -> str:
+    try:
+        return server_url(typed)
+    except ProtocolError as error:
+        raise ConfigError(f"{flag} {typed!r}: {error}") from None
+
+
+def tls_options(trust: Trust) -> dict[str, Any]:
+    """What uvicorn is told of the server's certificate."""
+    if not trust.certfile:
+        return {}
+    return {
+        "ssl_certfile": trust.certfile,
+        "ssl_keyfile": trust.keyfile,
+        "ssl_keyfile_password": trust.keyfile_password or None,
+        "ssl_ca_certs": trust.ca_certs or None,
+    }
 
 
 def cache_bytes(*, enabled: bool) -> int:

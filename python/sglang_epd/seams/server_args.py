@@ -37,6 +37,8 @@ def check(_result: None, server_args: Any) -> None:
             raise ConfigError(f"{flag} {value} with {side} is not in this version; {_RIVAL}")
     if args.encoder_only and (args.grpc_mode or args.smg_grpc_mode):
         raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
+    if args.encoder_only and args.enable_ssl_refresh:
+        raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
     if args.encoder_only and args.tp_size > 1 and not args.mm_enable_dp_encoder:
         _check_heads(model_config_of(server_args).hf_config, args.tp_size)
     for url in args.encoder_urls:

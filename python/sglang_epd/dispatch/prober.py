@@ -1,0 +1,175 @@
+"""Asks encoders how they are, and tells the pool.
+
+One task an encoder. None is given up: one that is out of reach is asked on, less often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import ssl
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from sglang_epd.dispatch.pool import Pool, Report, State
+
+logger = logging.getLogger(__name__)
+
+_MAX_STATUS_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When encoders are asked, in seconds.
+
+    Attributes:
+        steady: between two questions to an encoder that is well, give or take a fifth.
+        doubtful: while it is not known how it is.
+        least: between any two questions, however many doubts there are.
+        timeout: an answer that has not come by then does not count.
+        most: the pause grows up to this while it is out of reach.
+    """
+
+    steady: float = 1.0
+    doubtful: float = 0.25
+    least: float = 0.05
+    timeout: float = 1.0
+    most: float = 2.0
+
+
+class _Status(msgspec.Struct):
+    """What counts of `GET /v1/status`."""
+
+    namespace: str
+    state: str
+    patches_queued: float = 0.0
+    patches_per_s: float = 0.0
+
+
+class _BadStatusError(Exception):
+    """What was answered is not an encoder's status; says why."""
+
+
+class Prober:
+    """Use it from one event loop.
+
+    Args:
+        session: how encoders are reached; the caller's.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        tls: ssl.SSLContext,
+        pace: Pace | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._pool = pool
+        self._session = session
+        self._tls = tls
+        self._pace = pace or Pace()
+        self._rng = rng or random.Random()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._doubts: dict[str, asyncio.Event] = {}
+
+    def doubt(self, url: str) -> None:
+        """Ask this encoder now; from now on, if it was not asked before."""
+        task = self._tasks.get(url)
+        if task is not None and not task.done():
+            self._doubts[url].set()
+            return
+        self._doubts[url] = asyncio.Event()
+        task = asyncio.get_running_loop().create_task(self._watch(url), name=f"probe {url}")
+        self._tasks[url] = task
+        task.add_done_callback(lambda done: self._ended(url, done))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, url: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(url) is task:
+            del self._tasks[url], self._doubts[url]
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("The probes of %s failed", url, exc_info=task.exception())
+            self.doubt(url)  # begins anew
+
+    async def _watch(self, url: str) -> None:
+        doubt = self._doubts[url]
+        pause_s = self._pace.doubtful
+        while self._pool.state(url) is not State.GONE:
+            doubt.clear()
+            await self._probe(url)
+            pause_s = self._pause_s(self._pool.state(url), pause_s)
+            await asyncio.sleep(self._pace.least)
+            try:
+                async with asyncio.timeout(max(0.0, pause_s - self._pace.least)):
+                    await doubt.wait()
+            except TimeoutError:
+                continue
+
+    def _pause_s(self, state: State, last_s: float) -> float:
+        if state is State.OPEN:
+            return min(last_s * 2, self._pace.most)
+        if state in (State.READY, State.DRAINING):
+            # So that the servers of a fleet do not ask in step.
+            return self._pace.steady * self._rng.uniform(0.8, 1.2)
+        return self._pace.doubtful
+
+    async def _probe(self, url: str) -> None:
+        pace = self._pace
+        try:
+            async with asyncio.timeout(pace.timeout):
+                report = await self._ask(url)
+        except TimeoutError:
+            self._pool.failed(url, f"no answer within {pace.timeout:g} s")
+        except _BadStatusError as error:
+            self._pool.failed(url, str(error))
+        except aiohttp.ClientConnectorDNSError:
+            self._pool.failed(url, "its name has no address")
+        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
+            self._pool.failed(url, f"no TLS connection: {error}")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._pool.failed(url, f"out of reach ({type(error).__name__})")
+        else:
+            self._pool.heard(url, report)
+
+    async def _ask(self, url: str) -> Report:
+        # Without the token: it is for what an encoder is asked to do.
+        async with self._session.get(
+            f"{url}/v1/status", allow_redirects=False, ssl=self._tls
+        ) as response:
+            if response.status != 200:
+                raise _BadStatusError(
+                    f"answers HTTP {response.status} to /v1/status: is it a sglang-epd encoder?"
+                )
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > _MAX_STATUS_BYTES:
+                    raise _BadStatusError("its status does not end")
+        return read_status(bytes(body))
+
+
+def read_status(body: bytes) -> Report:
+    """An encoder's answer.
+
+    Raises:
+        _BadStatusError: it is none.
+    """
+    try:
+        status = msgspec.json.decode(body, type=_Status)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise _BadStatusError("its status cannot be read: is it a sglang-epd encoder?") from None
+    figures = status.patches_queued, status.patches_per_s
+    sensible = all(math.isfinite(one) and one >= 0 for one in figures)
+    if status.state not in ("ready", "draining") or not sensible or len(status.namespace) > 256:
+        raise _BadStatusError("its status makes no sense: is it a sglang-epd encoder?")
+    return Report(status.namespace, status.state == "draining", *figures)

@@ -1,0 +1,38 @@
+"""The metrics of a language server's dispatch, in the server's own `/metrics`."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+from sglang_epd.dispatch.pool import State
+from sglang_epd.tally import DISPATCH_COUNTERS, Tally
+
+
+class PrometheusDispatchTally(Tally):
+    """Also counts in the process's default registry, which SGLang's `/metrics` collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counters = {
+            name: Counter(f"sglang:epd_dispatch_{name}", text, [label] if label else [])
+            for name, (label, text) in DISPATCH_COUNTERS.items()
+        }
+        self._encoders = Gauge(
+            "sglang:epd_dispatch_encoders",
+            "Encoders that this server knows, by state",
+            ["state"],
+            multiprocess_mode="max",
+        )
+
+    def add(self, name: str, kind: str = "", amount: int = 1) -> None:
+        super().add(name, kind, amount)
+        counter = self._counters[name]
+        (counter.labels(kind) if DISPATCH_COUNTERS[name][0] else counter).inc(amount)
+
+    def moved(self, _url: str, old: State | None, new: State) -> None:
+        """An encoder came into another state (None: it was not known)."""
+        self.add("moves", new.value)
+        if old is not None:
+            self._encoders.labels(old.value).dec()
+        if new is not State.GONE:
+            self._encoders.labels(new.value).inc()

@@ -1,0 +1,56 @@
+"""The URL of a server, as strangers may write it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from sglang_epd.errors import ProtocolError
+
+_MAX_CHARACTERS = 512
+# Visible ASCII without what a URL quotes: nothing that a log or a header would mistake.
+_PLAIN = re.compile(r"[!-~]+")
+_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?")
+
+
+def server_url(raw: str) -> str:
+    """`raw` in its one form: `http://host:port` or `https://host:port`, in small letters.
+
+    The port is left out where it was.
+
+    Raises:
+        ProtocolError: it is no such URL, or has credentials, a path, a query, or an address
+            that nobody can connect to.
+    """
+    if not raw or len(raw) > _MAX_CHARACTERS or not _PLAIN.fullmatch(raw):
+        raise ProtocolError("a server's URL is some visible ASCII characters")
+    try:
+        parts = urlsplit(raw)
+        port = parts.port
+    except ValueError:
+        raise ProtocolError("a server's URL has a bad host or port") from None
+    if parts.scheme not in ("http", "https"):
+        raise ProtocolError("a server's URL begins with http:// or https://")
+    if "@" in parts.netloc:
+        raise ProtocolError("a server's URL has no credentials")
+    if parts.path not in ("", "/") or "?" in raw or "#" in raw or "\\" in raw:
+        raise ProtocolError("a server's URL is a scheme, a host and a port, nothing more")
+    host = _host(parts.hostname or "", bracketed="[" in parts.netloc)
+    if port == 0:
+        raise ProtocolError("a server's URL has a bad host or port")
+    return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
+
+
+def _host(host: str, *, bracketed: bool) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        # What looks like a number is read as an address by some, as a name by others.
+        numeric = host.rpartition(".")[2].isdecimal() or host.startswith("0x")
+        if bracketed or numeric or len(host) > 253 or not _NAME.fullmatch(host):
+            raise ProtocolError("a server's URL has a bad host or port") from None
+        return host
+    if address.is_unspecified or address.is_multicast:
+        raise ProtocolError(f"{address} is not an address that others can connect to")
+    return f"[{address}]" if address.version == 6 else str(address)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_epd.dispatch.pool import LEASE, STATIC, Pool, Report, State, View, usable
+from sglang_epd.errors import NamespaceError, OverloadedError, UnavailableError
+
+A, B = "http://a:1", "http://b:1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock) -> Pool:
+    return Pool("ns", clock)
+
+
+def urls(pool: Pool) -> list[str]:
+    return [view.url for view in pool.snapshot().encoders]
+
+
+def test_an_encoder_may_be_asked_from_its_announcement_on(pool):
+    pool.add(A + "/")
+    assert urls(pool) == [A]
+    assert pool.state(A) is State.JOINING
+
+
+def test_one_failure_is_a_suspicion_two_are_the_end_and_one_answer_the_return(pool):
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    seen = []
+    for step in (
+        lambda: pool.failed(A, "silent"),
+        lambda: pool.failed(A, "silent"),
+        lambda: pool.failed(A, "silent"),
+        lambda: pool.heard(A, Report("ns")),
+        lambda: pool.failed(A, "silent"),
+        lambda: pool.heard(A, Report("ns", draining=True)),
+    ):
+        step()
+        seen.append(pool.state(A).value)
+    assert seen == ["suspect", "open", "open", "ready", "suspect", "draining"]
+    assert urls(pool) == []
+
+
+def test_a_failed_request_is_a_suspicion_however_often_it_happens(pool):
+    asked = []
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    pool.on_doubt = asked.append
+    for _ in range(5):
+        pool.doubt(A, "reset")
+    assert pool.state(A) is State.SUSPECT
+    assert asked == [A] * 5, "it is probed at once"
+
+
+def test_a_lease_ends_unless_it_is_renewed(pool, clock):
+    pool.register(A, "ns", 10)
+    clock.now += 9
+    pool.register(A, "ns", 10)
+    clock.now += 9
+    pool.expire()
+    assert pool.urls(LEASE) == [A]
+    clock.now += 1
+    pool.expire()
+    assert pool.urls() == [] and pool.state(A) is State.GONE
+
+
+def test_the_end_of_a_lease_leaves_who_is_named_by_a_flag_too(pool, clock):
+    pool.add(A)
+    pool.register(A, "ns", 10)
+    clock.now += 11
+    pool.expire()
+    assert pool.urls(STATIC) == [A] and pool.urls(LEASE) == []
+
+
+def test_another_model_is_refused_with_both_names(pool):
+    with pytest.raises(NamespaceError, match=r"has ns.*other"):
+        pool.register(A, "other", 10)
+    assert pool.urls() == []
+    pool.add(A)
+    pool.heard(A, Report("other"))
+    assert urls(pool) == []
+    complaint = pool.complaint()
+    assert isinstance(complaint, NamespaceError) and "other" in complaint.message
+    pool.add(B)
+    assert pool.complaint() is None, "that one may be of this model"
+    pool.heard(A, Report("ns"))
+    assert urls(pool) == [A, B]
+
+
+async def test_load_is_what_it_told_and_what_was_sent_since(pool):
+    pool.add(A)
+    pool.heard(A, Report("ns", patches_queued=100, patches_per_s=7))
+    with pool.attempt(A, 40):
+        (view,) = pool.snapshot().encoders
+        assert (view.load, view.rate) == (140, 7)
+        pool.heard(A, Report("ns", patches_queued=140))
+        assert pool.snapshot().encoders[0].load == 140, "not counted twice"
+    assert pool.snapshot().encoders[0].load == 100
+
+
+async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
+    for url in (A, B):
+        pool.add(url)
+        pool.heard(url, Report("ns"))
+    with pytest.raises(OverloadedError), pool.attempt(A, 1):
+        raise OverloadedError("full", retry_after_s=3)
+    assert pool.state(A) is State.READY, "full is not ill"
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [B]
+    clock.now += 3
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
+
+
+async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        for _ in range(3):
+            pool.failed(A, "silent")
+        await asyncio.sleep(0)
+        assert pool.state(A) is State.OPEN and not attempt.lost.is_set()
+        pool.add(B)
+        pool.heard(B, Report("another model"))
+        await asyncio.sleep(0)
+        assert not attempt.lost.is_set(), "that is no elsewhere"
+        pool.heard(B, Report("ns"))
+        await asyncio.wait_for(attempt.lost.wait(), 2)
+
+
+async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
+    for url in (A, B):
+        pool.register(url, "ns", 10)
+        pool.heard(url, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        pool.remove(A, LEASE)
+        await asyncio.sleep(0)
+        assert pool.state(A) is State.GONE and not attempt.lost.is_set()
+
+
+async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
+    for url in (A, B):
+        pool.add(url)
+        pool.heard(url, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        pool.failed(A, "silent")
+        await asyncio.sleep(0)
+        assert not attempt.lost.is_set()
+        thread = threading.Thread(target=pool.failed, args=(A, "silent"))
+        thread.start()
+        await asyncio.wait_for(attempt.lost.wait(), 2)
+        thread.join()
+    with pool.attempt(A, 1) as late:
+        assert late.lost.is_set(), "nothing is sent to one that is given up"
+
+
+async def test_those_who_wait_are_told_of_a_change_and_one_of_them_of_room(pool):
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    waiting = [asyncio.create_task(pool.changed(30)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    with pool.attempt(A, 1):
+        pass
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in waiting] == [True, False, False]
+    pool.failed(A, "silent")
+    await asyncio.wait_for(asyncio.gather(*waiting), 2)
+
+
+async def test_who_stops_waiting_is_not_woken(pool):
+    gone = asyncio.create_task(pool.changed(30))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    left = asyncio.create_task(pool.changed(30))
+    await asyncio.sleep(0)
+    pool.add(A)
+    with pytest.raises(UnavailableError), pool.attempt(A, 1):
+        raise UnavailableError("reset")
+    await asyncio.wait_for(left, 2)
+    await asyncio.wait_for(pool.changed(0.01), 2)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([A, B]),
+            st.sampled_from(["add", "register", "heard", "drain", "failed", "doubt", "expire"]),
+            st.floats(0, 20),
+        ),
+        max_size=60,
+    )
+)
+def test_no_order_of_events_breaks_the_table(events):
+    clock = Clock()
+    pool = Pool("ns", clock)
+    known: dict[str, State] = {}
+
+    def on_move(url: str, old: State | None, new: State) -> None:
+        assert known.get(url) is old
+        known[url] = new
+        if new is State.GONE:
+            del known[url]
+
+    pool.on_move = on_move
+    for url, event, seconds in events:
+        match event:
+            case "add":
+                pool.add(url)
+            case "register":
+                pool.register(url, "", 10)
+            case "heard" | "drain":
+                pool.heard(url, Report("ns", draining=event == "drain"))
+            case "failed":
+                pool.failed(url, "no")
+            case "doubt":
+                pool.doubt(url, "no")
+            case "expire":
+                clock.now += seconds
+                pool.expire()
+                pool.remove(url, STATIC)
+        assert set(known) == set(pool.urls())
+        assert all(pool.state(one) is state for one, state in known.items())
+
+
+def test_the_best_are_those_that_are_ready_and_not_full():
+    ready, busy = View(A, State.READY), View(B, State.READY, busy=True)
+    joining, suspect, open_ = (
+        View("c", State.JOINING),
+        View("d", State.SUSPECT),
+        View("e", State.OPEN),
+    )
+    everything = [open_, suspect, joining, busy, ready]
+    best = []
+    while everything:
+        found = usable(everything)
+        if not found:
+            break
+        best.append([view.url for view in found])
+        everything = [view for view in everything if view not in found]
+    assert best == [[A], [B], ["c"], ["d"]]

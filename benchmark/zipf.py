@@ -1,6 +1,6 @@
 """What a dispatch policy makes of the encoders' caches: few images, asked for unequally.
 
-    .venv/bin/python benchmark/zipf.py [--seeds 6] [--requests 20000]
+    .venv/bin/python benchmark/zipf.py [--seeds 4] [--requests 20000]
     .venv/bin/python benchmark/zipf.py --servers [--requests 3000]
 
 Requests of one image each, drawn from 200 by Zipf's law with s = 1.1, go to three
@@ -85,7 +85,7 @@ class Outcome:
     # Points of the hit rate that one cache has more.
     lost: float = 0.0
     servers: int = 1
-    sizes: str = "equal"
+    case: str = ""
 
 
 # Two policies that `affinity` was chosen over.
@@ -118,7 +118,12 @@ _OTHERS: dict[str, Policy] = {
 POLICIES = ("shuffle", "round_robin", "least_loaded", "affinity")
 
 
+ONE_CACHE = "one cache"
+
+
 def make(name: str) -> Policy:
+    if name == ONE_CACHE:
+        return only_rendezvous
     return _OTHERS.get(name) or policy(name)
 
 
@@ -187,16 +192,18 @@ class Replay:
         encoders: int = ENCODERS,
         language_servers: int = 1,
         sizes: Sequence[tuple[int, int]] = EQUAL,
+        cached: float = CACHED_SHARE,
+        images: int = IMAGES,
     ) -> None:
         self._rng = random.Random(seed)
         grids = [(height // 14, width // 14) for width, height in sizes]
         # Which size an image has is chance, not its rank.
-        self._grids = [self._rng.choice(grids) for _ in range(IMAGES)]
+        self._grids = [self._rng.choice(grids) for _ in range(images)]
         tokens = {rows * columns // 4 for rows, columns in grids}
         self._embeddings = {count: torch.zeros(count, 8) for count in tokens}
-        self._keys = [self._rng.randbytes(32) for _ in range(IMAGES)]
-        every = sum(self._embedding(image).nbytes for image in range(IMAGES))
-        share = int(CACHED_SHARE * every / encoders)
+        self._keys = [self._rng.randbytes(32) for _ in range(images)]
+        every = sum(self._embedding(image).nbytes for image in range(images))
+        share = int(cached * every / encoders)
         # Other names, other orders: as another deployment would have.
         self._encoders = {
             url: Encoder(url, EmbeddingCache(share), RATE * ENCODERS / encoders)
@@ -269,9 +276,19 @@ class Replay:
         )
 
 
+# What is replayed beside the main case: how it differs, by what the page calls it.
+CASES: dict[str, dict[str, Any]] = {
+    "": {},
+    "images of 224, 448 and 896": {"sizes": MIXED},
+    "encoders without a cache": {"cached": 0.0},
+    "no image twice": {"cached": 0.0, "distinct": True},
+}
+
+
 def replay(name: str, clients: int, seed: int, count: int, **how: Any) -> Outcome:
-    run = Replay(name, seed, **how)
-    asyncio.run(run.run(draw(count, seed), clients))
+    distinct = how.pop("distinct", False)
+    run = Replay(name, seed, **how, images=count if distinct else IMAGES)
+    asyncio.run(run.run(range(count) if distinct else draw(count, seed), clients))
     return run.outcome(name, clients, seed)
 
 
@@ -281,26 +298,23 @@ def compare(
     options: argparse.Namespace,
     *,
     servers: int = 1,
-    sizes: str = "equal",
+    case: str = "",
 ) -> list[Outcome]:
     """All policies on the same draws, each next to one cache."""
     outcomes = []
-    shapes = EQUAL if sizes == "equal" else MIXED
+    how = CASES[case]
     for seed in range(options.seeds):
-        one = replay("one cache", clients, seed, options.requests, encoders=1, sizes=shapes)
-        outcomes.append(one)
+        one = replay(ONE_CACHE, clients, seed, options.requests, encoders=1, **how)
+        runs = [one]
         for name in names:
-            how = {"language_servers": servers, "sizes": shapes}
-            ran = replay(name, clients, seed, options.requests, **how)
+            ran = replay(name, clients, seed, options.requests, language_servers=servers, **how)
             ran.lost = round(100 * (one.hit_rate - ran.hit_rate), 2)
-            outcomes.append(ran)
-        for ran in outcomes[-1 - len(names) :]:
-            ran.servers, ran.sizes = servers, sizes
-    print(f"{clients} clients, {servers} language servers, {sizes} sizes", flush=True)
+            runs.append(ran)
+        for ran in runs:
+            ran.servers, ran.case = servers, case
+        outcomes += runs
+    print(f"{clients} clients, {servers} language servers, {case or 'the main case'}", flush=True)
     return outcomes
-
-
-_OTHERS["one cache"] = only_rendezvous
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -314,7 +328,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
             "time, as one cache's",
         ]
     ]
-    base = {one.seed: one.seconds for one in outcomes if one.policy == "one cache"}
+    base = {one.seed: one.seconds for one in outcomes if one.policy == ONE_CACHE}
     for name in dict.fromkeys(one.policy for one in outcomes):
         runs = [one for one in outcomes if one.policy == name]
         rows.append(
@@ -480,7 +494,7 @@ async def on_servers(options: argparse.Namespace) -> list[Outcome]:
         spec = Layout("IMAGE", TensorSpec("float32", (77, 128)), [[1, 14, 22]])
         cache.release(entry or cache.add(key, spec, embedding))
     best = hits / len(sequence)
-    outcomes = [Outcome("one cache", 8, options.seed, round(best, 5), [1.0], [1.0], 0.0)]
+    outcomes = [Outcome(ONE_CACHE, 8, options.seed, round(best, 5), [1.0], [1.0], 0.0)]
     with Servers(str(ensure("tiny-qwen2_5-vl")), Path(tempfile.mkdtemp())) as servers:
         for name in POLICIES:
             ran = await servers.run(name, sequence, pictures, 8)
@@ -528,14 +542,14 @@ other, a hit 5 ms. `one cache` has the summed size, and one tower as fast as thr
 for what is in the making counts as a hit. Requests and patches are those of the encoder that
 has most, by the mean of the three: the mean over the seeds, and the worst.
 """)
-        cases = dict.fromkeys((one.clients, one.servers, one.sizes) for one in outcomes)
-        for clients, servers, sizes in cases:
+        cases = dict.fromkeys((one.clients, one.servers, one.case) for one in outcomes)
+        for clients, servers, case in cases:
             chosen = [
-                o for o in outcomes if (o.clients, o.servers, o.sizes) == (clients, servers, sizes)
+                one
+                for one in outcomes
+                if (one.clients, one.servers, one.case) == (clients, servers, case)
             ]
-            title = f"{clients} clients" + (
-                ", images of 224, 448 and 896" if sizes == "mixed" else ""
-            )
+            title = f"{clients} clients" + (f", {case}" if case else "")
             if servers > 1:
                 title += f", behind {servers} language servers that know nothing of each other"
             parts.append(f"### {title}\n\n{report(chosen)}\n")
@@ -561,7 +575,7 @@ def main() -> None:
     )
     parser.add_argument("--servers", action="store_true", help="real encoder servers instead")
     parser.add_argument("--requests", type=int, help="default: 20000, on servers 3000")
-    parser.add_argument("--seeds", type=int, default=6, help="of the replay")
+    parser.add_argument("--seeds", type=int, default=4, help="of the replay")
     parser.add_argument("--seed", type=int, default=1, help="on servers")
     parser.add_argument("--out", type=Path, default=RESULTS / "dispatch.md")
     options = parser.parse_args()
@@ -570,12 +584,13 @@ def main() -> None:
     if options.servers:
         outcomes = asyncio.run(on_servers(options))
     else:
-        names = [*POLICIES, *(name for name in _OTHERS if name != "one cache")]
+        names = [*POLICIES, *_OTHERS]
         for clients in CLIENTS:
             outcomes += compare(names, clients, options)
-        outcomes += compare(names, 8, options, sizes="mixed")
+        for case in list(CASES)[1:]:
+            outcomes += compare(names, 8, options, case=case)
         for servers in (2, 4):
-            outcomes += compare(names, 8, options, servers=servers)
+            outcomes += compare(["affinity", *_OTHERS], 8, options, servers=servers)
     kept = options.out.with_suffix(".json")
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     figures["servers" if options.servers else "replay"] = {

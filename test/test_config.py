@@ -35,7 +35,17 @@ def test_each_variable_is_read():
             "SGLANG_EPD_CHECKSUM": "on",
             "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
         }
-    ) == Settings("secret", 2.5, "shuffle", 7, 8, 0.5, shared_memory=False, checksum=True, encoder_advertise_url="http://encoder:1")
+    ) == Settings(
+        "secret",
+        2.5,
+        "shuffle",
+        7,
+        8,
+        0.5,
+        shared_memory=False,
+        checksum=True,
+        encoder_advertise_url="http://encoder:1",
+    )
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "checksum"])

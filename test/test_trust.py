@@ -3,9 +3,9 @@ from __future__ import annotations
 import ssl
 from types import SimpleNamespace
 
-import certificates
 import pytest
 
+import certificates
 from sglang_epd.errors import ConfigError
 from sglang_epd.trust import Trust
 

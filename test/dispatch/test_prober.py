@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import time
 
 import aiohttp
-import certificates
 import pytest
 
+import certificates
 from sglang_epd.dispatch.pool import Pool, State
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.trust import Trust
@@ -87,7 +88,7 @@ async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, unti
     await until(lambda: len(failures) >= 8)
     assert pool.state(dead_url) is State.OPEN
     assert "out of reach" in described(pool)["why"]
-    pauses = [after - before for before, after in zip(failures, failures[1:], strict=False)]
+    pauses = [after - before for before, after in itertools.pairwise(failures)]
     assert min(pauses[-2:]) > 0.9 * PACE.most, "less and less often"
     assert pauses[0] < PACE.most
 
@@ -144,9 +145,7 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
     server.status = 404
     pool.add(server.url)
     await until(lambda: pool.state(server.url) is State.OPEN)
-    assert described(pool)["why"] == (
-        "answers HTTP 404 to /v1/status: is it a sglang-epd encoder?"
-    )
+    assert described(pool)["why"] == ("answers HTTP 404 to /v1/status: is it a sglang-epd encoder?")
 
 
 async def test_one_of_another_identity_is_not_used(prober, pool, status_server, until):

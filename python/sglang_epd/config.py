@@ -19,6 +19,7 @@ PREFIX = "SGLANG_EPD_"
 # server, the media limits by media/limits.py, the cache folder by scripts/.
 _OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
+_MAY_BE_ZERO = {"min_patches"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Settings:
         request_timeout_s: one deadline for a request's items, from the moment it
             arrives until its embeddings are in the scheduler; retries spend it.
         dispatch_policy: how items are spread over encoders.
+        encode: whether a language server that holds its tower
+            (`--enable-adaptive-dispatch-to-encoder`) sends anything to encoders.
+        min_patches: requests whose images are all smaller stay on such a server.
+        encoder_header: whether a request may name its encoders (`x-encoder-hosts-ports`).
         encoder_wait_s: how long a request waits for an encoder where none is left to ask.
         encoder_timeout_s: how long one encoder may take for its share of a request before
             others are asked.
@@ -51,7 +56,7 @@ class Settings:
 
     token: str = field(default="", repr=False)
     request_timeout_s: float = 120.0
-    dispatch_policy: str = "shuffle"
+    dispatch_policy: str = "affinity"
     encoder_wait_s: float = 30.0
     encoder_timeout_s: float = 60.0
     max_body_mb: int = 512
@@ -63,6 +68,9 @@ class Settings:
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
+    encode: bool = True
+    min_patches: int = 0
+    encoder_header: bool = False
     encoder_advertise_url: str = ""
 
     @classmethod
@@ -87,6 +95,9 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_ENCODE": ("encode", switch),
+            "SGLANG_EPD_MIN_PATCHES": ("min_patches", int),
+            "SGLANG_EPD_ENCODER_HEADER": ("encoder_header", switch),
             "SGLANG_EPD_ENCODER_ADVERTISE_URL": ("encoder_advertise_url", str),
         }
         values: dict[str, Any] = {}
@@ -109,7 +120,8 @@ class Settings:
             value = getattr(settings, field)
             if kind is float and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be greater than 0 and finite")
-            if kind is int and value is not None and value <= 0:
+            least = 0 if field in _MAY_BE_ZERO else 1
+            if kind is int and value is not None and value < least:
                 raise ConfigError(f"{name} must be greater than 0")
         return settings
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from sglang_epd.errors import ProtocolError
 from sglang_epd.wire import MAJOR
 
 # A tower's name wins: "vision_model.model.layers." holds a mark of both.
@@ -51,6 +52,27 @@ def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
         digest.update(repr(entry).encode())
     architecture = (config.get("architectures") or ["unknown"])[0]
     return f"{architecture}/{dtype}/{digest.hexdigest()[:16]}"
+
+
+def embedding_key(identity: str, digest: bytes, modality: str, options: object) -> bytes:
+    """EmbeddingKey: everything that an item's embedding depends on.
+
+    Args:
+        identity: a namespace.
+        digest: of the item's bytes.
+        options: the item's own, as plain data.
+
+    Raises:
+        ProtocolError: the options are not plain data.
+    """
+    hasher = blake3(identity.encode())
+    hasher.update(digest)
+    try:
+        described = json.dumps([modality, options], sort_keys=True)
+    except (TypeError, ValueError):
+        raise ProtocolError("the item's options are not plain data") from None
+    hasher.update(described.encode())
+    return hasher.digest()
 
 
 def checkpoint_folder(model_path: str, revision: str | None) -> Path:

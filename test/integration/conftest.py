@@ -16,6 +16,7 @@ from photographs import load as load_photograph
 # Starting a topology takes most of a minute; what uses the same one runs in a row. Files
 # that are not named use "qwen2_5", or that and "qwen3".
 _ORDER = [
+    "test_adaptive",
     "test_audio",
     "test_backends",
     "test_budget",

@@ -205,6 +205,13 @@ TOPOLOGIES = {
         ("encoder@replicas", "encoder@ranks", "language"),
         flags={"encoder@replicas": "--dp-size 2", "encoder@ranks": "--tp-size 2"},
     ),
+    "adaptive": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "colocated"),
+        # A picture of 224 px has 256 patches, one of 448 px 1024.
+        {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on"},
+        flags={"language": "--enable-adaptive-dispatch-to-encoder --enable-metrics"},
+    ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
     "two_encoders": lambda: Topology(
         _TINY, ("encoder", "registering", "language"), {"SGLANG_EPD_TOKEN": TOKEN}

@@ -47,6 +47,22 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "managers.tokenizer_manager",
         "TokenizerManager._handle_abort_finish_reason",
     ): "async self out state is_stream",
+    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
+        "self obj request"
+    ),
+    (
+        "seams/adaptive",
+        "managers.tokenizer_manager",
+        "TokenizerManager._should_dispatch_to_encoder",
+    ): "self obj",
+    (
+        "seams/adaptive",
+        "managers.tokenizer_manager",
+        "TokenizerManager._handle_epd_disaggregation_encode_request",
+    ): "self obj",
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): (
+        "async self obj"
+    ),
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
         "self"
     ),
@@ -161,6 +177,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
         "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
     ),
+    ("seams/adaptive", "managers.io_struct", "GenerateReqInput"): "image_data stream background",
+    ("seams/adaptive", "managers.schedule_batch", "MultimodalDataItem"): "offsets set_identity",
+    ("seams/adaptive", "managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer"): "app",
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
         "bootstrap_server mm_processor"
@@ -254,6 +273,32 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )",
         "if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids",
         'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
+    ],
+    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager.generate_request"): [
+        "self._init_req_state(obj, request)",
+        "try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)",
+        "tokenized_obj = await self._tokenize_one_request(obj)",
+    ],
+    (
+        "seams/adaptive",
+        "managers.tokenizer_manager",
+        "TokenizerManager._handle_epd_disaggregation_encode_request",
+    ): [
+        "if get_disagg().enable_adaptive_dispatch_to_encoder: should_dispatch = "
+        "self._should_dispatch_to_encoder(obj)",
+        "if should_dispatch: obj.need_wait_for_mm_inputs = True",
+        "else: obj.need_wait_for_mm_inputs = False",
+    ],
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
+        'in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #',
+        "if mm_inputs is None: if get_disagg().language_only:",
+    ],
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._handle_batch_request"): [
+        "tokenized_obj = await self._tokenize_one_request(tmp_obj)",
+        "*(self._tokenize_one_request(obj) for obj in objs)",
+    ],
+    ("seams/adaptive", "utils.common", "load_image"): [
+        "if isinstance(image_file, Image.Image):",
     ],
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
         "self.app = web.Application()",
@@ -517,3 +562,19 @@ def test_what_was_typed_is_plain_and_makes_the_same_arguments_again(sglang):
     packed = msgspec.msgpack.encode(typed)
     again = cls(**msgspec.msgpack.decode(packed))
     assert msgspec.msgpack.encode(msgspec.structs.asdict(again)) == packed
+
+
+def test_a_tower_that_may_be_used_is_run_beside_what_was_received(sglang):
+    """And only then: without the flag one batch holds the one kind or the other."""
+    source = one_line(inspect.getsource(sglang("managers.mm_utils").prepare_mm_inputs))
+    assert "enable_adaptive_dispatch_to_encoder: # Split by precomputed" in source
+
+
+def test_every_way_in_hands_its_http_request_on(sglang):
+    """Else what it says of encoders would not be heard."""
+    chat = importlib.import_module("sglang.srt.entrypoints.openai.serving_chat")
+    server = importlib.import_module("sglang.srt.entrypoints.http_server")
+    source = one_line(inspect.getsource(chat.OpenAIServingChat))
+    assert "tokenizer_manager.generate_request( adapted_request, raw_request )" in source
+    source = one_line(inspect.getsource(server.serve_generate_request))
+    assert source.count("generate_request( obj, request )") == 2

@@ -21,6 +21,7 @@ SERVED = {
     "tokenizer_worker_num": 1,
     "grpc_mode": False,
     "smg_grpc_mode": False,
+    "enable_adaptive_dispatch_to_encoder": False,
     "enable_ssl_refresh": False,
     "encoder_urls": ["http://encoder:30000"],
 }
@@ -125,3 +126,14 @@ def test_without_an_epd_flag_everything_passes(check):
         tp_size=8,
         encoder_urls=["x"],
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SGLANG_EPD_ENCODE", "off"), ("SGLANG_EPD_MIN_PATCHES", "256")]
+)
+def test_without_a_tower_nothing_can_be_kept_here(check, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}.*--enable-adaptive-dispatch-to-encoder"):
+        check()
+    check(enable_adaptive_dispatch_to_encoder=True)
+    check(**ENCODER)  # the environment is often one for all servers

@@ -3,8 +3,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from sglang_epd.seams import local_rate
 from sglang_epd.seams.vision_weights import ReleasedTower, release
 
 
@@ -51,7 +53,12 @@ def test_once_released_it_stays_released(run):
 
 
 @pytest.mark.parametrize("kept", [{"language_only": False}, {"adaptive": True}])
-def test_a_tower_that_may_be_used_is_kept(run, kept):
+def test_a_tower_that_may_be_used_is_kept(run, kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(local_rate, "path", lambda: tmp_path / "tower")
     model = Model()
     run(model, **kept)
     assert isinstance(model.visual, nn.Linear)
+    for _ in range(2):
+        model.visual(torch.zeros(3, 4))
+    measured = local_rate.read(tmp_path / "tower") > 0
+    assert measured == kept.get("adaptive", False)

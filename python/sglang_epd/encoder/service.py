@@ -11,15 +11,12 @@ Owns admission, cancellation and the outcomes. Does not own HTTP, sockets or the
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from blake3 import blake3
 
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.computations import Computations
@@ -29,9 +26,9 @@ from sglang_epd.errors import (
     EncodeError,
     EpdError,
     NamespaceError,
-    ProtocolError,
 )
 from sglang_epd.media import FetchedMedia, MediaFetcher, MediaSource
+from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
 from sglang_epd.wire import (
@@ -266,7 +263,7 @@ class EncoderService:
     ) -> ItemOutcome:
         with self._stage("acquire", ms):
             media = await self._acquire(item, deadline, room)
-        key = _key(self.namespace, media.digest, item)
+        key = embedding_key(self.namespace, media.digest, item.modality, item.options)
         hold = self.computations.hold(key, item.modality, media.data, request.request_id, deadline)
         try:
             return await self._deliver(request, item, deadline, hold, ms)
@@ -382,18 +379,6 @@ class EncoderService:
                 "ms": outcome.ms,
             }
         )
-
-
-def _key(namespace: str, digest: bytes, item: EncodeItem) -> bytes:
-    """EmbeddingKey: everything that the embedding depends on."""
-    hasher = blake3(namespace.encode())
-    hasher.update(digest)
-    try:
-        options = json.dumps([item.modality, item.options], sort_keys=True)
-    except (TypeError, ValueError):
-        raise ProtocolError("the item's options are not plain data") from None
-    hasher.update(options.encode())
-    return hasher.digest()
 
 
 def _failed(item: EncodeItem, error: EpdError, ms: dict[str, float]) -> ItemOutcome:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_epd.dispatch.dispatcher import Dispatcher
@@ -29,7 +30,7 @@ _RECEIVER_TIMEOUT_S = 20.0
 @dataclass
 class _Live:
     ticket: str
-    task: asyncio.Task[None]
+    task: asyncio.Task[EpdError | None]
 
 
 class Frontend:
@@ -46,6 +47,9 @@ class Frontend:
         self._control = control
         self._timeout_s = request_timeout_s
         self._live: dict[str, _Live] = {}
+        # Called with a request's id and what it failed with, None where all was delivered
+        # or nobody waits any more; once for each request that was started.
+        self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -68,7 +72,7 @@ class Frontend:
         )
         self._live[rid] = _Live(expect.ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda _task: self._forget(rid, expect.ticket))
+        task.add_done_callback(lambda task: self._forget(rid, expect.ticket, task))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
@@ -82,10 +86,17 @@ class Frontend:
         if live is not None:
             live.task.cancel()
 
-    def _forget(self, rid: str, ticket: str) -> None:
+    def _forget(self, rid: str, ticket: str, task: asyncio.Task[EpdError | None]) -> None:
         live = self._live.get(rid)
         if live is not None and live.ticket == ticket:
             del self._live[rid]
+        error: EpdError | None = None
+        if not task.cancelled():
+            surprise = task.exception()
+            if surprise is not None:
+                logger.error("Could not end %s", rid, exc_info=surprise)
+            error = EncodeError("its end is unknown") if surprise else task.result()
+        self.on_end(rid, error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
@@ -94,7 +105,7 @@ class Frontend:
 
     async def _run(
         self, rid: str, items: list[EncodeItem], expect: Expect, slot: Slot | None
-    ) -> None:
+    ) -> EpdError | None:
         started = time.monotonic()
         deadline = started + expect.ttl_s
         try:
@@ -110,13 +121,15 @@ class Frontend:
             await self._control.cancel(expect.ticket)
         except EpdError as error:
             logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
-            await self._fail(expect, slot, error)
+            return await self._fail(expect, slot, error)
         except Exception:
             logger.exception("Could not encode %s", rid)
             unknown = EncodeError("the request's media could not be dispatched")
-            await self._fail(expect, slot, unknown)
+            return await self._fail(expect, slot, unknown)
+        return None
 
-    async def _fail(self, expect: Expect, slot: Slot | None, error: EpdError) -> None:
+    async def _fail(self, expect: Expect, slot: Slot | None, error: EpdError) -> EpdError:
         if slot is not None:
             slot.failed(error)
         await self._control.fail(expect.ticket, error)
+        return error

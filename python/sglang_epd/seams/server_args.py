@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 
 # What the families call the number of a tower's attention heads.
@@ -41,9 +42,29 @@ def check(_result: None, server_args: Any) -> None:
         raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
     if args.encoder_only and args.tp_size > 1 and not args.mm_enable_dp_encoder:
         _check_heads(model_config_of(server_args).hf_config, args.tp_size)
+    if args.language_only and not args.enable_adaptive_dispatch_to_encoder:
+        _check_no_choice(Settings.from_env())
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
+
+
+def _check_no_choice(settings: Settings) -> None:
+    """Without a tower of its own a language server can keep nothing to itself.
+
+    Raises:
+        ConfigError: a setting says that it should.
+    """
+    changed = {
+        "SGLANG_EPD_ENCODE=off": not settings.encode,
+        "SGLANG_EPD_MIN_PATCHES": settings.min_patches > 0,
+    }
+    for name, given in changed.items():
+        if given:
+            raise ConfigError(
+                f"{name} with --language-only needs --enable-adaptive-dispatch-to-encoder, "
+                "which keeps the vision tower"
+            )
 
 
 def _check_heads(hf_config: Any, ranks: int) -> None:

@@ -30,7 +30,7 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import plan
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
-from sglang_epd.seams import discovery, receiving, rundir
+from sglang_epd.seams import adaptive, discovery, headers, receiving, rundir
 from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.prompt import robust_placeholders
 from sglang_epd.transfer.control import Control
@@ -98,8 +98,8 @@ class TokenizerSeam:
         from sglang.srt.runtime_context import get_disagg
 
         # A user may write the field; without a tower here it means nothing.
-        adaptive = get_disagg().enable_adaptive_dispatch_to_encoder
-        local = adaptive and need_wait_for_mm_inputs is False
+        may_be_local = get_disagg().enable_adaptive_dispatch_to_encoder
+        local = may_be_local and need_wait_for_mm_inputs is False
         if local or not request_obj.contains_mm_input():
             return None
         if self._processor is None:
@@ -159,7 +159,8 @@ def create_frontend(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
     tally = PrometheusDispatchTally()
-    dispatcher = _dispatcher(settings, _pool(identity, tally), tally)
+    pool, costs = _pool(identity, tally), Costs()
+    dispatcher = _dispatcher(settings, pool, costs, tally)
     rundir.remove_at_exit()
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
         receiving.start(readers=1)
@@ -167,6 +168,8 @@ def create_frontend(
     timeout_s = settings.request_timeout_s
     frontend = Frontend(dispatcher, control, timeout_s)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s)
+    chosen = headers.chooser(settings.encoder_header, pool.urls)
+    adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")
@@ -187,9 +190,10 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
     return pool
 
 
-def _dispatcher(settings: Settings, pool: Pool, tally: PrometheusDispatchTally) -> Dispatcher:
+def _dispatcher(
+    settings: Settings, pool: Pool, costs: Costs, tally: PrometheusDispatchTally
+) -> Dispatcher:
     trust = discovery.trust()
-    costs = Costs()
     return Dispatcher(
         EncoderClient(trust.token, trust.client_ssl()),
         pool,

@@ -2,7 +2,7 @@
 
 SGLang's Qwen models build and load it even with `--language-only`; nothing calls it
 there, because every image arrives as an embedding. Released straight after loading,
-its memory is there when SGLang sizes the KV cache. Kept where
+its memory is there when SGLang sizes the KV cache. Kept, and its speed measured, where
 `--enable-adaptive-dispatch-to-encoder` may run it.
 
 Leans on `model_executor.model_runner.ModelRunner.load_model`.
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +40,14 @@ def release(_result: None, model_runner: Any) -> None:
     from sglang.srt.runtime_context import get_disagg
 
     disagg = get_disagg()
-    if not disagg.language_only or disagg.enable_adaptive_dispatch_to_encoder:
+    if not disagg.language_only:
         return
     model = getattr(model_runner.model, "thinker", model_runner.model)
+    if disagg.enable_adaptive_dispatch_to_encoder:
+        towers = [getattr(model, name, None) for name in _TOWERS]
+        watch = local_rate.TowerWatch(local_rate.path())
+        watch.watch(tower for tower in towers if isinstance(tower, nn.Module))
+        return
     released = 0
     for name in _TOWERS:
         tower = getattr(model, name, None)

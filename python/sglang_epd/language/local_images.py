@@ -1,0 +1,88 @@
+"""Images that this server encodes itself, read as an encoder reads them.
+
+Left to SGLang, a picture would be fetched from anywhere and decoded without bounds. Here
+it is fetched and decoded by the rules that hold on encoders, and gets the same identity:
+which of the two encodes it makes no difference to who may be asked for it, to the prefix
+cache, or to the user's error message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from sglang_epd.errors import EpdError, MediaTypeError
+from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, decode_image
+from sglang_epd.namespace import embedding_key
+from sglang_epd.wire import EncodeItem
+
+# Decoded at a time: each picture may have 100 megapixels.
+_DECODERS = 4
+
+
+@dataclass(frozen=True)
+class LocalImage:
+    """A picture, and the key that an encoder would give it."""
+
+    image: Image.Image
+    key: bytes
+
+
+class LocalImages:
+    """Reads images. Use it from one event loop; its connections last as long as the process.
+
+    Args:
+        namespace: this server's encoder identity.
+        limits: what may be read.
+    """
+
+    def __init__(self, namespace: str, limits: MediaLimits) -> None:
+        self._namespace = namespace
+        self._limits = limits
+        self._fetcher = MediaFetcher(limits)
+        self._opening = asyncio.Lock()
+        self._open = False
+        self._decoding = asyncio.Semaphore(_DECODERS)
+
+    async def read(self, items: Sequence[EncodeItem], deadline: float) -> list[LocalImage]:
+        """All of a prompt's images.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+
+        Raises:
+            EpdError: of the first that cannot be read; the message names it.
+        """
+        async with self._opening:
+            if not self._open:
+                await self._fetcher.__aenter__()
+                self._open = True
+        tasks = [asyncio.create_task(self._read(item, deadline)) for item in items]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._open:
+            self._open = False
+            await self._fetcher.__aexit__(None, None, None)
+
+    async def _read(self, item: EncodeItem, deadline: float) -> LocalImage:
+        try:
+            if item.modality != "IMAGE":
+                raise MediaTypeError("only encoders take it")
+            source = MediaSource(data=item.data, url=item.url)
+            media = await self._fetcher.fetch(source, deadline)
+            key = embedding_key(self._namespace, media.digest, item.modality, item.options)
+            async with self._decoding:
+                image = await asyncio.to_thread(decode_image, media.data, self._limits)
+        except EpdError as error:
+            raise type(error)(f"{item.label}: {error.message}") from None
+        return LocalImage(image, key)

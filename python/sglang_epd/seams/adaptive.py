@@ -1,0 +1,395 @@
+"""A language server that holds its tower, too: what it encodes itself, and what it does not.
+
+Under `--enable-adaptive-dispatch-to-encoder` SGLang asks for each request whether encoders
+are to have it, and processes the others as one server would. Here the question is
+answered by predicted cost (`dispatch/decider.py`); what stays is read by the rules that
+hold on encoders (`language/local_images.py`); and what was sent, but no encoder took, is
+taken back before a scheduler has seen it.
+
+Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
+`_init_req_state(obj, request)`, then `_handle_epd_disaggregation_encode_request(obj)`,
+which asks `_should_dispatch_to_encoder(obj)` and sets `need_wait_for_mm_inputs`; then
+`_tokenize_one_request(obj)` for each prompt, which leaves the media of those that do not
+wait to SGLang's own processor, takes PIL images, and returns an object with `mm_inputs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang_epd.config import Settings
+from sglang_epd.dispatch.decider import (
+    Decision,
+    Knobs,
+    Link,
+    LocalQueue,
+    LocalRate,
+    decide,
+)
+from sglang_epd.dispatch.policies import Work
+from sglang_epd.dispatch.pool import Pool, Snapshot, State
+from sglang_epd.dispatch.work import Costs
+from sglang_epd.errors import (
+    EpdError,
+    MediaError,
+    NamespaceError,
+    OverloadedError,
+    UnavailableError,
+)
+from sglang_epd.language.frontend import Frontend
+from sglang_epd.language.local_images import LocalImages
+from sglang_epd.language.planner import plan
+from sglang_epd.media import MediaLimits
+from sglang_epd.seams import headers, local_rate
+from sglang_epd.seams.hooks import hook
+from sglang_epd.wire import EncodeItem
+
+if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
+    from sglang_epd.observability.decisions import DecisionMetrics
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "sglang.srt.managers.tokenizer_manager"
+# A request of this kind of failure has not been the encoders' work: the tower here may
+# have it. Not one that they failed at, which this server is not to fail at as well.
+_CURABLE = (UnavailableError, OverloadedError, NamespaceError)
+# Of a tower that was not measured yet; only for how long its queue is.
+_SLOW_PATCHES_PER_S = 5_000.0
+# How often it is looked whether the client is still there, and an encoder; and at how many
+# looks in a row there may be none, before the tower here takes over.
+_LOOK_S = 0.5
+_LOOKS_WITHOUT = 2
+
+
+@dataclass
+class _Sent:
+    """What encoders were sent of one prompt."""
+
+    items: list[EncodeItem]
+    decision: Decision
+    began: float
+    ended: asyncio.Future[EpdError | None] | None = None
+
+
+@dataclass
+class _Request:
+    """One request, in the task that serves it."""
+
+    items: dict[str, list[EncodeItem]] = field(default_factory=dict)
+    sent: dict[str, _Sent] = field(default_factory=dict)
+
+
+_current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", default=None)
+
+
+class Adaptive:
+    """Decides, and does what stays here.
+
+    Args:
+        frontend: what is sent, and how that ends.
+        images: reads what stays.
+        snapshot: the encoders now.
+        chosen: the URLs that the current request names; None for all.
+        estimate: patches of an item.
+        knobs: what people have set.
+        rate: patches a second of the tower here; 0 where unknown.
+        metrics: counts decisions.
+        timeout_s: a request's deadline.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        frontend: Frontend,
+        images: LocalImages,
+        snapshot: Callable[[], Snapshot],
+        chosen: Callable[[], tuple[str, ...] | None],
+        estimate: Callable[[EncodeItem], float],
+        knobs: Knobs,
+        rate: Callable[[], float],
+        metrics: DecisionMetrics,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._frontend = frontend
+        self._images = images
+        self._snapshot = snapshot
+        self._chosen = chosen
+        self._estimate = estimate
+        self._knobs = knobs
+        self._rate = rate
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._link = Link()
+        self._queue = LocalQueue()
+        # By request id, from the start of a dispatch to its end.
+        self._running: dict[str, _Sent] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._forced = ""
+        frontend.on_end = self._ended
+
+    def should_dispatch(self, _original: Any, _manager: Any, obj: Any) -> bool:
+        """Around `_should_dispatch_to_encoder`: all prompts of a request go one way.
+
+        Raises:
+            ValueError: the media cannot be read; SGLang answers 400 with the message.
+        """
+        prompts = [prompt for prompt in _prompts(obj) if prompt.contains_mm_input()]
+        try:
+            items = {prompt.rid: plan(prompt) for prompt in prompts}
+        except MediaError as error:
+            raise ValueError(error.message) from None
+        decision = self._decide([item for planned in items.values() for item in planned])
+        for _ in prompts:
+            self._count(decision.where, decision.why)
+        request = _Request(items)
+        _current.set(request)
+        if decision.where == "remote":
+            now = self._clock()
+            request.sent = {rid: _Sent(planned, decision, now) for rid, planned in items.items()}
+            return True
+        for prompt in prompts:
+            # SGLang does not copy the request's own to the prompts of a batch.
+            prompt.need_wait_for_mm_inputs = False
+            self._queued(items[prompt.rid])
+        return False
+
+    def handle(self, original: Any, manager: Any, obj: Any) -> None:
+        """Around `_handle_epd_disaggregation_encode_request`: see how dispatches end."""
+        _current.set(None)
+        original(manager, obj)
+        request = _current.get()
+        if request is None:
+            return
+        loop = asyncio.get_running_loop()
+        for prompt in _prompts(obj):
+            sent = request.sent.get(prompt.rid)
+            # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
+            if sent is not None and prompt.encoder_urls:
+                sent.ended = loop.create_future()
+                self._running[prompt.rid] = sent
+
+    async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
+        """Around `_tokenize_one_request`: a prompt's media are encoded here, or have been
+        encoded elsewhere when it returns.
+
+        Raises:
+            fastapi.HTTPException: with the status and message for the user.
+        """
+        request = _current.get()
+        items = request.items.get(prompt.rid) if request is not None else None
+        if request is None or items is None:
+            return await original(manager, prompt)
+        sent = request.sent.get(prompt.rid)
+        if sent is None:
+            return await self._here(original, manager, prompt, items)
+        tokenized, reason = await self._elsewhere(original, manager, prompt, sent)
+        if not reason:
+            return tokenized
+        logger.warning("Encoding %s here: %s", prompt.rid, reason)
+        self._count("local", "failed")
+        self._queued(items)
+        prompt.need_wait_for_mm_inputs = False
+        prompt.encoder_urls = None
+        return await self._here(original, manager, prompt, items)
+
+    async def _here(self, original: Any, manager: Any, prompt: Any, items: list[EncodeItem]) -> Any:
+        """As one server does it, but for how media are read."""
+        from fastapi import HTTPException
+
+        try:
+            read = await self._images.read(items, time.monotonic() + self._timeout_s)
+        except EpdError as error:
+            if error.status == HTTPStatus.BAD_REQUEST or getattr(prompt, "stream", False):
+                # Of a stream too this is an answer with a status, before it begins.
+                raise ValueError(error.message) from None
+            raise HTTPException(error.status, error.message) from None
+        prompt.image_data = [one.image for one in read]
+        tokenized = await original(manager, prompt)
+        found = tokenized.mm_inputs.mm_items if tokenized.mm_inputs else []
+        places = sum(len(item.offsets or ()) for item in found)
+        if places < len(read):
+            raise ValueError(
+                f"the prompt has {places} placeholders for {len(read)} images: "
+                "placeholders do not match the media"
+            )
+        if len(found) == len(read):
+            for item, one in zip(found, read, strict=True):
+                item.set_identity(one.key)
+        return tokenized
+
+    async def _elsewhere(
+        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+    ) -> tuple[Any, str]:
+        """The tokenized prompt once its items are encoded, or why they are not and the tower
+        here may have them."""
+        may_return = _local(sent.items)
+        work = asyncio.ensure_future(self._outcome(original, manager, prompt, sent))
+        # SGLang looks after clients that leave only when the scheduler has the request.
+        http = None if getattr(prompt, "background", False) else headers.current_request()
+        without = 0
+        try:
+            while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
+                if http is not None and await http.is_disconnected():
+                    raise ValueError(f"the client of {prompt.rid} has left")
+                ready = any(view.state is State.READY for view in self._snapshot().encoders)
+                without = 0 if ready or not may_return else without + 1
+                if without == _LOOKS_WITHOUT:
+                    return None, "no encoder is ready"
+            tokenized, failure = work.result()
+        finally:
+            if not work.done():
+                self._frontend.cancel(prompt.rid)
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+        if isinstance(failure, _CURABLE) and may_return:
+            return None, failure.message
+        # Any other has reached the scheduler, too, which ends the request.
+        return tokenized, ""
+
+    async def _outcome(
+        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+    ) -> tuple[Any, EpdError | None]:
+        from fastapi import HTTPException
+
+        try:
+            tokenized = await original(manager, prompt)
+        except HTTPException as error:
+            # zmq_to_tokenizer: of what is curable, and of nothing else, it is this.
+            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
+                raise
+            return None, UnavailableError(str(error.detail))
+        return tokenized, None if sent.ended is None else await sent.ended
+
+    def _ended(self, rid: str, error: EpdError | None) -> None:
+        sent = self._running.pop(rid, None)
+        if sent is None or sent.ended is None:
+            return
+        if not sent.ended.done():
+            sent.ended.set_result(error)
+        if error is None and all(item.url is None for item in sent.items):
+            # What fetching takes would be taken here as well, and says nothing of the link.
+            nbytes = self._patches(sent.items) * self._knobs.bytes_per_patch
+            elapsed = self._clock() - sent.began
+            self._link.learn(nbytes, elapsed - sent.decision.compute_s)
+
+    def _decide(self, items: list[EncodeItem]) -> Decision:
+        chosen = self._chosen()
+        snapshot = self._snapshot()
+        if chosen is not None:
+            views = tuple(view for view in snapshot.encoders if view.url in chosen)
+            snapshot = replace(snapshot, encoders=views)
+        work = [Work(b"", self._estimate(item)) for item in items]
+        local = self._local_rate() if _local(items) else None
+        decision = decide(work, snapshot, local, self._knobs, self._link.cost())
+        if chosen is not None and decision.why in ("cost", "small", "few"):
+            # Somebody has decided already.
+            return replace(decision, where="remote", why="chosen")
+        return decision
+
+    def _local_rate(self) -> LocalRate:
+        rate = self._rate()
+        return LocalRate(rate, self._queue.patches(self._clock(), rate or _SLOW_PATCHES_PER_S))
+
+    def _queued(self, items: list[EncodeItem]) -> None:
+        rate = self._rate() or _SLOW_PATCHES_PER_S
+        self._queue.add(self._patches(items), self._clock(), rate)
+
+    def _patches(self, items: Sequence[EncodeItem]) -> float:
+        return sum(self._estimate(item) for item in items)
+
+    def _count(self, where: str, why: str) -> None:
+        """Every decision is counted; what is new, or changes the mode, is logged."""
+        self._metrics.decisions.labels(where, why).inc()
+        new = (where, why) not in self._seen
+        self._seen.add((where, why))
+        # Not by choice.
+        forced = why if why in ("no_encoder", "busy", "failed") else ""
+        if new or forced != self._forced:
+            level = logging.WARNING if forced else logging.INFO
+            logger.log(level, "Encoding of media: %s (%s)", where, why)
+        self._forced = forced
+
+
+def _prompts(obj: Any) -> list[Any]:
+    return [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
+
+
+def _local(items: Sequence[EncodeItem]) -> bool:
+    """Whether they may be encoded here: videos and sounds may not, because it is the
+    encoder that looks into a container before FFmpeg does."""
+    return all(item.modality == "IMAGE" for item in items)
+
+
+def install(
+    frontend: Frontend,
+    pool: Pool,
+    costs: Costs,
+    *,
+    chosen: Callable[[], tuple[str, ...] | None],
+    settings: Settings,
+    hf_config: Any,
+) -> None:
+    """Hook SGLang in this tokenizer process; does nothing without
+    `--enable-adaptive-dispatch-to-encoder`.
+
+    Args:
+        chosen: as `headers.chooser` makes it.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    if not get_disagg().enable_adaptive_dispatch_to_encoder:
+        return
+    from sglang_epd.observability.decisions import DecisionMetrics
+
+    adaptive = Adaptive(
+        frontend=frontend,
+        images=LocalImages(pool.namespace, MediaLimits.from_env()),
+        snapshot=pool.snapshot,
+        chosen=chosen,
+        estimate=costs.estimate,
+        knobs=_knobs(settings, hf_config),
+        rate=local_rate.read,
+        metrics=DecisionMetrics(),
+        timeout_s=settings.request_timeout_s,
+    )
+    headers.note_requests()
+    for method, function in (
+        ("_should_dispatch_to_encoder", adaptive.should_dispatch),
+        ("_handle_epd_disaggregation_encode_request", adaptive.handle),
+        ("_tokenize_one_request", adaptive.tokenize),
+    ):
+        hook(_MODULE, f"TokenizerManager.{method}", function, "around")
+    logger.info("EPD: this server holds its tower and encodes images itself where that is faster")
+
+
+def _knobs(settings: Settings, hf_config: Any) -> Knobs:
+    # Unset it is 2, of SGLang's own rule, which the costs have replaced.
+    few = os.environ.get("SGLANG_ENCODER_DISPATCH_MIN_ITEMS", "")
+    return Knobs(
+        encode=settings.encode,
+        min_patches=float(settings.min_patches),
+        min_items=int(few) if few.isdecimal() else 0,
+        bytes_per_patch=_bytes_per_patch(hf_config),
+    )
+
+
+def _bytes_per_patch(hf_config: Any) -> float:
+    """Of an embedding; the families that SGLang disaggregates merge two by two patches."""
+    holder = getattr(hf_config, "thinker_config", None) or hf_config
+    vision = getattr(holder, "vision_config", None)
+    merged: int = getattr(vision, "spatial_merge_size", 2) ** 2
+    text = getattr(holder, "text_config", None) or holder
+    width = float(getattr(vision, "out_hidden_size", 0) or getattr(text, "hidden_size", 4096))
+    layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return width * layers * 2.0 / merged

@@ -1,0 +1,152 @@
+"""A language server that keeps its tower: small images here, large ones at the encoder, and
+everything here when that dies. The answers are one server's throughout."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.test_parity import TOLERANCE
+from integration.topology import Machine, Topology
+
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def topology(machine: Machine) -> Topology:
+    return machine.use("adaptive")
+
+
+def question(*photos: Image.Image) -> Messages:
+    parts = [image_part(data_url(photo)) for photo in photos]
+    return [user(*parts, text_part("What is in this picture?"))]
+
+
+@pytest.fixture(scope="module")
+def small(photographs: list[Image.Image]) -> Messages:
+    """Two pictures side by side, of 256 patches each."""
+    return question(*(photo.resize((224, 224)) for photo in photographs))
+
+
+@pytest.fixture(scope="module")
+def large(photographs: list[Image.Image]) -> Messages:
+    """One picture of 1024 patches, one of 256."""
+    first, second = photographs
+    return question(first.resize((448, 448)), second.resize((224, 224)))
+
+
+def decisions(topology: Topology) -> dict[tuple[str, str], int]:
+    """Prompts by where they were encoded, and why."""
+    text = requests.get(f"{topology.urls['language']}/metrics", timeout=20).text
+    name = "sglang:epd_dispatch_decisions_total"
+    found: dict[tuple[str, str], int] = {}
+    for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
+        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found[label["where"], label["why"]] = int(float(value))
+    return found
+
+
+def check(topology: Topology, messages: Messages, where: str, why: str) -> None:
+    """The answer is one server's, and was come by in this way."""
+    before = decisions(topology)
+    actual = Client(topology.urls["language"]).generation(*messages)
+    expected = Client(topology.urls["colocated"]).generation(*messages)
+    assert actual.tokens == expected.tokens
+    assert actual.prompt_tokens == expected.prompt_tokens
+    assert actual.distance(expected) < TOLERANCE
+    after = decisions(topology)
+    changed = {key: count - before.get(key, 0) for key, count in after.items()}
+    assert {key: count for key, count in changed.items() if count} == {(where, why): 1}
+
+
+def delivered(topology: Topology) -> int:
+    status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
+    return sum(item["state"] == "delivered" for item in status["recent"])
+
+
+def test_small_images_stay_and_large_ones_go(
+    topology: Topology, small: Messages, large: Messages
+) -> None:
+    check(topology, small, "local", "small")
+    assert delivered(topology) == 0
+    check(topology, large, "remote", "cost")
+    assert delivered(topology) == 2
+    # Once more, now that prefixes are in the cache, of whichever way they came.
+    check(topology, small, "local", "small")
+
+
+def test_samples_and_streams_of_what_stays(topology: Topology, small: Messages) -> None:
+    client = Client(topology.urls["language"])
+    answer = client.answer(*small)
+    samples = client.chat(*small, n=2).json()["choices"]
+    assert [sample["message"]["content"] for sample in samples] == [answer] * 2
+    assert "data: [DONE]" in client.chat(*small, stream=True).text
+
+
+def test_what_stays_is_read_by_the_encoders_rules(
+    topology: Topology, small: Messages, media_server: str
+) -> None:
+    """Not by SGLang's, which fetches from anywhere and reads any file."""
+    client = Client(topology.urls["language"])
+    good = small[0]["content"][0]
+    for url, status, said in (
+        ("file:///etc/passwd", 403, "image 2 of 2"),
+        ("data:image/png;base64,aGVsbG8gd29ybGQ=", 400, "not an image"),
+    ):
+        for stream in (False, True):
+            bad = client.chat(user(good, image_part(url)), stream=stream)
+            assert bad.status_code == (400 if stream else status), bad.text
+            assert said in bad.text
+    client.answer(*small)
+
+
+def test_a_request_may_name_its_encoders(
+    topology: Topology, small: Messages, large: Messages
+) -> None:
+    client = Client(topology.urls["language"])
+    known = topology.urls["encoder"].removeprefix("http://")
+    body = {"model": "default", "messages": large, "max_tokens": 4, "temperature": 0}
+    before = delivered(topology)
+    for messages in (small, large):
+        for stream in (False, True):
+            named = client.post(
+                "/v1/chat/completions",
+                {**body, "messages": messages, "stream": stream},
+                headers={"x-encoder-hosts-ports": f"10.0.0.1:1, {known}"},
+            )
+            assert named.status_code == 200, named.text
+    assert delivered(topology) == before + 8
+    for stream in (False, True):
+        unknown = client.post(
+            "/v1/chat/completions",
+            {**body, "stream": stream},
+            headers={"x-encoder-hosts-ports": "10.0.0.1:1"},
+        )
+        assert unknown.status_code == 400
+        assert "x-encoder-hosts-ports" in unknown.text
+    assert decisions(topology)["remote", "chosen"] == 4
+
+
+def test_without_an_encoder_everything_is_encoded_here(
+    topology: Topology, small: Messages, large: Messages
+) -> None:
+    """The last test of these servers."""
+    topology.servers["encoder"].kill()
+    before = decisions(topology)
+    language = Client(topology.urls["language"])
+    expected = Client(topology.urls["colocated"]).generation(*large)
+    for _ in range(3):
+        assert language.generation(*large).distance(expected) < TOLERANCE
+    check(topology, large, "local", "no_encoder")
+    after = decisions(topology)
+    # The first may have been sent before anybody knew.
+    here = ("failed", "no_encoder")
+    assert sum(after.get(("local", why), 0) - before.get(("local", why), 0) for why in here) == 4
+    assert (
+        "Encoding of media: local (no_encoder)" in topology.servers["language"].log_path.read_text()
+    )

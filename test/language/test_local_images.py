@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from PIL import Image
+
+from sglang_epd.errors import (
+    DeadlineError,
+    EpdError,
+    MediaError,
+    MediaForbiddenError,
+    MediaTooLargeError,
+    MediaTypeError,
+)
+from sglang_epd.language.local_images import LocalImages
+from sglang_epd.media import MediaLimits, digest
+from sglang_epd.namespace import embedding_key
+from sglang_epd.wire import EncodeItem
+
+
+def png(width: int = 8, height: int = 6, mode: str = "RGBA") -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (width, height), 7).save(file, "PNG")
+    return file.getvalue()
+
+
+def item(data: bytes | None = None, url: str | None = None, number: int = 0, **changes):
+    values = {"modality": "IMAGE", "label": f"image {number + 1} of 2", "options": {}, **changes}
+    return EncodeItem(item=number, data=data, url=url, **values)
+
+
+@pytest.fixture
+async def images():
+    images = LocalImages("a/b/c", MediaLimits(max_pixels=10_000))
+    yield images
+    await images.close()
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+async def test_images_come_with_the_keys_that_encoders_give_them(images):
+    first, second = png(), png(20, 10)
+    found = await images.read(
+        [item(first), item(second, number=1, options={"detail": "low"})], soon()
+    )
+    assert [one.image.size for one in found] == [(8, 6), (20, 10)]
+    assert {one.image.mode for one in found} == {"RGB"}
+    assert [one.key for one in found] == [
+        embedding_key("a/b/c", digest(first), "IMAGE", {}),
+        embedding_key("a/b/c", digest(second), "IMAGE", {"detail": "low"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        ({"data": b"<html>"}, MediaError),
+        ({"data": png()[:40]}, MediaError),
+        ({"data": png(200, 200)}, MediaTooLargeError),
+        ({"url": "file:///etc/passwd"}, MediaForbiddenError),
+        ({"url": "http://127.0.0.1:9/x.png"}, MediaForbiddenError),
+        ({"url": "http://169.254.169.254/latest/meta-data"}, MediaForbiddenError),
+        ({"data": b"RIFF", "modality": "AUDIO"}, MediaTypeError),
+        ({"data": png(), "options": {"f": object()}}, EpdError),
+    ],
+)
+async def test_what_may_not_be_read_is_an_error_that_names_it(images, bad, kind):
+    with pytest.raises(kind, match=r"^image 2 of 2: "):
+        await images.read([item(png()), item(number=1, **bad)], soon())
+
+
+async def test_the_deadline_holds(images):
+    with pytest.raises((DeadlineError, MediaError)):
+        await images.read([item(url="http://192.0.2.1/x.png")], time.monotonic() - 1)

@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from types import SimpleNamespace
+
+import pytest
+from fastapi import HTTPException
+from PIL import Image
+from prometheus_client import CollectorRegistry
+
+from sglang_epd.dispatch.decider import Knobs
+from sglang_epd.dispatch.pool import Snapshot, State, View
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    MediaError,
+    MediaForbiddenError,
+    NamespaceError,
+    OverloadedError,
+    UnavailableError,
+)
+from sglang_epd.language.local_images import LocalImage
+from sglang_epd.observability.decisions import DecisionMetrics
+from sglang_epd.seams import adaptive, headers
+from sglang_epd.seams.adaptive import Adaptive
+
+URL = "http://encoder:1"
+
+
+class Prompt(SimpleNamespace):
+    """Shaped as SGLang's `GenerateReqInput`."""
+
+    def __init__(self, rid="rid", images=("1",), **changes) -> None:
+        values = {
+            "rid": rid,
+            "image_data": [image.encode() for image in images],
+            "video_data": None,
+            "audio_data": None,
+            "is_single": True,
+            "need_wait_for_mm_inputs": None,
+            "encoder_urls": None,
+            "stream": False,
+            "background": False,
+        }
+        super().__init__(**{**values, **changes})
+
+    def contains_mm_input(self) -> bool:
+        return bool(self.image_data or self.video_data or self.audio_data)
+
+
+class Batch(Prompt):
+    def __init__(self, *prompts) -> None:
+        super().__init__(is_single=False, batch_size=len(prompts))
+        self.prompts = prompts
+
+    def __getitem__(self, index):
+        return self.prompts[index]
+
+
+class FakeFrontend:
+    def __init__(self) -> None:
+        self.on_end = lambda _rid, _error: None
+        self.cancelled: list[str] = []
+
+    def cancel(self, rid: str) -> None:
+        self.cancelled.append(rid)
+        asyncio.get_running_loop().call_soon(self.on_end, rid, None)
+
+
+class FakeImages:
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.read_items: list = []
+
+    async def read(self, items, deadline):
+        self.read_items.append([item.data for item in items])
+        if self.error is not None:
+            raise self.error
+        picture = Image.new("RGB", (28, 28))
+        return [LocalImage(picture, bytes([item.item]) * 32) for item in items]
+
+
+class Item(SimpleNamespace):
+    def set_identity(self, identity: bytes) -> None:
+        self.identity = identity
+
+
+class Manager:
+    """SGLang's own methods, as far as they are hooked."""
+
+    def __init__(self, seam: Adaptive, frontend: FakeFrontend) -> None:
+        self.seam = seam
+        self.frontend = frontend
+        self.places = 1
+        self.tokenized: list[Prompt] = []
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.to_scheduler = True
+
+    def dispatch(self, obj) -> None:
+        def original(_manager, obj):
+            if self.seam.should_dispatch(None, self, obj):
+                for prompt in adaptive._prompts(obj):
+                    if prompt.contains_mm_input() and self.to_scheduler:
+                        prompt.need_wait_for_mm_inputs = True
+                        prompt.encoder_urls = ["a manifest"]
+
+        self.seam.handle(original, self, obj)
+
+    async def tokenize(self, prompt):
+        async def original(_manager, prompt):
+            await self.gate.wait()
+            self.tokenized.append(prompt)
+            # Only where SGLang would wait for encoders itself.
+            if self.error is not None and prompt.need_wait_for_mm_inputs is not False:
+                raise self.error
+            mm_items = []
+            if prompt.need_wait_for_mm_inputs is False:
+                mm_items = [Item(offsets=[(0, 1)]) for _ in prompt.image_data[: self.places]]
+            return SimpleNamespace(mm_inputs=SimpleNamespace(mm_items=mm_items), prompt=prompt)
+
+        return await self.seam.tokenize(original, self, prompt)
+
+
+class Http:
+    gone = False
+
+    async def is_disconnected(self) -> bool:
+        return self.gone
+
+
+@pytest.fixture
+def views():
+    return [View(URL, State.READY, rate=1e6)]
+
+
+@pytest.fixture
+async def build(views, monkeypatch):
+    monkeypatch.setattr(adaptive, "_LOOK_S", 0.01)
+    monkeypatch.setattr(adaptive, "_current", contextvars.ContextVar("test", default=None))
+    monkeypatch.setattr(headers, "_request", contextvars.ContextVar("test", default=None))
+
+    def run(chosen=None, rate=1.0, **knobs):
+        frontend, images = FakeFrontend(), FakeImages()
+        registry = CollectorRegistry()
+        seam = Adaptive(
+            frontend=frontend,
+            images=images,
+            snapshot=lambda: Snapshot(tuple(views)),
+            chosen=lambda: chosen,
+            estimate=lambda item: float(item.data or b"1"),
+            knobs=Knobs(**knobs),
+            rate=lambda: rate,
+            metrics=DecisionMetrics(registry),
+            timeout_s=10.0,
+        )
+        manager = Manager(seam, frontend)
+        manager.images = images
+
+        def counted() -> dict[tuple[str, str], int]:
+            return {
+                (sample.labels["where"], sample.labels["why"]): int(sample.value)
+                for metric in registry.collect()
+                for sample in metric.samples
+                if sample.name.endswith("_total")
+            }
+
+        manager.counted = counted
+        return manager
+
+    return run
+
+
+async def test_what_is_worth_it_goes_to_encoders(build):
+    manager = build()
+    prompt = Prompt(images=["1000", "1000"])
+    manager.dispatch(prompt)
+    assert prompt.need_wait_for_mm_inputs is True
+    asyncio.get_running_loop().call_later(0.05, manager.frontend.on_end, "rid", None)
+    tokenized = await manager.tokenize(prompt)
+    assert tokenized.prompt.image_data == [b"1000", b"1000"], "as the user sent them"
+    assert not manager.images.read_items
+    assert manager.counted() == {("remote", "cost"): 1}
+    assert not manager.seam._running
+
+
+async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
+    manager = build(min_patches=100.0)
+    manager.places = 2
+    prompt = Prompt(images=["10", "20"])
+    manager.dispatch(prompt)
+    assert prompt.need_wait_for_mm_inputs is False
+    tokenized = await manager.tokenize(prompt)
+    assert manager.images.read_items == [[b"10", b"20"]]
+    assert all(isinstance(image, Image.Image) for image in prompt.image_data)
+    keys = [item.identity for item in tokenized.mm_inputs.mm_items]
+    assert keys == [bytes(32), bytes([1]) * 32]
+    assert manager.counted() == {("local", "small"): 1}
+
+
+async def test_a_batch_goes_one_way(build):
+    manager = build(min_patches=100.0)
+    prompts = [Prompt("a", ["10"]), Prompt("b", []), Prompt("c", ["20"])]
+    manager.dispatch(Batch(*prompts))
+    # SGLang copies the batch's own to none of them.
+    assert [prompt.need_wait_for_mm_inputs for prompt in prompts] == [False, None, False]
+    await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
+    assert sorted(manager.images.read_items) == [[b"10"], [b"20"]]
+    assert manager.counted() == {("local", "small"): 2}
+    prompts = [Prompt("a", ["10"]), Prompt("b", []), Prompt("c", ["2000"])]
+    manager.dispatch(Batch(*prompts))
+    assert [prompt.need_wait_for_mm_inputs for prompt in prompts] == [True, None, True]
+    for rid in "ac":
+        manager.frontend.on_end(rid, None)
+    await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
+
+
+async def test_text_is_left_alone(build):
+    manager = build()
+    prompt = Prompt(images=[])
+    assert (await manager.tokenize(prompt)).prompt is prompt
+    assert not manager.counted()
+
+
+@pytest.mark.parametrize("media", [{"video_data": [b"9"]}, {"audio_data": [b"9"]}])
+@pytest.mark.parametrize("knobs", [{"encode": False}, {"min_patches": 1e9}])
+async def test_videos_and_sounds_always_go_to_encoders(build, views, media, knobs):
+    views.clear()
+    manager = build(**knobs)
+    prompt = Prompt(images=["1"], **media)
+    manager.dispatch(prompt)
+    assert prompt.need_wait_for_mm_inputs is True
+    failure = UnavailableError("no encoder is known to this server")
+    asyncio.get_running_loop().call_later(0.1, manager.frontend.on_end, "rid", failure)
+    # The scheduler knows of the failure, and ends the request.
+    assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
+    assert manager.counted() == {("remote", "no_tower"): 1}
+    assert not manager.images.read_items
+
+
+@pytest.mark.parametrize("error", [UnavailableError, OverloadedError, NamespaceError])
+async def test_what_no_encoder_took_is_encoded_here(build, error):
+    manager = build()
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    manager.frontend.on_end("rid", error("nobody took it"))
+    tokenized = await manager.tokenize(prompt)
+    assert tokenized.prompt.need_wait_for_mm_inputs is False
+    assert tokenized.prompt.encoder_urls is None
+    assert tokenized.mm_inputs.mm_items[0].identity == bytes(32)
+    assert manager.counted() == {("remote", "cost"): 1, ("local", "failed"): 1}
+
+
+@pytest.mark.parametrize("error", [EncodeError, MediaError, DeadlineError])
+async def test_what_encoders_failed_at_is_not_tried_here(build, error):
+    """It might be the end of this server as well, or is the user's own fault."""
+    manager = build()
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    manager.frontend.on_end("rid", error("no"))
+    assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
+    assert not manager.images.read_items
+
+
+@pytest.mark.parametrize(("status", "here"), [(503, True), (500, False), (403, False)])
+async def test_the_tokenizers_backend_falls_back_by_status(build, status, here):
+    manager = build()
+    manager.to_scheduler = False
+    manager.error = HTTPException(status, "no encoder")
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    if here:
+        assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is False
+    else:
+        with pytest.raises(HTTPException):
+            await manager.tokenize(prompt)
+    assert manager.counted().get(("local", "failed"), 0) == here
+
+
+@pytest.mark.parametrize("to_scheduler", [True, False])
+async def test_a_request_whose_encoders_are_gone_does_not_wait(build, views, to_scheduler):
+    manager = build()
+    manager.to_scheduler = to_scheduler
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    if not to_scheduler:
+        manager.gate.clear()
+        asyncio.get_running_loop().call_later(0.1, manager.gate.set)
+    views[0] = View(URL, State.SUSPECT)
+    async with asyncio.timeout(5):
+        tokenized = await manager.tokenize(prompt)
+    assert tokenized.prompt.need_wait_for_mm_inputs is False
+    assert manager.frontend.cancelled == ["rid"]
+    assert manager.counted()["local", "failed"] == 1
+
+
+async def test_one_moment_without_an_encoder_changes_nothing(build, views, monkeypatch):
+    monkeypatch.setattr(adaptive, "_LOOKS_WITHOUT", 1000)
+    manager = build()
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    views[0] = View(URL, State.SUSPECT)
+    asyncio.get_running_loop().call_later(0.1, manager.frontend.on_end, "rid", None)
+    assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
+    assert not manager.frontend.cancelled
+
+
+async def test_a_client_that_leaves_meanwhile_is_noticed(build):
+    manager = build()
+    prompt = Prompt(images=["1000"])
+    http = Http()
+    headers._note(lambda *_: None, manager, prompt, http)
+    manager.dispatch(prompt)
+    asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
+    with pytest.raises(ValueError, match="left"):
+        await manager.tokenize(prompt)
+    assert manager.frontend.cancelled == ["rid"]
+    await asyncio.sleep(0)
+    assert not manager.seam._running
+
+
+async def test_it_can_be_cancelled_while_it_waits(build):
+    manager = build()
+    prompt = Prompt(images=["1000"])
+    manager.dispatch(prompt)
+    waiting = asyncio.create_task(manager.tokenize(prompt))
+    await asyncio.sleep(0.03)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert manager.frontend.cancelled == ["rid"]
+
+
+@pytest.mark.parametrize(
+    ("error", "stream", "status"),
+    [
+        (MediaForbiddenError("image 1 of 1: no"), False, 403),
+        (MediaForbiddenError("image 1 of 1: no"), True, 400),
+        (MediaError("image 1 of 1: no"), False, 400),
+    ],
+)
+async def test_what_is_wrong_with_an_image_is_said_as_ever(build, error, stream, status):
+    manager = build(encode=False)
+    manager.images.error = error
+    prompt = Prompt(stream=stream)
+    manager.dispatch(prompt)
+    # SGLang answers a ValueError with 400, in a stream, too.
+    kind = ValueError if status == 400 else HTTPException
+    with pytest.raises(kind, match="image 1 of 1: no") as raised:
+        await manager.tokenize(prompt)
+    assert getattr(raised.value, "status_code", 400) == status
+
+
+async def test_media_that_cannot_be_planned_are_the_users_fault(build):
+    manager = build()
+    with pytest.raises(ValueError, match="image 1 of 1"):
+        manager.dispatch(Prompt(image_data=["not base64!"]))
+    assert not manager.counted()
+
+
+async def test_a_prompt_with_fewer_placeholders_is_the_users_fault(build):
+    """SGLang would answer as if the image were not there."""
+    manager = build(encode=False)
+    manager.places = 0
+    prompt = Prompt()
+    manager.dispatch(prompt)
+    with pytest.raises(ValueError, match="placeholders do not match"):
+        await manager.tokenize(prompt)
+
+
+async def test_who_names_encoders_gets_them_if_they_can_be_asked(build, views):
+    manager = build(chosen=(URL,), min_patches=1e9)
+    prompt = Prompt()
+    manager.dispatch(prompt)
+    assert prompt.need_wait_for_mm_inputs is True
+    views.append(View("http://other:1", State.READY, rate=1e9))
+    views[0] = View(URL, State.SUSPECT)
+    manager.dispatch(Prompt())
+    assert manager.counted() == {("remote", "chosen"): 1, ("local", "no_encoder"): 1}
+
+
+async def test_a_change_is_logged_once(build, views, caplog):
+    manager = build()
+    caplog.set_level("INFO")
+    ready = list(views)
+    for state in (ready, [], ready):
+        views[:] = state
+        for _ in range(3):
+            manager.dispatch(Prompt(images=["1000"]))
+    said = [record.message for record in caplog.records]
+    remote, local = "Encoding of media: remote (cost)", "Encoding of media: local (no_encoder)"
+    assert said == [remote, local, remote]
+
+
+async def test_what_stays_here_makes_the_next_wait(build, views):
+    """The tower here is as fast as the encoder, until it has something to do."""
+    views[0] = View(URL, State.READY, rate=1000.0)
+    manager = build(rate=1000.0, interference=1.0)
+    for _ in range(3):
+        manager.dispatch(Prompt(images=["100"]))
+    assert manager.counted() == {("local", "cost"): 1, ("remote", "cost"): 2}

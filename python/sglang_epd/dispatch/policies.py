@@ -78,7 +78,7 @@ def least_loaded(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) 
 # they have so many times the item's own cost more than the mean: of a few items in
 # flight one encoder always has twice as many as another, and that says nothing.
 _BOUND = 1.25
-_SLACK = 2.0
+_SLACK = 3.0
 # The same for a key that was sent there before. Moving it costs its encoding anew, and if
 # its embedding is kept there, the queue does not delay it.
 _KNOWN_BOUND = 2.0

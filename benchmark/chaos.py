@@ -17,41 +17,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-from open_loop import Answer, Bodies, closed_loop, open_loop
+from chaos_report import CAPACITY_CLIENTS, ENCODERS, Event, Result, Run, figures, page
+from open_loop import Bodies, closed_loop, open_loop
 
-from encoder import RESULTS, setting, table, write
+from encoder import RESULTS, write
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 
 HOST = "127.0.0.1"
-ENCODERS = 3
 START_TIMEOUT_S = 300.0
 # An encoder is told to go, and gets this long.
 DRAIN_S = 40.0
 CAPACITY_S = 8.0
-CAPACITY_CLIENTS = 16
 SCRAPE_EVERY_S = 0.5
 FORWARDS = 'sglang:epd_encoder_stage_seconds_count{stage="forward"}'
-ARMS = {"sglang-epd": {}, "in-tree EPD": {"SGLANG_EPD": "off"}}
-# The aims, of a run with faults.
-SLOWER = 3.0
-RECOVERY_S = 5.0
-# So many seconds in a row without a disturbance are a recovery.
-CALM_ROW = 3
+OURS = "sglang-epd"
+ARMS: dict[str, dict[str, str]] = {OURS: {}, "in-tree EPD": {"SGLANG_EPD": "off"}}
 
 # When a fault comes, in a run of 180 s (others are scaled), what it is, which encoder is
 # hit, and for how many seconds it is gone or frozen; None: until it has ended by itself.
@@ -192,15 +182,16 @@ class Chaos:
         self._begin = begin
         self._scale = scale
         self.events: list[Event] = []
-        self.over = False
 
     async def run(self) -> None:
         for at, what, number, gone_s in FAULTS:
             await asyncio.sleep(max(0.0, self._begin + at * self._scale - time.monotonic()))
             await self._hit(what, number, None if gone_s is None else gone_s * self._scale)
-        end = max(time.monotonic() + _AFTER_S * self._scale, self._begin + _total_s(self._scale))
+        end = max(
+            time.monotonic() + _AFTER_S * self._scale,
+            self._begin + _FAULTS_FOR_S * self._scale,
+        )
         await asyncio.sleep(end - time.monotonic())
-        self.over = True
 
     async def _hit(self, what: str, number: int, gone_s: float | None) -> None:
         server = self._servers.encoders[number]
@@ -217,7 +208,6 @@ class Chaos:
             return
         if what == "SIGTERM":
             await asyncio.to_thread(server.stop, DRAIN_S)
-            self._note("has ended", number)
         else:
             self._servers.signal(number, signal.SIGKILL)
             await asyncio.to_thread(server.kill)  # waits until all of it has ended
@@ -241,15 +231,13 @@ class Chaos:
 async def _in_work(url: str) -> int | None:
     """Images that an encoder has taken and not delivered yet."""
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:
-            async with http.get(f"{url}/v1/status") as response:
-                return int((await response.json())["items"]) if response.status == 200 else None
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http,
+            http.get(f"{url}/v1/status") as response,
+        ):
+            return int((await response.json())["items"]) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError):
         return None
-
-
-def _total_s(scale: float) -> float:
-    return _FAULTS_FOR_S * scale
 
 
 async def measure(arm: str, servers: Servers, options: argparse.Namespace) -> Result:
@@ -266,7 +254,7 @@ async def measure(arm: str, servers: Servers, options: argparse.Namespace) -> Re
     rate = capacity * options.load
     print(f"{arm}: {capacity:.1f} requests/s at most, so {rate:.1f} requests/s", flush=True)
 
-    ours = arm == "sglang-epd"
+    ours = arm == OURS
     counts = Counts(servers.encoder_urls)
     if ours:
         await counts.ask()
@@ -276,46 +264,44 @@ async def measure(arm: str, servers: Servers, options: argparse.Namespace) -> Re
     sent = bodies("calm", 1.1 * rate * calm_s)
     begin = time.monotonic()
     until = begin + calm_s
-    calm = Run(
-        await open_loop(
-            servers.url, sent, rate, (options.seed, 1), begin, lambda: time.monotonic() < until
-        ),
-        seconds=calm_s,
+    answers = await open_loop(
+        servers.url,
+        sent,
+        rate=rate,
+        seed=(options.seed, 1),
+        begin=begin,
+        more=lambda: time.monotonic() < until,
     )
+    calm = Run(answers)
     _say(arm, "calm", calm)
 
-    scale = 60 * options.minutes / _FAULTS_FOR_S
     sent = bodies("chaos", 1.1 * rate * 60 * options.minutes)
     begin = time.monotonic()
-    chaos = Chaos(servers, begin, scale)
-    watching = asyncio.create_task(counts.watch()) if ours else None
+    chaos = Chaos(servers, begin, scale=60 * options.minutes / _FAULTS_FOR_S)
+    watching = [asyncio.create_task(counts.watch())] if ours else []
     faults = asyncio.create_task(chaos.run())
     try:
         answers = await open_loop(
             servers.url,
             sent,
-            rate,
-            (options.seed, 2),
-            begin,
-            lambda: not chaos.over and not faults.done(),
+            rate=rate,
+            seed=(options.seed, 2),
+            begin=begin,
+            more=lambda: not faults.done(),
         )
         await faults
     finally:
-        for task in (watching, faults):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(
-            *(task for task in (watching, faults) if task is not None), return_exceptions=True
-        )
+        for task in (*watching, faults):
+            task.cancel()
+        await asyncio.gather(*watching, faults, return_exceptions=True)
     if ours:
         await counts.ask()
-    run = Run(answers, chaos.events, max(one.arrival_s for one in answers))
+    run = Run(answers, chaos.events)
     _say(arm, "with faults", run)
     try:
         servers.language.check_running()
     except ServerError as error:
-        last = str(error).splitlines()[0]
-        servers.notes.append(f"{arm}: the language server ended on the way: {last}")
+        servers.notes.append(f"{arm}: the language server ended: {str(error).splitlines()[0]}")
     done = counts.forwards - before if ours else None
     return Result(capacity, rate, calm, run, servers.notes, done)
 

@@ -22,6 +22,9 @@ RECOVERY_S = 5.0
 # So many seconds in a row without a disturbance are a recovery.
 CALM_ROW = 3
 FAULTS = ("kill -9", "SIGSTOP", "SIGTERM")
+ENCODERS = 3
+CAPACITY_CLIENTS = 16
+_NEVER = "not before the next fault"
 
 
 @dataclass
@@ -45,7 +48,10 @@ class Run:
 
     answers: list[Answer]
     events: list[Event] = field(default_factory=list)
-    seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max((one.arrival_s for one in self.answers), default=0.0)
 
     @property
     def failed(self) -> list[Answer]:
@@ -59,79 +65,89 @@ class Run:
 
 @dataclass
 class Result:
-    """What one arm came to."""
+    """What one arm came to.
+
+    Attributes:
+        capacity: requests a second that it answered at most.
+        rate: requests a second that it was sent.
+        forwards: images that went through a tower, as far as encoders told before they
+            died; None where they do not tell.
+    """
 
     capacity: float
     rate: float
     calm: Run
     chaos: Run
     notes: list[str]
-    # Images that went through a tower, as far as encoders told before they died.
     forwards: int | None
 
+    @property
+    def limit_s(self) -> float:
+        """Who waits longer for a first token is disturbed."""
+        return SLOWER * self.calm.ttft_ms(0.5) / 1e3
 
-def disturbed(run: Run, limit_s: float) -> list[int]:
-    """Seconds whose requests, by arrival, failed or of which a tenth waited over `limit_s`."""
+
+def _by_second(answers: Sequence[Answer], begin_s: float) -> dict[int, list[Answer]]:
+    """By arrival, in seconds from `begin_s`."""
     seconds: dict[int, list[Answer]] = {}
-    for one in run.answers:
-        seconds.setdefault(int(one.arrival_s), []).append(one)
+    for one in answers:
+        seconds.setdefault(int(one.arrival_s - begin_s), []).append(one)
+    return dict(sorted(seconds.items()))
+
+
+def disturbed(answers: Sequence[Answer], begin_s: float, limit_s: float) -> list[int]:
+    """The seconds from `begin_s` whose requests failed or of which a tenth waited too long."""
     found = []
-    for second, answers in sorted(seconds.items()):
-        waits = sorted(math.inf if one.ttft_s is None else one.ttft_s for one in answers)
+    for second, those in _by_second(answers, begin_s).items():
+        waits = sorted(math.inf if one.ttft_s is None else one.ttft_s for one in those)
         slow = waits[min(len(waits) - 1, int(0.9 * len(waits)))] > limit_s
-        if slow or any(one.failure for one in answers):
+        if slow or any(one.failure for one in those):
             found.append(second)
     return found
 
 
-def recovery_s(event_s: float, until_s: float, bad: Sequence[int]) -> float | None:
-    """From an event to the first of CALM_ROW undisturbed seconds in a row.
-
-    None: not before `until_s`, when something else happened. The second that an event
-    falls into counts as disturbed after the event only if one of the next is, too.
-    """
-    second = int(event_s)
-    while second < until_s:
-        row = range(second, second + CALM_ROW)
-        if not any(one in bad for one in row):
-            return max(0.0, second - event_s)
-        second = max(one for one in row if one in bad) + 1
+def recovery_s(bad: Sequence[int], seconds: int) -> int | None:
+    """The first of CALM_ROW seconds in a row without a disturbance, of so many; None: never."""
+    for first in range(seconds):
+        if not any(one in bad for one in range(first, first + CALM_ROW)):
+            return first
     return None
 
 
-def event_rows(result: Result) -> list[list[str]]:
-    rows = [
-        ["at (s)", "encoder", "event", "images in work there", "requests", "failed"],
-    ]
-    rows[0] += ["slowest TTFT (ms)", "disturbed seconds", "recovered after (s)"]
-    run = result.chaos
-    limit_s = SLOWER * result.calm.ttft_ms(0.5) / 1e3
-    bad = disturbed(run, limit_s)
-    for number, event in enumerate(run.events):
-        until = run.events[number + 1].at_s if number + 1 < len(run.events) else run.seconds
-        span = [one for one in run.answers if event.at_s <= one.arrival_s < until]
-        waits = [one.ttft_s for one in span if one.ttft_s is not None]
-        recovered = recovery_s(event.at_s, until, bad)
-        rows.append(
-            [
-                f"{event.at_s:.1f}",
-                str(event.encoder),
-                event.what,
-                "" if event.in_work is None else str(event.in_work),
-                str(len(span)),
-                str(sum(bool(one.failure) for one in span)),
-                f"{1e3 * max(waits):.0f}" if waits else "none",
-                str(sum(event.at_s <= second < until for second in bad)),
-                "not before the next" if recovered is None else f"{recovered:.1f}",
-            ]
+def recoveries(result: Result) -> list[int | None]:
+    """Of each event, in s, as long as no other fault has come; None: not by then."""
+    events, answers = result.chaos.events, result.chaos.answers
+    found = []
+    for number, event in enumerate(events):
+        until_s = next(
+            (one.at_s for one in events[number + 1 :] if one.what in FAULTS), result.chaos.seconds
         )
+        span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
+        bad = disturbed(span, event.at_s, result.limit_s)
+        found.append(recovery_s(bad, math.ceil(until_s - event.at_s)))
+    return found
+
+
+def event_rows(result: Result) -> list[list[str]]:
+    head = ["at (s)", "encoder", "event", "images in work there", "requests", "failed"]
+    rows = [[*head, "slowest TTFT (ms)", "disturbed seconds", "recovered after (s)"]]
+    events, answers = result.chaos.events, result.chaos.answers
+    ends = [event.at_s for event in events[1:]] + [result.chaos.seconds + 1]
+    for event, until_s, recovered in zip(events, ends, recoveries(result), strict=True):
+        span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
+        waits = [one.ttft_s for one in span if one.ttft_s is not None]
+        row = [f"{event.at_s:.1f}", str(event.encoder), event.what]
+        row += ["" if event.in_work is None else str(event.in_work)]
+        row += [str(len(span)), str(sum(bool(one.failure) for one in span))]
+        row += [f"{1e3 * max(waits):.0f}" if waits else "none"]
+        row += [str(len(disturbed(span, event.at_s, result.limit_s)))]
+        rows.append([*row, _NEVER if recovered is None else str(recovered)])
     return rows
 
 
 def longest_recovery(result: Result) -> str:
-    told = [row[-1] for row in event_rows(result)[1:]]
-    worst = [one for one in told if not one[0].isdigit()]
-    return worst[0] if worst else max(told, key=float, default="none")
+    found = recoveries(result)
+    return _NEVER if None in found else str(max((one or 0 for one in found), default=0))
 
 
 def _ratio(result: Result, at: float) -> float:
@@ -159,15 +175,14 @@ def summary_rows(results: dict[str, Result]) -> list[list[str]]:
     for at, name in ((0.5, "p50"), (0.99, "p99")):
         row(
             f"TTFT {name} (ms): calm, with faults, ratio",
-            lambda r, at=at: f"{r.calm.ttft_ms(at):.0f}, {r.chaos.ttft_ms(at):.0f}, "
-            f"{_ratio(r, at):.2f}",
+            lambda r, at=at: (
+                f"{r.calm.ttft_ms(at):.0f}, {r.chaos.ttft_ms(at):.0f}, {_ratio(r, at):.2f}"
+            ),
         )
     row("slowest TTFT (ms): calm, with faults", lambda r: _pair(r, lambda one: one.ttft_ms(1.0)))
     row(
         "disturbed seconds: calm, with faults",
-        lambda r: _pair(
-            r, lambda one: len(disturbed(one, SLOWER * r.calm.ttft_ms(0.5) / 1e3)), " of {s:.0f}"
-        ),
+        lambda r: _pair(r, lambda one: len(disturbed(one.answers, 0.0, r.limit_s)), " of {s:.0f}"),
     )
     row("longest recovery (s)", longest_recovery)
     row("encoder work lost (images)", _lost)
@@ -191,7 +206,7 @@ def failure_rows(results: dict[str, Result]) -> list[list[str]]:
 
 def verdicts(result: Result) -> str:
     recovery = longest_recovery(result)
-    fine = recovery[0].isdigit() and float(recovery) <= RECOVERY_S
+    fine = recovery != _NEVER and int(recovery) <= RECOVERY_S
     failed = len(result.calm.failed) + len(result.chaos.failed)
     aims = (
         ("no request fails", failed == 0, f"{failed} failed"),
@@ -212,15 +227,18 @@ def page(options: argparse.Namespace, results: dict[str, Result]) -> str:
     return f"""# Encoders that are killed, frozen and told to go
 
 {setting(options)} {ENCODERS} encoders, which {way}, and one language server. One
-{options.size} px picture and {options.tokens} tokens a request, streamed, at random (Poisson) moments,
-{options.load:.0%} of what the arm answered to {CAPACITY_CLIENTS} clients just before. No picture comes twice, no
-cache is on. The arms ran one after the other, in-tree EPD when our servers had ended.
+{options.size} px picture and {options.tokens} tokens a request, streamed, at random (Poisson)
+moments, {options.load:.0%} of what the arm answered to {CAPACITY_CLIENTS} clients just before. No
+picture comes twice, no cache is on. The arms ran one after the other: in-tree EPD started
+when our servers had ended.
 
 Times count from the moment a request was to be sent at; quantiles are of those that were
-answered. A request without an answer in 60 s has failed. A second is disturbed if a request that arrived in
-it failed, or a tenth of them waited more than {SLOWER:.0f} times the calm p50 for their first token;
-recovered is who has {CALM_ROW} undisturbed seconds in a row. All servers share the machine's cores, so
-encoders start again at the lowest priority (nice {options.restart_nice}) until they are ready.
+answered. A request without its answer in {ANSWER_TIMEOUT_S:.0f} s has failed. A second is
+disturbed if a request that arrived in it failed, or a tenth of them waited more than
+{SLOWER:.0f} times the calm p50 for the first token; recovery is the first of {CALM_ROW} seconds
+in a row, from an event on, that are not. All servers share the machine's cores, which they
+would not in a cluster, so encoders start again at the lowest priority (nice
+{options.restart_nice}) until they are ready.
 
 {table(summary_rows(results))}
 
@@ -259,23 +277,15 @@ def figures(options: argparse.Namespace, results: dict[str, Result]) -> dict[str
 
 def _series(run: Run) -> dict[str, Any]:
     """Totals, and by second of arrival: requests, failed, median and longest TTFT."""
-    seconds: dict[int, list[Answer]] = {}
-    for one in run.answers:
-        seconds.setdefault(int(one.arrival_s), []).append(one)
     lines = []
-    for second, answers in sorted(seconds.items()):
+    for second, answers in _by_second(run.answers, 0.0).items():
         waits = [1e3 * one.ttft_s for one in answers if one.ttft_s is not None]
         shown = f"{statistics.median(waits):.0f} {max(waits):.0f}" if waits else "- -"
-        failed = sum(bool(one.failure) for one in answers)
-        lines.append(f"{second} {len(answers)} {failed} {shown}")
+        lines.append(f"{second} {len(answers)} {sum(bool(one.failure) for one in answers)} {shown}")
+    quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     return {
         "requests": len(run.answers),
         "failures": Counter(one.failure for one in run.failed),
-        "ttft_ms": {name: round(run.ttft_ms(at), 1) for name, at in _QUANTILES.items()},
+        "ttft_ms": {name: round(run.ttft_ms(at), 1) for name, at in quantiles.items()},
         "second requests failed ttft_p50_ms ttft_max_ms": lines,
     }
-
-
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-
-

@@ -118,7 +118,13 @@ async def closed_loop(url: str, bodies: Bodies, clients: int, seconds: float) ->
 
 
 async def open_loop(
-    url: str, bodies: Bodies, rate: float, seed: object, begin: float, more: Callable[[], bool]
+    url: str,
+    bodies: Bodies,
+    *,
+    rate: float,
+    seed: object,
+    begin: float,
+    more: Callable[[], bool],
 ) -> list[Answer]:
     """Send requests at random (Poisson) until `more` says no; return when all have ended.
 

@@ -9,8 +9,8 @@ This package first; when its servers have ended, SGLang's own EPD (SGLANG_EPD=of
 way. `--dynamic`: the encoders register themselves (--encoder-register-urls).
 
 On one machine, so a server that starts again takes processor time from those that serve,
-which it would not in a cluster: it starts at the lowest priority (`--restart-nice`) and
-gets its own back when it is ready.
+which it would not in a cluster: it starts at a lower priority (`--restart-nice`) and gets
+its own back when it is ready.
 """
 
 from __future__ import annotations
@@ -123,13 +123,17 @@ class Servers:
         server.command = [*patience, *self._commands[number]]
         server.start()
 
-    def ready(self, number: int) -> None:
-        """Wait for a restarted encoder.
+    async def ready(self, number: int) -> None:
+        """Wait for a restarted encoder; unlike `wait_ready` it can be cancelled.
 
         Raises:
-            ServerError: it ended, or was not ready in time.
+            ServerError: it ended.
+            TimeoutError: it was not ready in time.
         """
-        self.encoders[number].wait_ready(START_TIMEOUT_S)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not await _healthy(self.encoder_urls[number]):
+                self.encoders[number].check_running()
+                await asyncio.sleep(0.2)
         if self._nice:
             try:
                 os.setpriority(os.PRIO_PGRP, self.encoders[number].pid, 0)
@@ -217,15 +221,27 @@ class Chaos:
         self._servers.restart(number)
         self._note("starts again", number)
         try:
-            await asyncio.to_thread(self._servers.ready, number)
-        except ServerError as error:
-            self._servers.notes.append(f"Encoder {number} did not come back: {str(error)[:200]}")
+            await self._servers.ready(number)
+        except (ServerError, TimeoutError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            self._servers.notes.append(f"Encoder {number} did not come back: {why}")
             return
         self._note("is ready again", number)
 
     def _note(self, what: str, number: int, in_work: int | None = None) -> None:
         self.events.append(Event(time.monotonic() - self._begin, what, number, in_work))
         print(f"{self.events[-1].at_s:6.1f} s: encoder {number}, {what}", flush=True)
+
+
+async def _healthy(url: str) -> bool:
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http,
+            http.get(f"{url}/health") as response,
+        ):
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
 
 
 async def _in_work(url: str) -> int | None:
@@ -326,7 +342,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--dynamic", action="store_true", help="encoders register themselves")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--restart-nice", type=int, default=19, metavar="PRIORITY")
+    parser.add_argument("--restart-nice", type=int, default=10, metavar="PRIORITY")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="default: results/chaos.md, chaos_dynamic.md")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from encoder import setting, table
 # The aims, of a load with faults.
 SLOWER = 3.0
 RECOVERY_S = 5.0
-# So many seconds in a row without a disturbance are a recovery.
-CALM_ROW = 3
 FAULTS = ("kill -9", "SIGSTOP", "SIGTERM")
 ENCODERS = 3
 CAPACITY_CLIENTS = 16
@@ -95,36 +93,47 @@ def _by_second(answers: Sequence[Answer], begin_s: float) -> dict[int, list[Answ
     return dict(sorted(seconds.items()))
 
 
-def disturbed(answers: Sequence[Answer], begin_s: float, limit_s: float) -> list[int]:
-    """The seconds from `begin_s` whose requests failed or of which a tenth waited too long."""
-    found = []
+def disturbed(answers: Sequence[Answer], begin_s: float, limit_s: float) -> dict[int, bool]:
+    """The seconds from `begin_s` in which requests arrived that failed, or of which a tenth
+    waited over `limit_s` for the first token; and whether any failed."""
+    found = {}
     for second, those in _by_second(answers, begin_s).items():
+        failed = any(one.failure for one in those)
         waits = sorted(math.inf if one.ttft_s is None else one.ttft_s for one in those)
-        slow = waits[min(len(waits) - 1, int(0.9 * len(waits)))] > limit_s
-        if slow or any(one.failure for one in those):
-            found.append(second)
+        if failed or waits[min(len(waits) - 1, int(0.9 * len(waits)))] > limit_s:
+            found[second] = failed
     return found
 
 
-def recovery_s(bad: Sequence[int], seconds: int) -> int | None:
-    """The first of CALM_ROW seconds in a row without a disturbance, of so many; None: never."""
-    for first in range(seconds):
-        if not any(one in bad for one in range(first, first + CALM_ROW)):
-            return first
-    return None
+def recovery_s(bad: Mapping[int, bool]) -> int:
+    """When the last disturbance since an event had ended, in seconds.
+
+    One second by itself, in which nothing failed, is none: there are such in peace.
+    """
+    lasting = [
+        second
+        for second, failed in bad.items()
+        if failed or second == 0 or second - 1 in bad or second + 1 in bad
+    ]
+    return max(lasting) + 1 if lasting else 0
 
 
 def recoveries(result: Result) -> list[int | None]:
-    """Of each event, in s, as long as no other fault has come; None: not by then."""
+    """Of each event, in s; None: not before the next fault.
+
+    What comes after another event is that one's, unless the disturbance has lasted till then.
+    """
     events, answers = result.chaos.events, result.chaos.answers
-    found = []
+    found: list[int | None] = []
     for number, event in enumerate(events):
-        until_s = next(
-            (one.at_s for one in events[number + 1 :] if one.what in FAULTS), result.chaos.seconds
-        )
-        span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
-        bad = disturbed(span, event.at_s, result.limit_s)
-        found.append(recovery_s(bad, math.ceil(until_s - event.at_s)))
+        for later in [*events[number + 1 :], None]:
+            until_s = later.at_s if later else result.chaos.seconds
+            span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
+            recovered = recovery_s(disturbed(span, event.at_s, result.limit_s))
+            lasted = recovered >= math.ceil(until_s - event.at_s)
+            if not lasted or later is None or later.what in FAULTS:
+                found.append(None if lasted else recovered)
+                break
     return found
 
 
@@ -235,10 +244,10 @@ when our servers had ended.
 Times count from the moment a request was to be sent at; quantiles are of those that were
 answered. A request without its answer in {ANSWER_TIMEOUT_S:.0f} s has failed. A second is
 disturbed if a request that arrived in it failed, or a tenth of them waited more than
-{SLOWER:.0f} times the calm p50 for the first token; recovery is the first of {CALM_ROW} seconds
-in a row, from an event on, that are not. All servers share the machine's cores, which they
-would not in a cluster, so encoders start again at the lowest priority (nice
-{options.restart_nice}) until they are ready.
+{SLOWER:.0f} times the calm p50 for the first token; recovered is who has seen the last of them
+before the next event (a slow second by itself, later on, does not count: there are such in
+peace). All servers share the machine's cores, which they would not in a cluster, so
+encoders start again at a lower priority (nice {options.restart_nice}) until they are ready.
 
 {table(summary_rows(results))}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -45,7 +46,7 @@ ARMS: dict[str, dict[str, str]] = {OURS: {}, "in-tree EPD": {"SGLANG_EPD": "off"
 
 # When a fault comes, in a run of 180 s (others are scaled), what it is, which encoder is
 # hit, and for how many seconds it is gone or frozen; None: until it has ended by itself.
-# Each waits until all encoders are back from the one before.
+# Each waits until all encoders have been back from the one before for a while.
 FAULTS: tuple[tuple[float, str, int, float | None], ...] = (
     (15.0, "kill -9", 0, 10.0),
     (60.0, "SIGSTOP", 1, 20.0),
@@ -53,6 +54,7 @@ FAULTS: tuple[tuple[float, str, int, float | None], ...] = (
     (140.0, "kill -9", 1, 10.0),
 )
 _FAULTS_FOR_S = 180.0
+_SETTLE_S = 5.0
 # After which the run goes on for so long.
 _AFTER_S = 15.0
 
@@ -108,6 +110,14 @@ class Servers:
 
     def stop(self) -> None:
         stop_all([*self.encoders, self.language])
+
+    def last_words(self) -> str:
+        """What the language server's log tells of its end."""
+        log = self.language.log_path.read_text(errors="replace")
+        raised = log.partition("Scheduler hit an exception")[2]
+        errors = re.findall(r"^\w*(?:Error|Exception)\b.*", raised, re.MULTILINE)
+        why = f"its scheduler raised {errors[0]!r}" if errors else self.language.tail(1)
+        return f"{why} ({self.language.log_path})"
 
     def signal(self, number: int, which: signal.Signals) -> None:
         """To an encoder and all that it has started."""
@@ -191,6 +201,7 @@ class Chaos:
         for at, what, number, gone_s in FAULTS:
             await asyncio.sleep(max(0.0, self._begin + at * self._scale - time.monotonic()))
             await self._hit(what, number, None if gone_s is None else gone_s * self._scale)
+            await asyncio.sleep(_SETTLE_S)
         end = max(
             time.monotonic() + _AFTER_S * self._scale,
             self._begin + _FAULTS_FOR_S * self._scale,
@@ -224,13 +235,24 @@ class Chaos:
             await self._servers.ready(number)
         except (ServerError, TimeoutError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
-            self._servers.notes.append(f"Encoder {number} did not come back: {why}")
+            self._servers.notes.append(f"encoder {number} did not come back: {why}")
             return
         self._note("is ready again", number)
 
     def _note(self, what: str, number: int, in_work: int | None = None) -> None:
-        self.events.append(Event(time.monotonic() - self._begin, what, number, in_work))
-        print(f"{self.events[-1].at_s:6.1f} s: encoder {number}, {what}", flush=True)
+        self._tell(what, f"encoder {number}", in_work)
+
+    def _tell(self, what: str, server: str, in_work: int | None = None) -> None:
+        self.events.append(Event(time.monotonic() - self._begin, what, server, in_work))
+        print(f"{self.events[-1].at_s:6.1f} s: {server}, {what}", flush=True)
+
+    async def watch_language(self) -> None:
+        """Until cancelled; its end is an event like the others."""
+        while self._servers.language.running:
+            await asyncio.sleep(0.1)
+        self._tell("has ended", "language server")
+        self._servers.notes.append(f"the language server ended: {self._servers.last_words()}")
+        await asyncio.Event().wait()
 
 
 async def _healthy(url: str) -> bool:
@@ -294,7 +316,9 @@ async def measure(arm: str, servers: Servers, options: argparse.Namespace) -> Re
     sent = bodies("chaos", 1.1 * rate * 60 * options.minutes)
     begin = time.monotonic()
     chaos = Chaos(servers, begin, scale=60 * options.minutes / _FAULTS_FOR_S)
-    watching = [asyncio.create_task(counts.watch())] if ours else []
+    watching = [asyncio.create_task(chaos.watch_language())]
+    if ours:
+        watching.append(asyncio.create_task(counts.watch()))
     faults = asyncio.create_task(chaos.run())
     try:
         answers = await open_loop(
@@ -314,10 +338,6 @@ async def measure(arm: str, servers: Servers, options: argparse.Namespace) -> Re
         await counts.ask()
     run = Run(answers, chaos.events)
     _say(arm, "with faults", run)
-    try:
-        servers.language.check_running()
-    except ServerError as error:
-        servers.notes.append(f"{arm}: the language server ended: {str(error).splitlines()[0]}")
     done = counts.forwards - before if ours else None
     return Result(capacity, rate, calm, run, servers.notes, done)
 

@@ -27,7 +27,7 @@ _NEVER = "not before the next fault"
 
 @dataclass
 class Event:
-    """Something that was done to an encoder, or that it did.
+    """Something that was done to a server, or that it did.
 
     Attributes:
         at_s: from the beginning of the load.
@@ -36,7 +36,7 @@ class Event:
 
     at_s: float
     what: str
-    encoder: int
+    server: str
     in_work: int | None = None
 
 
@@ -130,7 +130,7 @@ def recoveries(result: Result) -> list[int | None]:
             until_s = later.at_s if later else result.chaos.seconds
             span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
             recovered = recovery_s(disturbed(span, event.at_s, result.limit_s))
-            lasted = recovered >= math.ceil(until_s - event.at_s)
+            lasted = recovered > max(_by_second(span, event.at_s), default=0)
             if not lasted or later is None or later.what in FAULTS:
                 found.append(None if lasted else recovered)
                 break
@@ -138,14 +138,14 @@ def recoveries(result: Result) -> list[int | None]:
 
 
 def event_rows(result: Result) -> list[list[str]]:
-    head = ["at (s)", "encoder", "event", "images in work there", "requests", "failed"]
+    head = ["at (s)", "server", "event", "images in work there", "requests", "failed"]
     rows = [[*head, "slowest TTFT (ms)", "disturbed seconds", "recovered after (s)"]]
     events, answers = result.chaos.events, result.chaos.answers
     ends = [event.at_s for event in events[1:]] + [result.chaos.seconds + 1]
     for event, until_s, recovered in zip(events, ends, recoveries(result), strict=True):
         span = [one for one in answers if event.at_s <= one.arrival_s < until_s]
         waits = [one.ttft_s for one in span if one.ttft_s is not None]
-        row = [f"{event.at_s:.1f}", str(event.encoder), event.what]
+        row = [f"{event.at_s:.1f}", event.server, event.what]
         row += ["" if event.in_work is None else str(event.in_work)]
         row += [str(len(span)), str(sum(bool(one.failure) for one in span))]
         row += [f"{1e3 * max(waits):.0f}" if waits else "none"]
@@ -227,7 +227,7 @@ def verdicts(result: Result) -> str:
 
 def page(options: argparse.Namespace, results: dict[str, Result]) -> str:
     way = "register themselves" if options.dynamic else "are listed on its command line"
-    notes = "".join(f"\n- {note}" for one in results.values() for note in one.notes)
+    notes = "".join(f"\n- {arm}: {note}" for arm, one in results.items() for note in one.notes)
     events = "\n\n".join(
         f"### {arm}\n\n{table(event_rows(result))}" for arm, result in results.items()
     )

@@ -117,7 +117,7 @@ class Servers:
         raised = log.partition("Scheduler hit an exception")[2]
         errors = re.findall(r"^\w*(?:Error|Exception)\b.*", raised, re.MULTILINE)
         why = f"its scheduler raised {errors[0]!r}" if errors else self.language.tail(1)
-        return f"{why} ({self.language.log_path})"
+        return why
 
     def signal(self, number: int, which: signal.Signals) -> None:
         """To an encoder and all that it has started."""
@@ -247,12 +247,11 @@ class Chaos:
         print(f"{self.events[-1].at_s:6.1f} s: {server}, {what}", flush=True)
 
     async def watch_language(self) -> None:
-        """Until cancelled; its end is an event like the others."""
-        while self._servers.language.running:
+        """Until it ends, or cancelled; its end is an event like the others."""
+        while self._servers.language.running:  # noqa: ASYNC110, nobody signals it
             await asyncio.sleep(0.1)
         self._tell("has ended", "language server")
         self._servers.notes.append(f"the language server ended: {self._servers.last_words()}")
-        await asyncio.Event().wait()
 
 
 async def _healthy(url: str) -> bool:

@@ -56,7 +56,7 @@ class Settings:
 
     token: str = field(default="", repr=False)
     request_timeout_s: float = 120.0
-    dispatch_policy: str = "shuffle"
+    dispatch_policy: str = "affinity"
     encoder_wait_s: float = 30.0
     encoder_timeout_s: float = 60.0
     max_body_mb: int = 512

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -112,3 +114,69 @@ async def client() -> AsyncIterator[EncoderClient]:
 def dead_url(unused_tcp_port: int) -> str:
     """Nobody listens there."""
     return f"http://127.0.0.1:{unused_tcp_port}"
+
+
+class StatusServer:
+    """An encoder that tells how it is, as a test wants.
+
+    Attributes:
+        report, raw: what it answers; `raw` counts if it is set.
+        asked: how often it was.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.url = ""
+        self.status = 200
+        self.report = {"namespace": namespace, "state": "ready", "patches_queued": 7}
+        self.raw: bytes | None = None
+        self.asked = 0
+        self.headers: list[dict[str, str]] = []
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+
+    def freeze(self) -> None:
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        self.headers.append(dict(request.headers))
+        await self._thawed.wait()
+        body = json.dumps(self.report).encode() if self.raw is None else self.raw
+        return web.Response(body=body, status=self.status)
+
+
+@pytest.fixture
+async def status_server() -> AsyncIterator[Callable[..., Awaitable[StatusServer]]]:
+    """Starts one more at each call."""
+    runners: list[web.AppRunner] = []
+
+    async def start(namespace: str = "ours", tls: ssl.SSLContext | None = None) -> StatusServer:
+        server = StatusServer(namespace)
+        app = web.Application()
+        app.router.add_get("/v1/status", server.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        scheme = "https" if tls else "http"
+        server.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
+        return server
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def until() -> Callable[..., Awaitable[None]]:
+    """Waits for a condition that nobody signals."""
+
+    async def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    return wait

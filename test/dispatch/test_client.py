@@ -6,6 +6,7 @@ import time
 import pytest
 from aiohttp import web
 
+import certificates
 from sglang_epd.dispatch import client as client_module
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.errors import (
@@ -15,6 +16,7 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
+from sglang_epd.trust import Trust
 from sglang_epd.wire import MAJOR, EncodeItem, EncodeReply, EncodeRequest, ItemOutcome, ReplyTo
 from sglang_epd.wire.http import CONTENT_TYPE, encode_body
 
@@ -171,3 +173,28 @@ async def test_no_error_holds_the_token(start, dead_url):
             with pytest.raises(UnavailableError) as raised:
                 await client.encode(url, asking())
             assert "top-secret" not in str(raised.value)
+
+
+async def test_an_encoders_certificate_has_to_be_believed(tmp_path):
+    made = certificates.make(tmp_path)
+    trust = Trust(("api-key",), made.certfile, made.keyfile, ca_certs=made.certfile)
+    seen: list[str | None] = []
+
+    async def handle(http: web.Request) -> web.Response:
+        seen.append(http.headers.get("Authorization"))
+        return web.Response(body=encode_body(EncodeReply("r", "it", [ItemOutcome(0, "delivered")])))
+
+    app = web.Application()
+    app.router.add_post("/v1/encode", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust.server_ssl()).start()
+    url = f"https://localhost:{runner.addresses[0][1]}"
+    async with EncoderClient(trust.token) as stranger:
+        with pytest.raises(UnavailableError, match="out of reach"):
+            await stranger.encode(url, asking())
+    assert not seen, "the token is shown to nobody who is not believed"
+    async with EncoderClient(trust.token, trust.client_ssl()) as client:
+        await client.encode(url, asking())
+    assert seen == ["Bearer api-key"]
+    await runner.cleanup()

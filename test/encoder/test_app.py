@@ -120,6 +120,14 @@ async def test_without_the_token_nothing_is_encoded_or_cancelled(
     assert not fakes.acquire.calls
 
 
+@pytest.mark.parametrize("shown", ["secret", "api-key"])
+async def test_the_token_and_the_api_key_are_as_good(serve, http, asking, shown):
+    url = await serve("secret", "api-key")
+    headers = {"Authorization": f"Bearer {shown}"}
+    status, _, _ = await post(http, url, encode_body(asking(b"x")), **headers)
+    assert status == 200
+
+
 async def test_with_the_token_it_is(serve, http, asking):
     url = await serve("secret")
     headers = {"Authorization": "Bearer secret"}

@@ -174,3 +174,50 @@ def test_told_twice_it_does_not_wait(server, work):
     server.signal()
     assert server.ended()
     assert work != [(200, b"done")]
+
+
+class FakeRegistration:
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def start(self) -> None:
+        self.steps.append("start")
+
+    async def leave(self) -> None:
+        self.steps.append("leave")
+
+
+async def test_it_registers_when_it_listens_and_leaves_before_it_drains():
+    service, registration = FakeService(), FakeRegistration()
+    config = uvicorn.Config(FastAPI(), log_config=None, lifespan="off", ws="none")
+    config.load()
+    server = _DrainingServer(config, service, registration)
+    server.lifespan = config.lifespan_class(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        await server.startup([listening])
+        assert registration.steps == ["start"]
+        service.idle.clear()
+        server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(PATIENCE_S):
+            while registration.steps != ["start", "leave"]:
+                await asyncio.sleep(0.005)
+        assert service.admission.draining
+        assert not server.should_exit, "it has work"
+        service.idle.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while not server.should_exit:
+                await asyncio.sleep(0.005)
+        await server.shutdown([listening])
+
+
+async def test_told_to_stop_before_it_listens_it_does_not_register():
+    registration = FakeRegistration()
+    config = uvicorn.Config(FastAPI(), log_config=None, lifespan="off", ws="none")
+    config.load()
+    server = _DrainingServer(config, FakeService(), registration)
+    server.lifespan = config.lifespan_class(config)
+    server.handle_exit(signal.SIGTERM, None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        await server.startup([listening])
+        await server.shutdown([listening])
+    assert "start" not in registration.steps

@@ -213,6 +213,13 @@ TOPOLOGIES = {
         flags={"language": "--enable-adaptive-dispatch-to-encoder --enable-metrics"},
     ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
+    # Encoders are asked again for each picture, and soon have too much.
+    "chaos": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language"),
+        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "16"},
+        {"language": "--disable-radix-cache"},
+    ),
     "two_encoders": lambda: Topology(
         _TINY, ("encoder", "registering", "language"), {"SGLANG_EPD_TOKEN": TOKEN}
     ),

@@ -132,7 +132,7 @@ def decide(
         why = "busy"
     elif len(work) < knobs.min_items:
         why = "few"
-    elif all(one.patches < knobs.min_patches for one in work):
+    elif work and all(one.patches < knobs.min_patches for one in work):
         why = "small"
     if why is not None:
         return Decision("local", why, remote_s, local_s, compute_s)

@@ -78,7 +78,7 @@ def least_loaded(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) 
 # they have so many times the item's own cost more than the mean: of a few items in
 # flight one encoder always has twice as many as another, and that says nothing.
 _BOUND = 1.25
-_SLACK = 2.0
+_SLACK = 3.0
 # The same for a key that was sent there before. Moving it costs its encoding anew, and if
 # its embedding is kept there, the queue does not delay it.
 _KNOWN_BOUND = 2.0
@@ -116,7 +116,7 @@ class Affinity:
     Each key has an order of the encoders of its own (rendezvous hashing: Thaler and
     Ravishankar, 1998), which every language server finds for itself, and in which an
     encoder that comes or goes moves none but its own keys. A new key goes to the first
-    in its order that has no more than 1.25 times the mean load (consistent hashing with
+    in its order that has not much more than the mean load (consistent hashing with
     bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2018), and stays where it went: at
     each of its requests anew, the bound would spread it over all encoders and push other
     embeddings out of their caches. It returns when an encoder comes back that was not

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sglang_epd.dispatch.dispatcher import Dispatcher
@@ -55,7 +55,12 @@ class Frontend:
         return len(self._live)
 
     def start(
-        self, rid: str, items: list[EncodeItem], consumers: int, slot: Slot | None = None
+        self,
+        rid: str,
+        items: list[EncodeItem],
+        consumers: int,
+        slot: Slot | None = None,
+        among: Collection[str] | None = None,
     ) -> Expect:
         """Begin to have `items` encoded; returns what the scheduler is to wait for.
 
@@ -65,10 +70,11 @@ class Frontend:
             rid: the request's id, under which it may be cancelled.
             consumers: how many scheduler requests will wait for these items.
             slot: where a decode server learns the layouts, or that there will be none.
+            among: encoders that may be asked; None for all.
         """
         expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
         task = asyncio.get_running_loop().create_task(
-            self._run(rid, items, expect, slot), name=f"encode {rid}"
+            self._run(rid, items, expect, slot, among), name=f"encode {rid}"
         )
         self._live[rid] = _Live(expect.ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
@@ -104,14 +110,20 @@ class Frontend:
             live.task.cancel()
 
     async def _run(
-        self, rid: str, items: list[EncodeItem], expect: Expect, slot: Slot | None
+        self,
+        rid: str,
+        items: list[EncodeItem],
+        expect: Expect,
+        slot: Slot | None,
+        among: Collection[str] | None,
     ) -> EpdError | None:
         started = time.monotonic()
         deadline = started + expect.ttl_s
         try:
             endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
             await self._control.expect(expect)
-            layouts = await self._dispatcher.run(ReplyTo(endpoint, expect.ticket), items, deadline)
+            reply_to = ReplyTo(endpoint, expect.ticket)
+            layouts = await self._dispatcher.run(reply_to, items, deadline, among)
             if slot is not None:
                 slot.learnt([layouts.get(item.item) for item in items])
             elapsed_ms = (time.monotonic() - started) * 1e3

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -21,7 +22,7 @@ from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.dispatch.pool import Pool, State
 from sglang_epd.dispatch.work import Costs, describe
-from sglang_epd.errors import EncodeError, EpdError, MediaError
+from sglang_epd.errors import EncodeError, EpdError, MediaError, ProtocolError
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
@@ -44,10 +45,18 @@ _MODULE = "sglang.srt.managers.tokenizer_manager"
 class TokenizerSeam:
     """What `TokenizerManager.mm_receiver` is while this package serves EPD."""
 
-    def __init__(self, frontend: Frontend, collector: Collector, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        collector: Collector,
+        request_timeout_s: float,
+        chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
+    ) -> None:
         self.frontend = frontend
         self._collector = collector
         self._timeout_s = request_timeout_s
+        # The encoders that the current request names (`headers.chooser`).
+        self._chosen = chosen
         # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         self._processor: Any = None
@@ -66,7 +75,8 @@ class TokenizerSeam:
         slots = [self._slot(prompt) for prompt in prompts]
         try:
             planned = [plan(prompt) for prompt in prompts]
-        except MediaError as error:
+            among = self._chosen()
+        except (MediaError, ProtocolError) as error:
             for slot in slots:
                 if slot is not None:
                     slot.failed(MediaError(error.message))
@@ -75,7 +85,7 @@ class TokenizerSeam:
             # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
             # once a sample; each of them waits for the same items.
             consumers = 1 if samples == 1 else samples + 1
-            expect = self.frontend.start(prompt.rid, items, consumers, slot)
+            expect = self.frontend.start(prompt.rid, items, consumers, slot, among)
             prompt.need_wait_for_mm_inputs = True
             prompt.encoder_urls = manifest.write(expect, rundir.secret())
 
@@ -134,11 +144,12 @@ class TokenizerSeam:
     def _start(self, prompt: Any, slot: Slot | None) -> Expect:
         try:
             items = plan(prompt)
-        except MediaError as error:
+            among = self._chosen()
+        except (MediaError, ProtocolError) as error:
             if slot is not None:
                 slot.failed(error)
             raise
-        return self.frontend.start(prompt.rid, items, 1, slot)
+        return self.frontend.start(prompt.rid, items, 1, slot, among)
 
     def _slot(self, prompt: Any) -> Slot | None:
         if self.layouts is None or not isinstance(prompt.bootstrap_room, int):
@@ -167,8 +178,8 @@ def create_frontend(
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
     frontend = Frontend(dispatcher, control, timeout_s)
-    seam = TokenizerSeam(frontend, Collector(control), timeout_s)
     chosen = headers.chooser(settings.encoder_header, pool.urls)
+    seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"

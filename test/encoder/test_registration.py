@@ -1,0 +1,203 @@
+"""The encoder's announcements, to real registries of language servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from aiohttp import web
+
+import certificates
+from sglang_epd.dispatch.pool import LEASE, Pool
+from sglang_epd.dispatch.registry import Registry
+from sglang_epd.encoder.registration import Beat, Registration
+from sglang_epd.encoder.server import registry_url
+from sglang_epd.errors import ConfigError
+from sglang_epd.trust import Trust
+
+URL = "http://127.0.0.1:30000"
+BEAT = Beat(lease=2.0, retry=0.05)
+
+
+class Directory:
+    """A language server's registry; may be restarted with nothing in its memory."""
+
+    def __init__(self, port: int, namespace: str, trust: Trust) -> None:
+        self.port = port
+        self.namespace = namespace
+        self.trust = trust
+        self.pool = Pool(namespace)
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self.trust.scheme}://localhost:{self.port}"
+
+    async def start(self) -> None:
+        self.pool = Pool(self.namespace)
+        self._runner = web.AppRunner(Registry(self.pool, self.trust).app(), shutdown_timeout=0.1)
+        await self._runner.setup()
+        tls = self.trust.server_ssl()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=tls).start()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._runner = None
+
+
+@pytest.fixture
+async def directory(unused_tcp_port_factory):
+    made: list[Directory] = []
+
+    def make(namespace: str = "ours", trust: Trust | None = None) -> Directory:
+        made.append(Directory(unused_tcp_port_factory(), namespace, trust or Trust()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.stop()
+
+
+@pytest.fixture
+async def register():
+    made: list[Registration] = []
+
+    def start(*urls: str, trust: Trust | None = None, beat: Beat = BEAT) -> Registration:
+        trust = trust or Trust()
+        registration = Registration(
+            URL, urls, namespace="ours", headers=trust.headers(), tls=trust.client_ssl(), beat=beat
+        )
+        made.append(registration)
+        registration.start()
+        return registration
+
+    yield start
+    for one in made:
+        await one.leave()
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_it_joins_everywhere_and_leaves(directory, register):
+    one, other = directory(), directory()
+    await one.start()
+    await other.start()
+    registration = register(one.url, other.url + "/", one.url)
+    await until(lambda: one.pool.urls(LEASE) == other.pool.urls(LEASE) == [URL])
+    await registration.leave()
+    assert one.pool.urls() == other.pool.urls() == []
+    await registration.leave()  # again: nothing
+
+
+async def test_the_lease_is_renewed_before_it_ends(directory, register):
+    one = directory()
+    await one.start()
+    renewed: list[float] = []
+    register_ = one.pool.register
+
+    def count(url: str, namespace: str, lease_s: float) -> None:
+        renewed.append(time.monotonic())
+        register_(url, namespace, lease_s)
+
+    one.pool.register = count
+    register(one.url)
+    await until(lambda: len(renewed) == 3)
+    assert max(b - a for a, b in itertools.pairwise(renewed)) < BEAT.lease / 2
+
+
+async def test_a_language_server_that_restarts_knows_it_within_a_heartbeat(directory, register):
+    one = directory()
+    await one.start()
+    register(one.url)
+    await until(lambda: one.pool.urls() == [URL])
+    await one.stop()
+    await one.start()
+    assert one.pool.urls() == []
+    await until(lambda: one.pool.urls() == [URL], seconds=BEAT.lease / 3 + 0.3)
+
+
+async def test_one_that_comes_later_is_found_soon_and_logged_once(directory, register, caplog):
+    caplog.set_level("INFO", logger="sglang_epd.encoder.registration")
+    one = directory()
+    register(one.url, beat=Beat(lease=15.0, retry=0.02))
+    await asyncio.sleep(0.2)
+    await one.start()
+    await until(lambda: one.pool.urls() == [URL], seconds=2.0)
+    assert caplog.text.count("nobody listens") == 1
+    assert caplog.text.count(": registered") == 1
+
+
+@pytest.mark.parametrize(
+    ("namespace", "tokens", "said"),
+    [("ours", ("secret",), "HTTP 401"), ("theirs", (), "HTTP 409")],
+)
+async def test_a_refusal_is_said_loudly_and_not_the_end(
+    directory, register, caplog, namespace, tokens, said
+):
+    one = directory(namespace, Trust(tokens))
+    await one.start()
+    register(one.url, beat=Beat(lease=2.0, retry=0.05))
+    await until(lambda: said in caplog.text)
+    assert not one.pool.urls()
+    ours = [one for one in caplog.records if one.name == "sglang_epd.encoder.registration"]
+    assert [record.levelname for record in ours] == ["ERROR"]
+    if namespace == "theirs":
+        assert "ours" in caplog.text
+        assert "theirs" in caplog.text
+    # The other side is mended: nobody has to restart the encoder.
+    await one.stop()
+    one.namespace, one.trust = "ours", Trust()
+    await one.start()
+    await until(lambda: one.pool.urls() == [URL])
+
+
+async def test_the_token_is_shown(directory, register):
+    trust = Trust(("secret",))
+    one = directory(trust=trust)
+    await one.start()
+    register(one.url, trust=trust)
+    await until(lambda: one.pool.urls() == [URL])
+
+
+async def test_over_tls_only_where_the_certificate_is_believed(
+    directory, register, caplog, tmp_path
+):
+    made = certificates.make(tmp_path)
+    one = directory(trust=Trust(("secret",), made.certfile, made.keyfile))
+    await one.start()
+    stranger = register(one.url, trust=Trust(("secret",)))
+    await until(lambda: "no TLS connection" in caplog.text)
+    assert not one.pool.urls()
+    assert "secret" not in caplog.text
+    await stranger.leave()
+    register(one.url, trust=Trust(("secret",), ca_certs=made.certfile))
+    await until(lambda: one.pool.urls() == [URL])
+
+
+async def test_leaving_takes_two_seconds_at_most(register):
+    async def never(reader, writer) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(never, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    registration = register(f"http://127.0.0.1:{port}", "http://127.0.0.1:9")
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await registration.leave()
+    assert time.monotonic() - started < 3.0
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])
+def test_where_to_register_has_to_be_a_servers_url(url):
+    with pytest.raises(ConfigError, match="--encoder-register-urls"):
+        registry_url(url)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_epd.dispatch.pool import LEASE, STATIC, Pool
+from sglang_epd.encoder.server import advertised_url
+from sglang_epd.errors import ConfigError
+from sglang_epd.seams import discovery, rundir
+from sglang_epd.seams.discovery import BootstrapPlace
+
+TYPED = ["http://127.0.0.1:9/"]
+
+
+@pytest.fixture
+def serving(sglang, monkeypatch):
+    flags = SimpleNamespace(
+        host="127.0.0.1",
+        port=30000,
+        tokenizer_worker_num=1,
+        api_key=None,
+        ssl_certfile=None,
+        ssl_keyfile=None,
+        ssl_keyfile_password=None,
+        ssl_ca_certs=None,
+    )
+    monkeypatch.setattr(sglang("runtime_context"), "get_serving", lambda: flags)
+    for name in ("SGLANG_EPD_TOKEN", "SGLANG_HOST_IP", "HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(BootstrapPlace, "latest", None)
+    return flags
+
+
+def test_where_it_is_made_nobody_can_register_yet():
+    urls = list(TYPED)
+    place = BootstrapPlace(host="127.0.0.1", port=1, urls=urls)
+    assert place.list_urls() == TYPED
+    assert place.watcher is None
+    place.close()
+
+
+def test_it_begins_when_the_pool_is_there(serving):
+    place = BootstrapPlace(host="127.0.0.1", port=0, urls=TYPED)
+    pool = Pool("ours")
+    watcher = discovery.start(pool)
+    try:
+        assert watcher.port
+        assert pool.urls(STATIC) == ["http://127.0.0.1:9"]
+        pool.register("http://127.0.0.1:7", "ours", 15.0)
+        assert place.list_urls() == ["http://127.0.0.1:9", "http://127.0.0.1:7"]
+    finally:
+        place.close()
+
+
+def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_RUN_ID", "x")
+    monkeypatch.setenv("SGLANG_EPD_RUN_SECRET", "ab" * 32)
+    serving.tokenizer_worker_num = 2
+    one, other = Pool("ours"), Pool("ours")
+    first = BootstrapPlace(host="127.0.0.1", port=0)
+    one.register("http://127.0.0.1:7", "ours", 15.0)
+    port = discovery.start(one).port
+    second = BootstrapPlace(host="127.0.0.1", port=port)
+    try:
+        discovery.start(other)
+        assert other.urls(LEASE) == ["http://127.0.0.1:7"]
+        serving.tokenizer_worker_num = 1
+        BootstrapPlace(host="127.0.0.1", port=port)
+        with pytest.raises(ConfigError, match="in use"):
+            discovery.start(Pool("ours"))
+    finally:
+        second.close()
+        first.close()
+    assert rundir.secret() == bytes.fromhex("ab" * 32)
+
+
+@pytest.mark.parametrize(
+    ("token", "key", "shown"), [(None, "key", "key"), ("token", "key", "token"), (None, None, "")]
+)
+def test_the_token_or_else_the_api_key_is_shown(serving, monkeypatch, token, key, shown):
+    serving.api_key = key
+    if token:
+        monkeypatch.setenv("SGLANG_EPD_TOKEN", token)
+    assert discovery.trust().token == shown
+
+
+@pytest.mark.parametrize(
+    ("host", "typed", "scheme", "expected"),
+    [
+        ("10.0.0.7", "", "http", "http://10.0.0.7:30000"),
+        ("10.0.0.7", "", "https", "https://10.0.0.7:30000"),
+        ("0.0.0.0", "", "http", "http://192.0.2.1:30000"),
+        ("::", "", "http", "http://192.0.2.1:30000"),
+        ("::1", "", "http", "http://[::1]:30000"),
+        ("0.0.0.0", "https://Encoder-0:443/", "http", "https://encoder-0:443"),
+    ],
+)
+def test_an_encoder_says_how_it_is_reached(serving, monkeypatch, host, typed, scheme, expected):
+    serving.host = host
+    monkeypatch.setenv("SGLANG_HOST_IP", "192.0.2.1")
+    assert advertised_url(typed, scheme) == expected
+
+
+def test_an_advertised_url_has_to_be_one(serving):
+    with pytest.raises(ConfigError, match="SGLANG_EPD_ENCODER_ADVERTISE_URL"):
+        advertised_url("encoder:30000", "http")

@@ -160,14 +160,14 @@ def test_the_link_is_learnt():
     link = Link()
     for _ in range(300):
         nbytes = rng.choice([1e5, 1e6, 3e7])
-        link.learn(nbytes, (0.05 + nbytes / 2e7) * rng.uniform(0.9, 1.1))
-    cost = link.cost()
+        link.learn(nbytes, (0.05 + nbytes / 2e7) * rng.uniform(0.9, 1.1), 0.0)
+    cost = link.cost(0.0)
     assert cost.round_trip_s == pytest.approx(0.05, rel=0.4)
     assert cost.bytes_per_s == pytest.approx(2e7, rel=0.2)
 
 
 def test_the_link_starts_where_it_is_told():
-    cost = Link(LinkCost(0.5, 1e7)).cost()
+    cost = Link(LinkCost(0.5, 1e7)).cost(0.0)
     assert cost.round_trip_s == pytest.approx(0.5)
     assert cost.bytes_per_s == pytest.approx(1e7)
 
@@ -175,8 +175,8 @@ def test_the_link_starts_where_it_is_told():
 def test_requests_of_one_size_teach_their_round_trip():
     link = Link()
     for _ in range(500):
-        link.learn(1e6, 0.2)
-    cost = link.cost()
+        link.learn(1e6, 0.2, 0.0)
+    cost = link.cost(0.0)
     assert cost.round_trip_s + 1e6 / cost.bytes_per_s == pytest.approx(0.2, rel=0.05)
 
 
@@ -184,10 +184,31 @@ def test_requests_of_one_size_teach_their_round_trip():
 def test_whatever_is_measured_the_link_stays_within_bounds(measured):
     link = Link()
     for nbytes, seconds in measured:
-        link.learn(nbytes, seconds)
-    cost = link.cost()
+        link.learn(nbytes, seconds, 0.0)
+    cost = link.cost(0.0)
     assert 1e-4 <= cost.round_trip_s <= 10.0
     assert 0.99e6 <= cost.bytes_per_s <= 1.01e12
+
+
+def test_one_request_that_met_a_pause_changes_little():
+    link = Link()
+    for _ in range(20):
+        link.learn(1e6, 0.006, 0.0)
+    before = link.cost(0.0).round_trip_s
+    link.learn(1e6, 60.0, 0.0)
+    assert link.cost(0.0).round_trip_s < 2 * before
+    for _ in range(50):
+        link.learn(1e6, 60.0, 0.0)
+    assert link.cost(0.0).round_trip_s == 10.0, "but several do"
+
+
+def test_what_nothing_went_through_for_a_minute_is_forgotten():
+    """Else a link that was slow once would never be tried again."""
+    link = Link()
+    for _ in range(50):
+        link.learn(1e6, 5.0, 1000.0)
+    assert link.cost(1059.0).round_trip_s > 1.0
+    assert link.cost(1061.0).round_trip_s == pytest.approx(LinkCost().round_trip_s)
 
 
 def test_the_queue_here_drains_by_itself():

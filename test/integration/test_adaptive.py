@@ -3,7 +3,9 @@ everything here when that dies. The answers are one server's throughout."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -132,6 +134,21 @@ def test_a_request_may_name_its_encoders(
         assert unknown.status_code == 400
         assert "x-encoder-hosts-ports" in unknown.text
     assert decisions(topology)["remote", "chosen"] == 4
+
+
+def test_what_an_encoder_that_freezes_has_is_taken_back(
+    topology: Topology, large: Messages
+) -> None:
+    expected = Client(topology.urls["colocated"]).generation(*large)
+    pid, before = topology.servers["encoder"].pid, decisions(topology)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert Client(topology.urls["language"]).generation(*large).distance(expected) < TOLERANCE
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    after = decisions(topology)
+    assert after["remote", "cost"] == before["remote", "cost"] + 1
+    assert after["local", "failed"] == before.get(("local", "failed"), 0) + 1
 
 
 def test_without_an_encoder_everything_is_encoded_here(

@@ -265,3 +265,53 @@ async def test_the_decode_server_is_told_of_a_cancellation(frontend, dispatcher,
     frontend.cancel("rid")
     await idle()
     assert told(slot).error.code == "RequestCancelledError"
+
+
+@pytest.fixture
+def ends(frontend):
+    """How requests ended."""
+    ends: list[tuple[str, str]] = []
+    frontend.on_end = lambda rid, error: ends.append((rid, error.code if error else ""))
+    return ends
+
+
+async def test_the_end_of_each_request_is_told_once(frontend, dispatcher, ends, idle):
+    dispatcher.go_on.set()
+    frontend.start("delivered", ITEMS, 1)
+    await idle()
+    dispatcher.error = UnavailableError("none")
+    frontend.start("failed", ITEMS, 1)
+    await idle()
+    dispatcher.error = ZeroDivisionError()
+    frontend.start("surprised", ITEMS, 1)
+    await idle()
+    dispatcher.go_on.clear()
+    dispatcher.started.clear()
+    frontend.start("cancelled", ITEMS, 1)
+    frontend.cancel("cancelled")  # before it began
+    frontend.start("cancelled later", ITEMS, 1)
+    await dispatcher.started.wait()
+    frontend.cancel("cancelled later")
+    await idle()
+    assert ends == [
+        ("delivered", ""),
+        ("failed", "UnavailableError"),
+        ("surprised", "EncodeError"),
+        ("cancelled", "RequestCancelledError"),
+        ("cancelled later", "RequestCancelledError"),
+    ]
+
+
+async def test_even_a_control_channel_that_breaks_is_an_end(
+    frontend, dispatcher, control, ends, idle, caplog
+):
+    async def broken(_ticket, _error):
+        raise OSError("gone")
+
+    control.fail = broken
+    dispatcher.error = UnavailableError("none")
+    dispatcher.go_on.set()
+    frontend.start("rid", ITEMS, 1)
+    await idle()
+    assert ends == [("rid", "EncodeError")]
+    assert "Could not end rid" in caplog.text

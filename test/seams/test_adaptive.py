@@ -18,6 +18,7 @@ from sglang_epd.errors import (
     MediaForbiddenError,
     NamespaceError,
     OverloadedError,
+    RequestCancelledError,
     UnavailableError,
 )
 from sglang_epd.language.local_images import LocalImage
@@ -65,7 +66,8 @@ class FakeFrontend:
 
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)
-        asyncio.get_running_loop().call_soon(self.on_end, rid, None)
+        gone = RequestCancelledError("the request was cancelled")
+        asyncio.get_running_loop().call_soon(self.on_end, rid, gone)
 
 
 class FakeImages:
@@ -251,6 +253,26 @@ async def test_what_no_encoder_took_is_encoded_here(build, error):
     assert tokenized.prompt.encoder_urls is None
     assert tokenized.mm_inputs.mm_items[0].identity == bytes(32)
     assert manager.counted() == {("remote", "cost"): 1, ("local", "failed"): 1}
+
+
+@pytest.mark.parametrize("to_scheduler", [True, False])
+async def test_only_what_was_delivered_teaches_the_link(build, views, to_scheduler):
+    """A request that waited for an encoder that had died would make it look slow."""
+    manager = build()
+    manager.to_scheduler = to_scheduler
+    learnt: list[float] = []
+    manager.seam._link.learn = lambda _nbytes, seconds, _now: learnt.append(seconds)
+    for delivered in (True, False):
+        prompt = Prompt(images=["1000"])
+        manager.dispatch(prompt)
+        if delivered:
+            manager.frontend.on_end("rid", None)
+        else:
+            manager.gate.clear()
+            views[0] = View(URL, State.SUSPECT)
+            asyncio.get_running_loop().call_later(0.1, manager.gate.set)
+        await manager.tokenize(prompt)
+    assert len(learnt) == 1
 
 
 @pytest.mark.parametrize("error", [EncodeError, MediaError, DeadlineError])

@@ -168,27 +168,42 @@ class Link:
     by least squares, in which an old request counts less than a new one.
 
     It starts from two made-up requests of the starting figures, so that there is a line
-    before anything is known; they fade as others come.
+    before anything is known; they fade as others come. No request counts as more than some
+    times what was expected of it: one that met a pause somewhere says little of the link.
+    When nothing has gone through for a minute it starts anew, because what it has learnt
+    may be why nothing does.
     """
 
     _FADE = 0.95
     _BYTES_PER_S = (1e6, 1e12)
     _ROUND_TRIP_S = (1e-4, 10.0)
+    _SURPRISE = 4.0
+    _VALID_S = 60.0
 
     def __init__(self, start: LinkCost = LinkCost()) -> None:
         self._start = start
+        self._learnt_at = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
         # Sums over requests: weight, bytes, bytes squared, seconds, bytes times seconds.
         self._sums = [0.0] * 5
         for nbytes in (0.0, 64e6):
-            self._add(nbytes, start.round_trip_s + nbytes / start.bytes_per_s)
+            self._add(nbytes, self._start.round_trip_s + nbytes / self._start.bytes_per_s)
 
-    def learn(self, nbytes: float, seconds: float) -> None:
-        """A request of so many bytes took so long beyond what its encoders computed."""
+    def learn(self, nbytes: float, seconds: float, now: float) -> None:
+        """A request of so many bytes took so long beyond what its encoders computed; `now`
+        is in seconds of a clock that only goes on."""
+        expected = self.cost(now)
+        most = self._SURPRISE * (expected.round_trip_s + nbytes / expected.bytes_per_s)
+        self._learnt_at = now
         self._sums = [value * self._FADE for value in self._sums]
-        self._add(nbytes, max(0.0, seconds))
+        self._add(nbytes, min(max(0.0, seconds), most))
 
-    def cost(self) -> LinkCost:
+    def cost(self, now: float) -> LinkCost:
         """What is known now; within bounds, whatever was measured."""
+        if now - self._learnt_at > self._VALID_S:
+            self._begin()
         weight, x, xx, y, xy = self._sums
         spread = xx - x * x / weight
         # Where all requests have been of one size there is no slope to be seen.

@@ -47,8 +47,8 @@ class Frontend:
         self._control = control
         self._timeout_s = request_timeout_s
         self._live: dict[str, _Live] = {}
-        # Called with a request's id and what it failed with, None where all was delivered
-        # or nobody waits any more; once for each request that was started.
+        # Called with a request's id and what it failed with, None where all was delivered;
+        # once for each request that was started.
         self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Frontend:
         live = self._live.get(rid)
         if live is not None and live.ticket == ticket:
             del self._live[rid]
-        error: EpdError | None = None
+        error: EpdError | None = RequestCancelledError("the request was cancelled")
         if not task.cancelled():
             surprise = task.exception()
             if surprise is not None:
@@ -131,6 +131,7 @@ class Frontend:
         except asyncio.CancelledError:
             logger.info("Cancelled %d items of %s", len(items), rid)
             await self._control.cancel(expect.ticket)
+            return RequestCancelledError("the request was cancelled")
         except EpdError as error:
             logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
             return await self._fail(expect, slot, error)

@@ -269,19 +269,23 @@ class Adaptive:
             if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
                 raise
             return None, UnavailableError(str(error.detail))
-        return tokenized, None if sent.ended is None else await sent.ended
+        failure = None if sent.ended is None else await sent.ended
+        if failure is None:
+            self._learn(sent)
+        return tokenized, failure
 
     def _ended(self, rid: str, error: EpdError | None) -> None:
         sent = self._running.pop(rid, None)
-        if sent is None or sent.ended is None:
-            return
-        if not sent.ended.done():
+        if sent is not None and sent.ended is not None and not sent.ended.done():
             sent.ended.set_result(error)
-        if error is None and all(item.url is None for item in sent.items):
-            # What fetching takes would be taken here as well, and says nothing of the link.
+
+    def _learn(self, sent: _Sent) -> None:
+        """All was delivered. What fetching takes would be taken here as well, and says
+        nothing of the link."""
+        if all(item.url is None for item in sent.items):
+            now = self._clock()
             nbytes = self._patches(sent.items) * self._knobs.bytes_per_patch
-            elapsed = self._clock() - sent.began
-            self._link.learn(nbytes, elapsed - sent.decision.compute_s)
+            self._link.learn(nbytes, now - sent.began - sent.decision.compute_s, now)
 
     def _decide(self, items: list[EncodeItem]) -> Decision:
         chosen = self._chosen()
@@ -291,7 +295,7 @@ class Adaptive:
             snapshot = replace(snapshot, encoders=views)
         work = [Work(b"", self._estimate(item)) for item in items]
         local = self._local_rate() if _local(items) else None
-        decision = decide(work, snapshot, local, self._knobs, self._link.cost())
+        decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
         if chosen is not None and decision.why in ("cost", "small", "few"):
             # Somebody has decided already.
             return replace(decision, where="remote", why="chosen")

@@ -42,7 +42,7 @@ def described(pool: Pool) -> dict:
 def seen(pool):
     """The states that encoders have been in."""
     states: list[State] = []
-    pool.on_move = lambda _url, _old, new: states.append(new)
+    pool.on_move = lambda _url, _old, new, _why: states.append(new)
     return states
 
 

@@ -82,8 +82,10 @@ def test_small_images_stay_and_large_ones_go(
 
 def test_samples_and_streams_of_what_stays(topology: Topology, small: Messages) -> None:
     client = Client(topology.urls["language"])
-    answer = client.answer(*small)
-    samples = client.chat(*small, n=2).json()["choices"]
+    # SGLang takes no more than one image with n > 1.
+    one = [user(*small[0]["content"][1:])]
+    answer = client.answer(*one)
+    samples = client.chat(*one, n=2).json()["choices"]
     assert [sample["message"]["content"] for sample in samples] == [answer] * 2
     assert "data: [DONE]" in client.chat(*small, stream=True).text
 

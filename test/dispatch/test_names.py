@@ -77,7 +77,6 @@ async def test_who_is_known_before_somebody_leaves(pool):
     names = Names(pool, [URL], resolver)
     await names.refresh()
     pool.on_move = lambda url, *_: moves.append(url)
-    pool.on_doubt = moves.append
     resolver.addresses = ["10.0.0.3", "10.0.0.4"]
     await names.refresh()
     assert moves[:2] == sorted(at("10.0.0.3", "10.0.0.4"))

@@ -271,7 +271,9 @@ class Dispatcher:
             if not error.retry_elsewhere:
                 raise
             self._retried(len(items), error)
-            logger.warning("Trying %d items elsewhere: %s", len(items), error)
+            # Of full encoders there is one such line for each refusal, and no news in it.
+            level = logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
+            logger.log(level, "Trying %d items elsewhere: %s", len(items), error)
             self._note_fault(run, url, items, error)
             return [(item, error) for item in items]
         run.stranded_at = None

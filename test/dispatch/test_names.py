@@ -76,8 +76,7 @@ async def test_who_is_known_before_somebody_leaves(pool):
     resolver = Resolver("10.0.0.1", "10.0.0.2")
     names = Names(pool, [URL], resolver)
     await names.refresh()
-    pool.on_move = lambda url, _old, _new: moves.append(url)
-    pool.on_doubt = moves.append
+    pool.on_move = lambda url, *_: moves.append(url)
     resolver.addresses = ["10.0.0.3", "10.0.0.4"]
     await names.refresh()
     assert moves[:2] == sorted(at("10.0.0.3", "10.0.0.4"))

@@ -42,7 +42,7 @@ def described(pool: Pool) -> dict:
 def seen(pool):
     """The states that encoders have been in."""
     states: list[State] = []
-    pool.on_move = lambda _url, _old, new: states.append(new)
+    pool.on_move = lambda _url, _old, new, _why: states.append(new)
     return states
 
 
@@ -72,7 +72,7 @@ async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
     await until(lambda: pool.state(server.url) is State.READY)
     server.freeze()
     await until(lambda: pool.state(server.url) is State.OPEN)
-    assert seen == [State.READY, State.SUSPECT, State.OPEN]
+    assert seen == [State.JOINING, State.READY, State.SUSPECT, State.OPEN]
     assert described(pool)["why"] == "no answer within 0.1 s"
     server.thaw()
     await until(lambda: pool.state(server.url) is State.READY)

@@ -55,7 +55,7 @@ class Case:
 
     def refused(self, name: str) -> int:
         """Requests that an encoder has refused for being full since it started."""
-        return self._count(name, "sglang:epd_encoder_refusals_total", 'code="overloaded"')
+        return self._count(name, "sglang:epd_encoder_refusals_total", 'code="OverloadedError"')
 
     def _count(self, name: str, metric: str, label: str) -> int:
         lines = requests.get(f"{self.topology.urls[name]}/metrics", timeout=10).text.splitlines()

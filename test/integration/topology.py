@@ -217,7 +217,7 @@ TOPOLOGIES = {
     "chaos": lambda: Topology(
         _TINY,
         ("encoder", "encoder@2", "language"),
-        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "16"},
+        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "4"},
         {"language": "--disable-radix-cache"},
     ),
     "two_encoders": lambda: Topology(

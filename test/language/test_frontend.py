@@ -53,7 +53,7 @@ class FakeDispatcher:
         self.layouts: dict[int, ItemLayout] = {}
 
     async def run(
-        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float
+        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))

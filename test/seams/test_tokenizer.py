@@ -37,7 +37,7 @@ class FakeFrontend:
         self.slots: list[Slot | None] = []
         self.cancelled: list[str] = []
 
-    def start(self, rid, items, consumers, slot) -> Expect:
+    def start(self, rid, items, consumers, slot, among=None) -> Expect:
         self.started.append((rid, [item.data for item in items], consumers))
         self.slots.append(slot)
         return Expect(f"ticket of {rid}", len(items), consumers, 60.0)

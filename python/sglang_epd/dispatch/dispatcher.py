@@ -190,7 +190,9 @@ class Dispatcher:
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
         """One encoder's share; what it could not serve goes elsewhere at once."""
         failures = await self._send(run, url, items)
-        delay = self._budget.take(len(failures)) if failures else 0.0
+        # Who is full says itself when to come again; the budget is for what breaks.
+        broken = sum(not isinstance(error, OverloadedError) for _, error in failures)
+        delay = self._budget.take(broken) if broken else 0.0
         if delay:
             await asyncio.sleep(min(delay, max(0.0, run.left_s)))
         return failures
@@ -269,7 +271,9 @@ class Dispatcher:
             if not error.retry_elsewhere:
                 raise
             self._retried(len(items), error)
-            logger.warning("Trying %d items elsewhere: %s", len(items), error)
+            # Of full encoders there is one such line for each refusal, and no news in it.
+            level = logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
+            logger.log(level, "Trying %d items elsewhere: %s", len(items), error)
             self._note_fault(run, url, items, error)
             return [(item, error) for item in items]
         run.stranded_at = None

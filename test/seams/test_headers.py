@@ -8,9 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
 
+from sglang_epd.errors import EncoderChoiceError
 from sglang_epd.observability.decisions import HeaderMetrics
 from sglang_epd.seams import headers
-from sglang_epd.seams.headers import HEADER, EncoderChoiceError, EncoderHeader
+from sglang_epd.seams.headers import HEADER, EncoderHeader
 
 URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000/", "https://Enc.example", "http://[::1]:5"]
 

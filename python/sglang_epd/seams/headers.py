@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from sglang_epd.errors import ProtocolError
+from sglang_epd.errors import EncoderChoiceError
 from sglang_epd.seams.hooks import hook
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -32,10 +32,6 @@ _PORTS = {"http": 80, "https": 443}
 
 # The HTTP request that the current task serves.
 _request: ContextVar[Any] = ContextVar("sglang_epd_request", default=None)
-
-
-class EncoderChoiceError(ProtocolError, ValueError):
-    """A request names encoders, and this server knows none of them (400)."""
 
 
 def note_requests() -> None:

@@ -42,6 +42,7 @@ def test_what_the_media_did_wrong_is_never_tried_elsewhere():
 def test_only_a_servers_fault_is_tried_elsewhere():
     assert {kind.__name__ for kind in ALL if kind.retry_elsewhere} == {
         "EncodeError",
+        "EncoderLostError",
         "NamespaceError",
         "OverloadedError",
         "UnavailableError",

@@ -33,6 +33,7 @@ class FakeEncoder:
         self.requests: list[EncodeRequest] = []
         self.headers: list[dict[str, str]] = []
         self.peers: list[tuple[str, int]] = []
+        self._closes = False
         self.asked = asyncio.Event()
         self.dropped = asyncio.Event()
 
@@ -48,6 +49,8 @@ class FakeEncoder:
         assert http.transport is not None
         self.peers.append(http.transport.get_extra_info("peername"))
         self.asked.set()
+        if self._closes:
+            http.transport.abort()
         try:
             return await self.answer(request)
         except asyncio.CancelledError:
@@ -62,6 +65,10 @@ class FakeEncoder:
             return web.Response(body=body, status=error.status)
 
         self.answer = answer
+
+    def closes(self) -> None:
+        """Like a process that ends."""
+        self._closes = True
 
     def hangs(self) -> None:
         async def answer(_request: EncodeRequest) -> web.Response:

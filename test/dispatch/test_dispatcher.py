@@ -284,6 +284,17 @@ async def test_an_item_that_every_encoder_fails_at_is_given_up(start, dispatch):
     assert sum(len(encoder.items) for encoder in encoders) == 3
 
 
+async def test_an_item_that_ends_encoders_does_not_have_them_all(start, client):
+    encoders = [await start() for _ in range(5)]
+
+    for encoder in encoders:
+        encoder.closes()
+    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)))
+    with pytest.raises(EncodeError, match=r"^image 1 of 1: 3 encoders ended while they had it$"):
+        await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    assert sum(len(encoder.items) for encoder in encoders) == 3
+
+
 async def test_a_hundred_requests_on_small_encoders_all_come_through(start, client):
     encoders = [await start() for _ in range(2)]
     for encoder in encoders:

@@ -11,7 +11,14 @@ from typing import Self
 
 import aiohttp
 
-from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, UnavailableError, from_code
+from sglang_epd.errors import (
+    DeadlineError,
+    EncoderLostError,
+    EpdError,
+    ProtocolError,
+    UnavailableError,
+    from_code,
+)
 from sglang_epd.wire import EncodeReply, EncodeRequest
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
 
@@ -52,7 +59,8 @@ class EncoderClient:
         Cancelling the call closes the connection, which cancels the work there.
 
         Raises:
-            UnavailableError: the encoder cannot be reached or died on the way.
+            UnavailableError: the encoder cannot be reached.
+            EncoderLostError: it went away before it had answered.
             DeadlineError: no answer within the request's `ttl_s`.
             EpdError: the encoder refused the request as a whole.
         """
@@ -79,10 +87,14 @@ class EncoderClient:
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
         except TimeoutError:
             raise DeadlineError(f"encoder {url} did not answer before the deadline") from None
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise UnavailableError(
-                f"encoder {url} is out of reach ({type(error).__name__})"
+        except aiohttp.ClientConnectorError as error:
+            raise _out_of_reach(url, error) from None
+        except (aiohttp.ServerConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise EncoderLostError(
+                f"encoder {url} went away while it had the request ({type(error).__name__})"
             ) from None
+        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            raise _out_of_reach(url, error) from None
         if status != 200:
             raise _refusal(url, status, body, again)
         try:
@@ -90,6 +102,10 @@ class EncoderClient:
         except ProtocolError as error:
             # Not the asker's fault, and another encoder may well make sense.
             raise UnavailableError(f"encoder {url} gave an unreadable answer: {error}") from None
+
+
+def _out_of_reach(url: str, error: Exception) -> UnavailableError:
+    return UnavailableError(f"encoder {url} is out of reach ({type(error).__name__})")
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:

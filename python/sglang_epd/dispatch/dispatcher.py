@@ -24,6 +24,7 @@ from sglang_epd.dispatch.retries import RetryBudget, pause
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
+    EncoderLostError,
     EpdError,
     MediaTooLargeError,
     NamespaceError,
@@ -38,7 +39,8 @@ from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN
 
 logger = logging.getLogger(__name__)
 
-# So many encoders may fail at an item itself before the item is taken for the cause.
+# So many encoders may fail at an item itself, or end while they have it, before the item is
+# taken for the cause.
 _MAX_FAULTS = 3
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
@@ -50,12 +52,14 @@ class _Progress:
     Attributes:
         tried: encoders that have had it since it last came back to all of them.
         faults: encoders that failed at the item itself, by their own account.
+        losses: encoders that went away while they had it.
         returns: how often it came back to encoders that had failed it.
     """
 
     work: Work
     tried: set[str] = field(default_factory=set)
     faults: set[str] = field(default_factory=set)
+    losses: int = 0
     returns: int = 0
 
 
@@ -275,6 +279,8 @@ class Dispatcher:
             level = logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
             logger.log(level, "Trying %d items elsewhere: %s", len(items), error)
             self._note_fault(run, url, items, error)
+            if isinstance(error, EncoderLostError):
+                _note_loss(run, items)
             return [(item, error) for item in items]
         run.stranded_at = None
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
@@ -340,6 +346,15 @@ class Dispatcher:
                 lost.cancel()
                 answer.cancel()
                 await asyncio.gather(lost, answer, return_exceptions=True)
+
+
+def _note_loss(run: _Run, items: list[EncodeItem]) -> None:
+    """An item that ends every encoder is not to have them all."""
+    for item in items:
+        progress = run.progress[item.item]
+        progress.losses += 1
+        if progress.losses >= _MAX_FAULTS:
+            raise EncodeError(f"{item.label}: {progress.losses} encoders ended while they had it")
 
 
 def _layout_of(url: str, item: EncodeItem, outcome: ItemOutcome) -> ItemLayout | None:

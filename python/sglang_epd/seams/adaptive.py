@@ -38,6 +38,7 @@ from sglang_epd.dispatch.policies import Work
 from sglang_epd.dispatch.pool import Pool, Snapshot, State
 from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
+    EncoderLostError,
     EpdError,
     MediaError,
     NamespaceError,
@@ -252,7 +253,9 @@ class Adaptive:
                 self._frontend.cancel(prompt.rid)
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-        if isinstance(failure, _CURABLE) and may_return:
+        # An image that ends encoders is not to end this server as well.
+        lost = isinstance(failure, EncoderLostError)
+        if isinstance(failure, _CURABLE) and not lost and may_return:
             return None, failure.message
         # Any other has reached the scheduler, too, which ends the request.
         return tokenized, ""

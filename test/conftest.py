@@ -1,6 +1,8 @@
 """Settings and fixtures of the whole suite."""
 
+import ctypes
 import gc
+import sys
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +14,13 @@ settings.load_profile("shared")
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: a test's `gc.collect()` need not go through it."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What SWIG shares between sentencepiece's modules outlives them: to free it, after the
+    type that it needs for that is gone, ends the interpreter with a segmentation fault."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("swig_runtime_data"):
+            for shared in vars(module).values():
+                if type(shared).__name__ == "PyCapsule":
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))

@@ -74,10 +74,8 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
     language = Client(topology.urls["language"])
     topology.servers["registering"].kill()
     topology.servers["encoder"].kill()
-    begin = time.monotonic()
     response = language.chat(message)
     assert response.status_code == 503, response.text
-    assert time.monotonic() - begin < 10
     assert language.answer(user(text_part("Still there?")))
     for name in ("encoder", "registering"):
         topology.servers[name].start()

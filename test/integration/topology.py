@@ -221,7 +221,9 @@ TOPOLOGIES = {
         {"language": "--disable-radix-cache"},
     ),
     "two_encoders": lambda: Topology(
-        _TINY, ("encoder", "registering", "language"), {"SGLANG_EPD_TOKEN": TOKEN}
+        _TINY,
+        ("encoder", "registering", "language"),
+        {"SGLANG_EPD_TOKEN": TOKEN, "SGLANG_EPD_ENCODER_WAIT_S": "5"},
     ),
 }
 

@@ -25,9 +25,14 @@ ENTRIES = [
     ("mooncake", "router"),
     ("ranks", "language@zmq_to_scheduler"),
     ("ranks", "language@mooncake"),
-    ("replicas", "language@zmq_to_tokenizer"),
-    ("replicas", "language@replicas"),
-    ("ranks_apart", "router"),
+    *(
+        pytest.param(entry, marks=pytest.mark.extended)
+        for entry in (
+            ("replicas", "language@zmq_to_tokenizer"),
+            ("replicas", "language@replicas"),
+            ("ranks_apart", "router"),
+        )
+    ),
 ]
 LANDINGS = {
     "zmq_to_tokenizer": {"shared"},

@@ -290,7 +290,7 @@ def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[Serv
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             await sender.close_unused()
-            if service.idle and service.finished != tidy_at:
+            if service.finished != tidy_at:
                 tidy_at = service.finished
                 await asyncio.to_thread(give_back)
 

@@ -190,6 +190,8 @@ TOPOLOGIES = {
     "two_of_each": lambda: Topology(
         _TINY,
         ("encoder", "encoder@2", "prefill", "prefill@2", "decode", "router"),
+        # By affinity an image has one encoder; here each has to take part.
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin"},
         # SGLang's router as it is in production.
         flags={"router": "--policy round_robin"},
     ),
@@ -203,6 +205,7 @@ TOPOLOGIES = {
     "towers": lambda: Topology(
         _TINY,
         ("encoder@replicas", "encoder@ranks", "language"),
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin"},
         flags={"encoder@replicas": "--dp-size 2", "encoder@ranks": "--tp-size 2"},
     ),
     "adaptive": lambda: Topology(

@@ -1,4 +1,7 @@
-"""Two encoders behind a token, one of them registered: they die, freeze and come back."""
+"""Two encoders behind a token, one of them registered: they die, freeze and come back.
+
+The language server has two tokenizer workers; it and they are ended and come back too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import requests
 from PIL import Image
@@ -103,3 +107,41 @@ def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, messa
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_tokenizer_worker_that_dies_is_replaced(topology: Topology, message: dict) -> None:
+    language = Client(topology.urls["language"])
+    expected = language.generation(message)
+    before = _workers(topology)
+    before[0].kill()
+    end = time.monotonic() + START_TIMEOUT_S
+    while True:
+        now = _workers(topology)
+        if before[0] not in now and len(now) == len(before):
+            break
+        assert time.monotonic() < end, "one tokenizer worker is missing for good"
+        time.sleep(0.5)
+    for name in ("encoder", "registering"):
+        _wait_until_used(topology, name, message)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: language.generation(message), range(16)))
+    assert max(answer.distance(expected) for answer in answers) < 1e-3
+
+
+def test_a_language_server_started_again_finds_the_encoder_that_registers(
+    topology: Topology, message: dict
+) -> None:
+    language = Client(topology.urls["language"])
+    expected = language.generation(message)
+    topology.servers["encoder"].kill()
+    topology.servers["language"].kill()
+    topology.servers["language"].start()
+    topology.servers["language"].wait_ready(START_TIMEOUT_S)
+    # An encoder renews its registration every 5 s, and a request waits as long for one.
+    assert language.generation(message).distance(expected) < 1e-3
+
+
+def _workers(topology: Topology) -> list[psutil.Process]:
+    launcher = psutil.Process(topology.servers["language"].pid)
+    names = [(child, child.cmdline()) for child in launcher.children(recursive=True)]
+    return [child for child, line in names if "tokenizer_worker" in "".join(line)]

@@ -226,7 +226,13 @@ TOPOLOGIES = {
     "two_encoders": lambda: Topology(
         _TINY,
         ("encoder", "registering", "language"),
-        {"SGLANG_EPD_TOKEN": TOKEN, "SGLANG_EPD_ENCODER_WAIT_S": "5"},
+        {
+            "SGLANG_EPD_TOKEN": TOKEN,
+            "SGLANG_EPD_ENCODER_WAIT_S": "5",
+            "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
+        },
+        # All of them have to know of both encoders.
+        {"language": "--tokenizer-worker-num 2"},
     ),
 }
 

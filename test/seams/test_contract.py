@@ -310,6 +310,13 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "else None )",
         "self.mm_receiver = create_mm_receiver(",
     ],
+    ("seams/tokenizer_workers", "entrypoints.http_server", "_setup_and_run_http_server"): [
+        "app_path = envs.SGLANG_HTTP_SERVER_APP_PATH.get()",
+        "uvicorn.run(app_path, **uvicorn_options)",
+    ],
+    ("seams/tokenizer_workers", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
+        "start_pd_bootstrap_service=False",
+    ],
     ("seams/discovery", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, ) ",
         "self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host, "

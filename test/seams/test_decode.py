@@ -193,12 +193,14 @@ async def test_a_stream_fails_as_sglangs_streams_do(process, prefill):
 
 @pytest.fixture
 def flags(monkeypatch, sglang):
-    """Sets SGLang's disaggregation flags."""
+    """Sets SGLang's disaggregation flags, and the number of tokenizer workers."""
 
-    def set_flags(**values):
+    def set_flags(workers=1, **values):
         defaults = {"language_only": True, "enable_adaptive_dispatch_to_encoder": False}
         disagg = SimpleNamespace(**{**defaults, **values})
         monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: disagg)
+        serving = SimpleNamespace(tokenizer_worker_num=workers)
+        monkeypatch.setattr(sglang("runtime_context"), "get_serving", lambda: serving)
 
     return set_flags
 
@@ -222,6 +224,7 @@ def paths(server):
         ({}, True),
         ({"language_only": False}, False),
         ({"enable_adaptive_dispatch_to_encoder": True}, False),
+        ({"workers": 2}, False),
     ],
 )
 def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, values, served):

@@ -76,7 +76,6 @@ def test_the_folder_is_removed_at_exit(tmp_path):
     code = (
         "from sglang_epd.seams import rundir\n"
         "rundir.draw_run_id()\n"
-        "rundir.remove_at_exit()\n"
         "path = rundir.control_path()\n"
         "path.parent.mkdir()\n"
         "path.touch()\n"

@@ -34,6 +34,10 @@ def check(sglang, monkeypatch):
     overrides = sglang("arg_groups.overrides")
     monkeypatch.setattr(overrides, "resolving_view", lambda args: args)
 
+    # What it writes is undone.
+    monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "")
+    monkeypatch.delenv("SGLANG_HTTP_SERVER_APP_PATH")
+
     def run(model=TOWER, **changes) -> None:
         config = SimpleNamespace(hf_config=model)
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
@@ -51,6 +55,7 @@ def check(sglang, monkeypatch):
         {"encoder_transfer_backend": "mooncake"},
         {"tp_size": 4},
         {"dp_size": 2},
+        {"tokenizer_worker_num": 2, "encoder_transfer_backend": "mooncake"},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "tp_size": 2},
         {**ENCODER, "dp_size": 3},
@@ -72,7 +77,10 @@ def test_the_flags_that_are_served_pass(check, changes):
     [
         ({"pp_size": 2}, "--pp-size 2 with --language-only"),
         ({"nnodes": 2}, "--nnodes 2 with --language-only"),
-        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 with --language-only"),
+        (
+            {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
+            "--tokenizer-worker-num 2 with --encoder-transfer-backend zmq_to_tokenizer",
+        ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "attn_dp_size": 2}, "--attn-dp-size 2 with --encoder-only"),
         ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),

@@ -16,13 +16,16 @@ _BOARD = "_sglang_epd_layouts"
 def serve_layouts(_result: None, server: Any) -> None:
     """After `_setup_routes`: add ours on a `--language-only` server.
 
-    Not where `--enable-adaptive-dispatch-to-encoder` keeps some media from the encoders:
-    who asks for those would be kept waiting.
+    Not where some media are laid out elsewhere, because who asks for those would be kept
+    waiting: `--enable-adaptive-dispatch-to-encoder` keeps them from the encoders, and
+    several tokenizer workers are other processes than this one.
     """
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.runtime_context import get_disagg, get_serving
 
     disagg = get_disagg()
     if not disagg.language_only or disagg.enable_adaptive_dispatch_to_encoder:
+        return
+    if get_serving().tokenizer_worker_num > 1:
         return
     from sglang_epd.config import Settings
     from sglang_epd.language.layout_route import PATH, LayoutRoute

@@ -1,7 +1,7 @@
 """Where the processes of one server find each other.
 
 The launcher draws a run id and its children inherit it; the folder itself is made
-only by a language server's scheduler, and the launcher removes it at exit. What a
+only by a language server's scheduler, and who drew the id removes it at exit. What a
 killed server left behind is removed by the next one: the scheduler holds a lock on its
 folder for as long as it lives.
 """
@@ -28,6 +28,8 @@ def draw_run_id() -> None:
     if multiprocessing.parent_process() is None or _VARIABLE not in os.environ:
         os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
         os.environ[_SECRET] = secrets.token_hex(32)
+        # Not by a tokenizer worker, which may end, and be started again, by itself.
+        atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)
 
 
 def secret() -> bytes:
@@ -57,8 +59,3 @@ def claim() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
     return held
-
-
-def remove_at_exit() -> None:
-    """Remove the run folder when this process ends."""
-    atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
+from sglang_epd.seams import tokenizer_workers
 
 # What the families call the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
@@ -30,8 +31,6 @@ def check(_result: None, server_args: Any) -> None:
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:
         limits["--attn-dp-size"] = args.attn_dp_size
-    if args.language_only:
-        limits["--tokenizer-worker-num"] = args.tokenizer_worker_num
     for flag, value in limits.items():
         if value and value > 1:
             side = "--encoder-only" if args.encoder_only else "--language-only"
@@ -42,11 +41,28 @@ def check(_result: None, server_args: Any) -> None:
         raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
     if args.encoder_only and args.tp_size > 1 and not args.mm_enable_dp_encoder:
         _check_heads(model_config_of(server_args).hf_config, args.tp_size)
+    if args.language_only and args.tokenizer_worker_num > 1:
+        _check_workers(args)
+        tokenizer_workers.announce()
     if args.language_only and not args.enable_adaptive_dispatch_to_encoder:
         _check_no_choice(Settings.from_env())
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
+
+
+def _check_workers(args: Any) -> None:
+    """With one worker the tokenizer is in the launcher.
+
+    Raises:
+        ConfigError: a flag that several workers cannot honour.
+    """
+    if args.encoder_transfer_backend == "zmq_to_tokenizer":
+        raise ConfigError(
+            f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
+            "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
+            f"embeddings; use another backend, or {_RIVAL}"
+        )
 
 
 def _check_no_choice(settings: Settings) -> None:

@@ -172,7 +172,6 @@ def create_frontend(
     tally = PrometheusDispatchTally()
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
-    rundir.remove_at_exit()
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
         receiving.start(readers=1)
     control = Control(rundir.control_path())

@@ -132,6 +132,7 @@ class Servers:
         patience = ["nice", "-n", str(self._nice)] if self._nice else []
         server.command = [*patience, *self._commands[number]]
         server.start()
+        self._weigh(number, self._nice)
 
     async def ready(self, number: int) -> None:
         """Wait for a restarted encoder; unlike `wait_ready` it can be cancelled.
@@ -147,10 +148,20 @@ class Servers:
         if self._nice:
             try:
                 os.setpriority(os.PRIO_PGRP, self.encoders[number].pid, 0)
+                self._weigh(number, 0)
             except PermissionError:
                 note = "Restarted encoders kept their low priority: only root may raise it."
                 if note not in self.notes:
                     self.notes.append(note)
+
+    def _weigh(self, number: int, nice: int) -> None:
+        """Where Linux shares a core between sessions first, "nice" counts within one only.
+
+        Each server is a session of its own (sched(7), "The autogroup feature").
+        """
+        weight = Path(f"/proc/{self.encoders[number].pid}/autogroup")
+        if weight.exists():
+            weight.write_text(str(nice))
 
 
 class Counts:
@@ -361,7 +372,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--dynamic", action="store_true", help="encoders register themselves")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--restart-nice", type=int, default=10, metavar="PRIORITY")
+    parser.add_argument("--restart-nice", type=int, default=19, metavar="PRIORITY")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="default: results/chaos.md, chaos_dynamic.md")
     options = parser.parse_args()

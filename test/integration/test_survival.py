@@ -6,9 +6,12 @@ The language server has two tokenizer workers; it and they are ended and come ba
 from __future__ import annotations
 
 import concurrent.futures
+import http.server
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -58,6 +61,57 @@ def test_without_the_token_nothing_is_encoded(topology: Topology, header: dict) 
     assert requests.delete(f"{url}/x", headers=header, timeout=10).status_code == 401
     allowed = {"Authorization": f"Bearer {TOKEN}"}
     assert requests.post(url, data=b"", headers=allowed, timeout=10).status_code == 400
+
+
+@pytest.fixture
+def rogue() -> Iterator[tuple[str, list[str]]]:
+    """URL of a server that is no encoder of ours, and what it has been asked for."""
+    asked: list[str] = []
+
+    class Listener(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+
+
+def test_a_rogue_registration_gets_no_image(
+    topology: Topology, message: dict, rogue: tuple[str, list[str]]
+) -> None:
+    url, asked = rogue
+    registry = f"http://127.0.0.1:{topology.ports['language bootstrap']}"
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+
+    def register(namespace: str, headers: dict[str, str]) -> requests.Response:
+        body = {"url": url, "namespace": namespace, "lease_s": 15}
+        return requests.post(
+            f"{registry}/register_encoder_url", json=body, headers=headers, timeout=20
+        )
+
+    for headers in ({}, {"Authorization": "Bearer something else"}):
+        assert register("theirs", headers).status_code == 401
+    # The token alone does not do: an encoder of another model's revision.
+    refused = register("theirs", allowed)
+    assert refused.status_code == 409
+    listed = requests.get(f"{registry}/list_encoder_urls", headers=allowed, timeout=20).json()
+    ours = topology.servers["language"].log_path.read_text().partition("namespace ")[2].split(",")
+    assert "theirs" in refused.text
+    assert ours[0] in refused.text
+    assert set(listed["encoder_urls"]) == {topology.urls["encoder"], topology.urls["registering"]}
+    for _ in range(4):
+        Client(topology.urls["language"]).generation(message)
+    assert not asked
 
 
 def test_a_killed_encoder_costs_no_request(topology: Topology, message: dict) -> None:

@@ -265,30 +265,28 @@ class EncoderService:
         deadline: float,
         room: Room,
         ms: dict[str, float],
-        *,
-        in_full: bool = False,
     ) -> ItemOutcome:
         def key_of(digest: bytes) -> bytes:
             return embedding_key(self.namespace, digest, item.modality, item.options)
 
         def at_hand(digest: bytes) -> bool:
-            return not in_full and self.computations.at_hand(key_of(digest))
+            return self.computations.at_hand(key_of(digest))
 
-        with self._stage("acquire", ms):
-            content = await self._acquire(item, deadline, room, at_hand)
-        key = key_of(content.digest)
-        hold = self.computations.hold(
-            key, item.modality, content.data, request.request_id, deadline
-        )
-        try:
-            return await self._deliver(request, item, deadline, hold, ms)
-        except MediaNeededError:
-            logger.info("Reading %s of %s in full", item.label, request.request_id)
-        finally:
-            hold.release()
-            ms |= hold.ms
-        # Its embedding was at hand, and went while the receiver had no memory for it.
-        return await self._run_stages(request, item, deadline, room, ms, in_full=True)
+        # Again when an embedding that was at hand went while its receiver had no memory.
+        while True:
+            with self._stage("acquire", ms):
+                content = await self._acquire(item, deadline, room, at_hand)
+            key = key_of(content.digest)
+            hold = self.computations.hold(
+                key, item.modality, content.data, request.request_id, deadline
+            )
+            try:
+                return await self._deliver(request, item, deadline, hold, ms)
+            except MediaNeededError:
+                logger.info("Reading %s of %s once more", item.label, request.request_id)
+            finally:
+                hold.release()
+                ms |= hold.ms
 
     async def _acquire(
         self, item: EncodeItem, deadline: float, room: Room, at_hand: Callable[[bytes], bool]

@@ -19,7 +19,7 @@ PREFIX = "SGLANG_EPD_"
 # server, the media limits by media/limits.py, the cache folder by scripts/.
 _OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
-_MAY_BE_ZERO = {"min_patches"}
+_MAY_BE_ZERO = {"min_patches", "url_cache_entries"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Settings:
             its own machine, instead of sending over a socket.
         encoder_max_items: items in work at a time on an encoder; more are refused with 503.
         encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
+        url_cache_entries: URLs that an encoder remembers the content of; 0 for none.
         encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
             pass; a single item may have more patches. None: as the device likes it.
         encoder_advertise_url: how language servers reach an encoder that registers itself;
@@ -64,6 +65,7 @@ class Settings:
     grant_timeout_s: float = 30.0
     encoder_max_items: int = 1024
     encoder_queue_mb: int = 1024
+    url_cache_entries: int = 8192
     encoder_batch_patches: int | None = None
     encoder_batch_items: int = 32
     shared_memory: bool = True
@@ -91,6 +93,7 @@ class Settings:
             "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
             "SGLANG_EPD_ENCODER_MAX_ITEMS": ("encoder_max_items", int),
             "SGLANG_EPD_ENCODER_QUEUE_MB": ("encoder_queue_mb", int),
+            "SGLANG_EPD_URL_CACHE_ENTRIES": ("url_cache_entries", int),
             "SGLANG_EPD_ENCODER_BATCH_PATCHES": ("encoder_batch_patches", int),
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_epd.cache import EmbeddingCache
+from encoder.site import Site, serving
+from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError
-from sglang_epd.media import FetchedMedia, MediaSource, digest
+from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
 from sglang_epd.wire import (
@@ -202,6 +204,21 @@ async def fakes() -> Fakes:
 @pytest.fixture
 def metrics() -> EncoderMetrics:
     return EncoderMetrics()
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serving() as site:
+        yield site
+
+
+@pytest.fixture
+async def reader(metrics: EncoderMetrics) -> AsyncIterator[UrlReader]:
+    """Reads the site's URLs, and remembers four of them."""
+    async with MediaFetcher(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
+        reader = UrlReader(fetcher, UrlMemory(4), metrics)
+        yield reader
+        await reader.close()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import aiohttp
@@ -20,6 +21,7 @@ from sglang_epd.errors import (
     ProtocolError,
     UnavailableError,
 )
+from sglang_epd.media import MediaSource
 from sglang_epd.trust import Trust
 from sglang_epd.wire import MAJOR, EncodeReply, seal
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
@@ -468,3 +470,44 @@ async def test_without_the_token_the_cache_is_nobodys_business(serve, http, aski
     async with http.delete(f"{url}/v1/cache", headers=headers) as response:
         assert response.status == 200
     assert len(cache) == 0
+
+
+async def test_known_urls_can_be_looked_at_and_forgotten(serve, http, service, reader, site):
+    url = await serve()
+    async with http.get(f"{url}/v1/urls") as response:
+        assert await response.json() == {"entries": 0, "capacity": 0, "shown": []}
+    service.urls = reader
+    site.headers = [("Cache-Control", "max-age=60")]
+    for path in ("/a?signature=secret", "/b", "/c"):
+        source = MediaSource(url=site.url + path)
+        await reader.read(source, time.monotonic() + PATIENCE_S, lambda _digest: False)
+    async with http.get(f"{url}/v1/urls") as response:
+        contents = await response.json()
+    assert (contents["entries"], contents["capacity"]) == (3, 4)
+    first = contents["shown"][0]
+    assert first["url"] == f"{site.url}/a"
+    assert "secret" not in str(contents)
+    assert 50 < first["fresh_s"] <= 60
+    assert (first["bytes"], first["conditions"]) == (7000, ["If-None-Match"])
+    assert (first["redirects"], first["uses"]) == (0, 0)
+    async with http.get(f"{url}/v1/status") as response:
+        assert (await response.json())["urls"] == 3
+    async with http.delete(f"{url}/v1/urls/{first['name']}") as response:
+        assert response.status == 204
+    for unknown in (first["name"], "00", "not-hex"):
+        async with http.delete(f"{url}/v1/urls/{unknown}") as response:
+            assert response.status == 404
+    async with http.delete(f"{url}/v1/urls") as response:
+        assert await response.json() == {"dropped": 2}
+    assert len(reader.memory) == 0
+
+
+async def test_without_the_token_urls_are_nobodys_business(serve, http, service, reader):
+    service.urls = reader
+    url = await serve("secret")
+    async with http.get(f"{url}/v1/urls") as response:
+        assert response.status == 401
+        assert not await response.read()
+    for path in ("/v1/urls", "/v1/urls/00"):
+        async with http.delete(url + path) as response:
+            assert response.status == 401

@@ -11,7 +11,7 @@ from encoder.towers import ROW_BYTES, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.hold import Hold
+from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.errors import DeadlineError, EncodeError, MediaError, UnavailableError
 
@@ -367,6 +367,48 @@ async def test_where_an_embedding_came_from_is_told_of_the_last_time(
     hold.want(True)
     await value(hold)
     assert hold.source == "computed"
+
+
+def ask_without_media(of: Computations, key: bytes) -> Hold:
+    return of.hold(key, "IMAGE", None, "r2", time.monotonic() + 60.0)
+
+
+async def test_what_is_at_hand_needs_no_media(tower, start, ask):
+    computations = start()
+    assert not computations.at_hand(b"x")
+    tower.hold(forward=True)
+    first = ask(b"x", of=computations)
+    assert computations.at_hand(b"x")
+    joined = ask_without_media(computations, b"x")
+    # Its work goes on for who has no media of its own.
+    first.release()
+    tower.go_on()
+    assert (await value(joined), joined.source) == (ord("x"), "coalesced")
+    joined.release()
+    assert computations.at_hand(b"x")
+    again = ask_without_media(computations, b"x")
+    assert (await value(again), again.source) == (ord("x"), "cached")
+    again.release()
+    assert tower.preparations == [b"x"]
+
+
+async def test_without_media_nothing_is_made_again(tower, start, ask, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    computations = start()
+    await value(ask(b"x", of=computations))
+    hold = ask_without_media(computations, b"x")
+    # It was given up, but is there still.
+    hold.want(False)
+    hold.want(True)
+    assert await value(hold) == ord("x")
+    hold.want(False)
+    computations.cache.clear()
+    assert not computations.at_hand(b"x")
+    hold.want(True)
+    with pytest.raises(MediaNeededError):
+        await hold.embedding()
+    hold.release()
+    assert tower.preparations == [b"x"]
 
 
 async def test_nothing_is_run_for_who_does_not_want_it_now(tower, computations, ask):

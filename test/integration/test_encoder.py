@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
+import io
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,6 +27,63 @@ def new_picture(photographs: list[Image.Image], request: pytest.FixtureRequest) 
     pixels = np.asarray(photographs[0].resize((224, 168))).copy()
     pixels[0, 0] = np.frombuffer(request.node.name.encode()[-3:], np.uint8)
     return Image.fromarray(pixels)
+
+
+class PhotoServer(http.server.ThreadingHTTPServer):
+    """A real media server with one picture and its validator.
+
+    Attributes:
+        photo: the picture's bytes.
+        cache_control: sent with each answer.
+    """
+
+    photo = b""
+    etag = '"v1"'
+    cache_control = "no-cache"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _PhotoHandler)
+        self._asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/photo.png"
+
+    def take(self) -> list[str]:
+        """What the requests since the last time were conditional on."""
+        asked, self._asked = self._asked, []
+        return asked
+
+
+class _PhotoHandler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        site = self.server
+        assert isinstance(site, PhotoServer)
+        condition = self.headers.get("If-None-Match", "")
+        site._asked.append(condition)
+        body = site.photo if condition != site.etag else b""
+        self.send_response(200 if body else 304)
+        self.send_header("ETag", site.etag)
+        self.send_header("Cache-Control", site.cache_control)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def photo_server(new_picture: Image.Image) -> Iterator[PhotoServer]:
+    file = io.BytesIO()
+    new_picture.save(file, "PNG")
+    with PhotoServer() as server:
+        server.photo = file.getvalue()
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 def sources(topology: Topology) -> Counter[str]:
@@ -73,4 +134,40 @@ def test_a_cache_that_was_dropped_gives_the_same_answer(
     assert requests.get(url, timeout=20).json()["bytes"] == 0
     before = sources(qwen2_5)
     assert language.generation(*messages, tokens=TOKENS).distance(expected) < TOLERANCE
+    assert sources(qwen2_5) - before == Counter({"computed": 1})
+
+
+def test_a_hot_url_costs_at_most_one_conditional_request(
+    machine: Machine, qwen2_5: Topology, new_picture: Image.Image, photo_server: PhotoServer
+) -> None:
+    question = text_part("What does it show?")
+    shown = [user(image_part(data_url(new_picture)), question)]
+    expected = machine.reference(qwen2_5.model, shown, TOKENS)
+    linked = [user(image_part(photo_server.url), question)]
+    # Whoever asks: the router's prefill and decode servers have the same encoder.
+    for role, asked, made in (
+        ("language", "", "computed"),
+        ("language", photo_server.etag, "cached"),
+        ("router", photo_server.etag, "cached"),
+    ):
+        before = sources(qwen2_5)
+        answer = Client(qwen2_5.urls[role]).generation(*linked, tokens=TOKENS)
+        assert answer.distance(expected) < TOLERANCE
+        assert photo_server.take() == [asked]
+        assert sources(qwen2_5) - before == Counter({made: 1})
+    # The next 304 makes it fresh for a minute.
+    photo_server.cache_control = "max-age=60"
+    language = Client(qwen2_5.urls["language"])
+    for conditions in ([photo_server.etag], [], []):
+        assert language.generation(*linked, tokens=TOKENS).distance(expected) < TOLERANCE
+        assert photo_server.take() == conditions
+    encoder = qwen2_5.urls["encoder"]
+    urls = requests.get(f"{encoder}/v1/urls", timeout=20).json()
+    (known,) = [entry for entry in urls["shown"] if entry["url"] == photo_server.url]
+    assert known["bytes"] == len(photo_server.photo)
+    # Its embedding gone, it is read in full, and the answer is the same.
+    requests.delete(f"{encoder}/v1/cache", timeout=20)
+    before = sources(qwen2_5)
+    assert language.generation(*linked, tokens=TOKENS).distance(expected) < TOLERANCE
+    assert photo_server.take() == [""]
     assert sources(qwen2_5) - before == Counter({"computed": 1})

@@ -1,9 +1,10 @@
 """What was computed once and may be wanted again, as plain data in this process.
 
-`encoder` and `language` may import this package; it imports `wire` and `errors`. It
-holds no clock, socket, thread or configuration.
+`encoder` and `language` may import this package; it imports `wire`, `media` and
+`errors`. It holds no clock, socket, thread or configuration.
 """
 
 from sglang_epd.cache.embeddings import EmbeddingCache, Entry
+from sglang_epd.cache.urls import Remembered, UrlMemory
 
-__all__ = ["EmbeddingCache", "Entry"]
+__all__ = ["EmbeddingCache", "Entry", "Remembered", "UrlMemory"]

@@ -6,11 +6,13 @@ GET /health                200 while the server takes work, 503 while it drains
 GET /v1/status             queues, rates, cache, JSON; with the token the last items too
 GET /v1/cache              what the embedding cache holds, JSON
 DELETE /v1/cache[/{key}]   forget all of it, or one embedding
+GET /v1/urls               the URLs whose content is known, JSON
+DELETE /v1/urls[/{name}]   forget all of them, or one
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
 
-Everything under /v1/encode and /v1/cache wants the shared token, or SGLang's `--api-key`,
-when one is set.
+Everything under /v1/encode, /v1/cache and /v1/urls wants the shared token, or SGLang's
+`--api-key`, when one is set.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # nginx's "client closed request"; nobody reads it, but logs and metrics do.
 _CLIENT_CLOSED = 499
-# Embeddings listed by GET /v1/cache.
+# Entries listed by GET /v1/cache and GET /v1/urls.
 _MAX_SHOWN = 1000
 
 
@@ -128,6 +131,27 @@ def create_app(
                 return Response(status_code=204)
         return Response(status_code=404)
 
+    @app.get("/v1/urls")
+    async def urls(request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        return JSONResponse(_known_urls(service))
+
+    @app.delete("/v1/urls")
+    async def clear_urls(request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        return JSONResponse({"dropped": service.urls.memory.clear() if service.urls else 0})
+
+    @app.delete("/v1/urls/{name}")
+    async def drop_url(name: str, request: Request) -> Response:
+        if not authorised(request):
+            return Response(status_code=401)
+        with contextlib.suppress(ValueError):
+            if service.urls and service.urls.memory.drop(bytes.fromhex(name)):
+                return Response(status_code=204)
+        return Response(status_code=404)
+
     @app.get("/v1/info")
     @app.get("/model_info")
     @app.get("/get_model_info")
@@ -174,6 +198,30 @@ def _cache_contents(service: EncoderService) -> dict[str, Any]:
                 "uses": entry.uses,
             }
             for entry in shown
+        ],
+    }
+
+
+def _known_urls(service: EncoderService) -> dict[str, Any]:
+    if service.urls is None:
+        return {"entries": 0, "capacity": 0, "shown": []}
+    memory = service.urls.memory
+    now = time.monotonic()
+    return {
+        "entries": len(memory),
+        "capacity": memory.capacity,
+        "shown": [
+            {
+                "name": name.hex(),
+                "url": known.shown,
+                "digest": known.digest.hex(),
+                "bytes": known.nbytes,
+                "fresh_s": round(max(0.0, known.trail.fresh_until - now), 1),
+                "conditions": sorted(known.trail.steps[-1].validators),
+                "redirects": len(known.trail.steps) - 1,
+                "uses": known.uses,
+            }
+            for name, known in itertools.islice(memory.entries(), _MAX_SHOWN)
         ],
     }
 

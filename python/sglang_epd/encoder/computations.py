@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sglang_epd.cache import EmbeddingCache, Entry
-from sglang_epd.encoder.hold import Hold
+from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Tower, TowerLostError
 from sglang_epd.encoder.utilisation import Utilisation
@@ -87,16 +87,23 @@ class Computations:
         self._closed = False
         self._utilisation = Utilisation(len(towers))
 
-    def hold(self, key: bytes, modality: str, data: bytes, owner: str, deadline: float) -> Hold:
+    def at_hand(self, key: bytes) -> bool:
+        """Whether an embedding is here or in the making, so that `hold` needs no media."""
+        return key in self.cache or key in self._works
+
+    def hold(
+        self, key: bytes, modality: str, data: bytes | None, owner: str, deadline: float
+    ) -> Hold:
         """Ask for an embedding.
 
         Args:
             key: names it; equal keys are of equal content, options and model.
-            data: the encoded media.
+            data: the encoded media; None if it is at hand. Should it be gone when it is
+                wanted, the hold raises MediaNeededError.
             owner: whose turn it is taken in.
             deadline: in seconds of `time.monotonic()`; nothing is begun after it.
         """
-        hold = Hold(self, key, modality, data, Job(owner, len(data), deadline))
+        hold = Hold(self, key, modality, data, Job(owner, len(data or b""), deadline))
         self._attach(hold)
         self._metrics.lookups.labels(hold.source).inc()
         self._pump()
@@ -159,6 +166,9 @@ class Computations:
             return
         work = self._works.get(hold.key)
         if work is None:
+            if hold._data is None:
+                self._tell(hold, MediaNeededError("the embedding of known media is gone"))
+                return
             hold.source = "computed"
             work = Work(hold.key, hold._modality, hold._data, hold._job)
             work.since = time.perf_counter()

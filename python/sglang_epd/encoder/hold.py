@@ -14,10 +14,15 @@ import torch
 from sglang_epd.cache import Entry
 from sglang_epd.encoder.scheduling import Job
 from sglang_epd.encoder.work import Work
+from sglang_epd.errors import EncodeError
 from sglang_epd.wire import Layout
 
 if TYPE_CHECKING:
     from sglang_epd.encoder.computations import Computations
+
+
+class MediaNeededError(EncodeError):
+    """An embedding that was there when it was asked for without media has gone since."""
 
 
 class Hold:
@@ -31,7 +36,7 @@ class Hold:
     """
 
     def __init__(
-        self, computations: Computations, key: bytes, modality: str, data: bytes, job: Job
+        self, computations: Computations, key: bytes, modality: str, data: bytes | None, job: Job
     ) -> None:
         self._computations = computations
         self.key = key
@@ -67,6 +72,7 @@ class Hold:
         """The embedding [tokens, width]; stays until the hold is released or unwanted.
 
         Raises:
+            MediaNeededError: ask again, with the media.
             EpdError: there will be none.
         """
         await asyncio.shield(self._done)

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from sglang_epd.cache import EmbeddingCache
+from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
@@ -30,6 +30,7 @@ from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
+from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
@@ -86,7 +87,12 @@ def launch(server_args: Any) -> None:
             await tower.warm_up()
         folder = checkpoint_folder(get_model().model_path, get_model().revision)
         identity = namespace(towers[0].hf_config, folder, towers[0].dtype)
-        async with MediaFetcher(limits) as fetcher:
+        async with AsyncExitStack() as stack:
+            fetcher = await stack.enter_async_context(MediaFetcher(limits))
+            urls = None
+            if settings.url_cache_entries:
+                urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
+                stack.push_async_callback(urls.close)
             sender = Sender(
                 _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
             )
@@ -102,6 +108,7 @@ def launch(server_args: Any) -> None:
                 metrics=metrics,
                 namespace=identity,
                 name=name,
+                urls=urls,
             )
             info = {
                 "model_path": get_model().model_path,

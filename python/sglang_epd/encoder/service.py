@@ -14,20 +14,21 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.computations import Computations
-from sglang_epd.encoder.hold import Hold
+from sglang_epd.encoder.hold import Hold, MediaNeededError
+from sglang_epd.encoder.urls import Content, UrlReader
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     EpdError,
     NamespaceError,
 )
-from sglang_epd.media import FetchedMedia, MediaFetcher, MediaSource
+from sglang_epd.media import MediaFetcher, MediaSource
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
@@ -90,6 +91,7 @@ class EncoderService:
         metrics: counts what happens.
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
+        urls: reads URLs and remembers what is behind them, instead of the fetcher.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class EncoderService:
         metrics: EncoderMetrics,
         namespace: str,
         name: str,
+        urls: UrlReader | None = None,
     ) -> None:
         self.computations = computations
+        self.urls = urls
         self._fetcher = fetcher
         self._sender = sender
         self.admission = admission
@@ -216,6 +220,7 @@ class EncoderService:
             "max_items": admission.max_items,
             "bytes": admission.nbytes,
             "max_bytes": admission.max_bytes,
+            "urls": len(self.urls.memory) if self.urls is not None else 0,
             **self.computations.status(),
         }
 
@@ -261,33 +266,51 @@ class EncoderService:
         room: Room,
         ms: dict[str, float],
     ) -> ItemOutcome:
-        with self._stage("acquire", ms):
-            media = await self._acquire(item, deadline, room)
-        key = embedding_key(self.namespace, media.digest, item.modality, item.options)
-        hold = self.computations.hold(key, item.modality, media.data, request.request_id, deadline)
-        try:
-            return await self._deliver(request, item, deadline, hold, ms)
-        finally:
-            hold.release()
-            ms |= hold.ms
+        def key_of(digest: bytes) -> bytes:
+            return embedding_key(self.namespace, digest, item.modality, item.options)
 
-    async def _acquire(self, item: EncodeItem, deadline: float, room: Room) -> FetchedMedia:
+        def at_hand(digest: bytes) -> bool:
+            return self.computations.at_hand(key_of(digest))
+
+        # Again when an embedding that was at hand went while its receiver had no memory.
+        while True:
+            with self._stage("acquire", ms):
+                content = await self._acquire(item, deadline, room, at_hand)
+            key = key_of(content.digest)
+            hold = self.computations.hold(
+                key, item.modality, content.data, request.request_id, deadline
+            )
+            try:
+                return await self._deliver(request, item, deadline, hold, ms)
+            except MediaNeededError:
+                logger.info("Reading %s of %s once more", item.label, request.request_id)
+            finally:
+                hold.release()
+                ms |= hold.ms
+
+    async def _acquire(
+        self, item: EncodeItem, deadline: float, room: Room, at_hand: Callable[[bytes], bool]
+    ) -> Content:
         source = MediaSource(data=item.data, url=item.url)
         try:
             if item.data is None and not room.fetching:
                 await self._roomy.wait()
                 # All of a request or nothing of it: what it has is free when it ends.
                 room.fetching = True
-            media = await self._fetcher.fetch(source, deadline)
+            if item.data is None and self.urls is not None:
+                content = await self.urls.read(source, deadline, at_hand)
+            else:
+                media = await self._fetcher.fetch(source, deadline)
+                content = Content(media.digest, media.data)
         except EpdError as error:
             reason = getattr(error, "reason", "") or error.code
             self._metrics.fetch_failures.labels(reason).inc()
             raise
-        if item.data is None:
-            room.note(len(media.data))
+        if item.data is None and content.data is not None:
+            room.note(len(content.data))
             if self.admission.nbytes > self.admission.max_bytes:
                 self._roomy.clear()
-        return media
+        return content
 
     async def _deliver(
         self,

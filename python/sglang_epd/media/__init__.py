@@ -10,7 +10,8 @@ from sglang_epd.media.address import AddressPolicy
 from sglang_epd.media.audio import check_audio
 from sglang_epd.media.container import check_container
 from sglang_epd.media.decode import decode_image
-from sglang_epd.media.fetch import FetchedMedia, MediaFetcher
+from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher
+from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
 from sglang_epd.media.source import MediaSource, digest, display, parse_source
@@ -18,10 +19,13 @@ from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
 __all__ = [
     "AddressPolicy",
+    "Answer",
     "FetchedMedia",
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",
+    "Step",
+    "Trail",
     "VideoFacts",
     "check_audio",
     "check_container",

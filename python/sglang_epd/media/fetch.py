@@ -3,18 +3,19 @@
 What is bounded and denied, and where: the URL and its host on every hop (`_follow`),
 the address at the moment a socket is made for it (`_guarded_socket`), the bytes while
 they arrive (`_read_body`) and once unpacked (`_decompress`), the time round all of it
-(`fetch`). Decoding the media is not done here.
+(`_turn`, `fetch`). Decoding the media is not done here, nor is anything remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import time
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from yarl import URL
 
 from sglang_epd.errors import DeadlineError, MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media.address import AddressPolicy
+from sglang_epd.media.freshness import STATUS, Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.local import read_local
 from sglang_epd.media.resolver import SystemResolver
@@ -56,6 +58,19 @@ class FetchedMedia:
     data: bytes = field(repr=False)
     digest: bytes
     source: MediaSource
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of asking for an HTTP URL.
+
+    Attributes:
+        media: None where what was known of it holds still.
+        trail: how it was come by, for whoever remembers it.
+    """
+
+    media: FetchedMedia | None
+    trail: Trail
 
 
 class MediaFetcher:
@@ -145,12 +160,72 @@ class MediaFetcher:
             async with asyncio.timeout(left_s):
                 if source.url is None:
                     data = self._check_inline(source)
+                elif source.url[:5].lower() == "file:":
+                    async with self._turn(source):
+                        data = await asyncio.to_thread(read_local, source.url, self._limits)
+                        _check_not_empty(data, source)
                 else:
-                    async with self._slot_of_host(source.url), self._slots:
-                        data = await self._read_in_time(source)
+                    answer = await self.ask(source)
+                    assert answer.media is not None
+                    return answer.media
                 return FetchedMedia(data, await _digest(data), source)
         except TimeoutError:
             raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+
+    async def ask(self, source: MediaSource, known: Trail | None = None) -> Answer:
+        """Read an HTTP URL and hash what is there, unless that is known.
+
+        There is no deadline but `limits.total_timeout_s`, from when there is a slot: it is
+        for those who may have different ones.
+
+        Args:
+            known: how it was come by before; of it, what is stale is asked for, and the
+                media only if they have changed.
+
+        Raises:
+            MediaError: as of `fetch`.
+        """
+        async with self._turn(source):
+            data, trail = await self._follow(_parse(source.url or ""), known)
+        if data is None:
+            return Answer(None, trail)
+        _check_not_empty(data, source)
+        return Answer(FetchedMedia(data, await _digest(data), source), trail)
+
+    def check(self, trail: Trail, nbytes: int) -> None:
+        """Whether media that were come by on this trail may be used now, without asking.
+
+        The rules are those of a fetch, but for the addresses of names: nothing is
+        connected to.
+
+        Args:
+            nbytes: how large they are.
+
+        Raises:
+            MediaError: as of `fetch`.
+        """
+        for step in trail.steps:
+            host = self._check_url(_parse(step.url))
+            if _is_address(host) and not self._policy.permits(host):
+                raise MediaForbiddenError(f"host {host} is not at a public address")
+        if len(trail.steps) > self._limits.max_redirects + 1:
+            raise self._too_many_redirects(host)
+        if nbytes > self._limits.max_bytes:
+            raise self._too_large(f"media of {nbytes} bytes from {host}")
+
+    @asynccontextmanager
+    async def _turn(self, source: MediaSource) -> AsyncIterator[None]:
+        """A slot, and the time that one item may take."""
+        limit_s = self._limits.total_timeout_s
+        async with self._slot_of_host(source.url or ""), self._slots:
+            # Counted from when there is a slot: a full fetcher is not the media's fault.
+            try:
+                async with asyncio.timeout(limit_s):
+                    yield
+            except TimeoutError:
+                raise MediaError(
+                    f"{display(source)} took longer than {limit_s:g} s", reason="timeout"
+                ) from None
 
     @asynccontextmanager
     async def _slot_of_host(self, url: str) -> AsyncIterator[None]:
@@ -176,33 +251,39 @@ class MediaFetcher:
             raise self._too_large(f"inline media of {len(data)} bytes")
         return data
 
-    async def _read_in_time(self, source: MediaSource) -> bytes:
-        # Counted from when there is a slot: a full fetcher is not the media's fault.
-        limit_s = self._limits.total_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                data = await self._read(source.url or "")
-        except TimeoutError:
-            raise MediaError(
-                f"{display(source)} took longer than {limit_s:g} s", reason="timeout"
-            ) from None
-        if not data:
-            raise MediaError(f"{display(source)} is empty", reason="empty")
-        return data
+    async def _follow(self, url: URL, known: Trail | None) -> tuple[bytes | None, Trail]:
+        """Get `url`, following redirects by hand so that each hop is judged.
 
-    async def _read(self, url: str) -> bytes:
-        if url[:5].lower() == "file:":
-            return await asyncio.to_thread(read_local, url, self._limits)
-        return await self._follow(_parse(url))
-
-    async def _follow(self, url: URL) -> bytes:
-        """Get `url`, following redirects by hand so that each hop is judged."""
+        Of what is known, only what is stale is asked for; no bytes if all of it holds.
+        """
         assert self._session is not None, "the fetcher is used outside its context"
-        for _ in range(self._limits.max_redirects + 1):
+        steps: list[Step] = []
+        while len(steps) <= self._limits.max_redirects:
+            url = url.with_fragment(None)
             host = self._check_url(url)
+            old, target = _known_step(known, url)
+            if old is not None and old.fresh_until > time.monotonic():
+                steps.append(old)
+                if target is None:
+                    return None, Trail(tuple(steps))
+                url = target
+                continue
+            conditions = old.validators if old is not None and target is None else None
+            sent = time.monotonic()
             try:
-                async with self._session.get(url, allow_redirects=False) as response:
+                async with self._session.get(
+                    url, headers=conditions, allow_redirects=False
+                ) as response:
+                    times = {"sent": sent, "received": time.monotonic(), "wall_s": time.time()}
+                    if response.status == 304 and old is not None and conditions:
+                        confirmed = old.confirmed(response.headers, **times)
+                        if confirmed is None:
+                            known = None  # said of something else: once more, without conditions
+                            continue
+                        return None, Trail((*steps, confirmed))
+                    step = Step.of(str(url), response.headers, **times)
                     if response.status in _REDIRECTS:
+                        steps.append(step)
                         url = _redirect_target(url, response)
                         continue
                     if not 200 <= response.status < 300:
@@ -210,16 +291,15 @@ class MediaFetcher:
                             f"HTTP {response.status} from {host}",
                             reason="http_5xx" if response.status >= 500 else "http_4xx",
                         )
+                    if response.status != 200:
+                        step = replace(step, obstacle=STATUS)
                     body = await self._read_body(response, host)
                     encoding = response.headers.get("Content-Encoding", "").strip().lower()
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # ValueError: a header or an address that cannot be parsed.
                 raise _network_error(host, error) from error
-            return await self._unpack(body, encoding, host)
-        raise MediaError(
-            f"more than {self._limits.max_redirects} redirects, the last to {host}",
-            reason="redirects",
-        )
+            return await self._unpack(body, encoding, host), Trail((*steps, step))
+        raise self._too_many_redirects(host)
 
     def _check_url(self, url: URL) -> str:
         """The host of a URL that may be asked; its addresses are judged on connecting."""
@@ -284,12 +364,40 @@ class MediaFetcher:
             raise MediaError(f"{host} sent a truncated {encoding} body")
         return data
 
+    def _too_many_redirects(self, host: str) -> MediaError:
+        return MediaError(
+            f"more than {self._limits.max_redirects} redirects, the last to {host}",
+            reason="redirects",
+        )
+
     def _too_large(self, what: str) -> MediaTooLargeError:
         return MediaTooLargeError(f"{what} is over the limit of {self._limits.max_bytes} bytes")
 
 
 class _AddressRefused(OSError):
     """Raised to aiohttp, which tries a host's other addresses on any OSError."""
+
+
+def _check_not_empty(data: bytes, source: MediaSource) -> None:
+    if not data:
+        raise MediaError(f"{display(source)} is empty", reason="empty")
+
+
+def _known_step(known: Trail | None, url: URL) -> tuple[Step | None, URL | None]:
+    """What was answered at a URL before, and where it led; None if to the media."""
+    steps = known.steps if known is not None else ()
+    for n, step in enumerate(steps):
+        if step.url == str(url):
+            return step, URL(steps[n + 1].url) if n + 1 < len(steps) else None
+    return None, None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _parse(url: str) -> URL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -57,6 +58,25 @@ class EncoderMetrics:
             "sglang:epd_encoder_fetch_failures",
             "Items whose media could not be had, by reason or error class",
             ("reason",),
+            registry=self.registry,
+        )
+        self.url_lookups = Counter(
+            "sglang:epd_encoder_url_lookups",
+            "Media asked for by URL: fresh (nothing was asked), revalidated (304), changed, "
+            "refetched (known, but its embedding was gone), missed (not known), or coalesced "
+            "with another asker",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.url_uncacheable = Counter(
+            "sglang:epd_encoder_url_uncacheable",
+            "Answers of media servers that are not remembered, by what forbids it",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.url_entries = Gauge(
+            "sglang:epd_encoder_url_entries",
+            "URLs whose content is known",
             registry=self.registry,
         )
         self.lookups = Counter(
@@ -132,3 +152,7 @@ class EncoderMetrics:
         """Show a cache's size whenever metrics are asked for."""
         self.cache_bytes.set_function(lambda: cache.nbytes)
         self.cache_entries.set_function(lambda: len(cache))
+
+    def watch_urls(self, remembered: Callable[[], int]) -> None:
+        """Show how many URLs are remembered whenever metrics are asked for."""
+        self.url_entries.set_function(remembered)

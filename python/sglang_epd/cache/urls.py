@@ -1,0 +1,92 @@
+"""What was behind a URL when it was last read: the content's digest, and how it was come by.
+
+A URL never names content here. It leads to a digest, for as long as HTTP caching lets it
+(`media.freshness`), and the digest names the content. Asks nobody and holds no media.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from sglang_epd.media import MediaSource, Trail, display
+
+
+@dataclass
+class Remembered:
+    """One URL.
+
+    Attributes:
+        shown: the URL as people may see it, without credentials and query.
+        digest: of the content, as `media.digest` makes it.
+        nbytes: of the content.
+        trail: how it was come by, and until when it may be used without asking.
+        uses: how often it was looked up.
+    """
+
+    shown: str
+    digest: bytes
+    nbytes: int
+    trail: Trail = field(repr=False)
+    uses: int = 0
+
+
+class UrlMemory:
+    """An LRU memory of URLs, by `name_of`.
+
+    Args:
+        capacity: URLs that are remembered at most; each takes a few KiB at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError("capacity must be positive")
+        self.capacity = capacity
+        self._urls: OrderedDict[bytes, Remembered] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    def entries(self) -> Iterator[tuple[bytes, Remembered]]:
+        """Names and what is remembered; the next to be evicted first."""
+        yield from self._urls.items()
+
+    def find(self, name: bytes) -> Remembered | None:
+        found = self._urls.get(name)
+        if found is not None:
+            self._urls.move_to_end(name)
+            found.uses += 1
+        return found
+
+    def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
+        """Remember content that has just been read, in place of what was."""
+        before = self._urls.pop(name, None)
+        shown = display(MediaSource(url=url))
+        uses = before.uses if before is not None else 0
+        self._urls[name] = Remembered(shown, digest, nbytes, trail, uses)
+        if len(self._urls) > self.capacity:
+            self._urls.popitem(last=False)
+
+    def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
+        """The content is what it was; nothing happens if that was forgotten meanwhile."""
+        found = self._urls.get(name)
+        if found is not None and found.digest == digest:
+            found.trail = trail
+
+    def drop(self, name: bytes) -> bool:
+        """Forget one URL; False if it is not known."""
+        return self._urls.pop(name, None) is not None
+
+    def clear(self) -> int:
+        """Forget all; how many there were."""
+        count = len(self._urls)
+        self._urls.clear()
+        return count
+
+
+def name_of(url: str) -> bytes:
+    """What a URL is called: a digest, since a URL may be long, and hold secrets."""
+    return blake3(url.encode()).digest()

@@ -1,0 +1,211 @@
+"""Reads media by their URLs, and no more of them than has changed.
+
+What may be remembered is HTTP's to say (`media.freshness`), what is remembered is
+`cache.urls`'s; here is who asks. All who ask for a URL at the same time share one request,
+which lives as long as one of them waits for it, and each waits as long as its own deadline
+lets it. Where the content's embedding is at hand, a URL that is fresh costs nothing and one
+that is stale a conditional request; where it is not, the media are read in full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from yarl import URL
+
+from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
+from sglang_epd.errors import DeadlineError, MediaError
+from sglang_epd.media import Answer, MediaFetcher, MediaSource, display
+from sglang_epd.observability.encoder import EncoderMetrics
+
+_CREDENTIALS = "credentials"
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is behind a URL.
+
+    Attributes:
+        digest: of the bytes.
+        data: the bytes; None where they were not needed.
+    """
+
+    digest: bytes
+    data: bytes | None = None
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One request that several wait for."""
+
+    name: tuple[bytes, bytes]
+    task: asyncio.Task[Answer]
+    askers: int = 0
+    # Whether somebody has had an answer that is not for several.
+    taken: bool = False
+
+
+class UrlReader:
+    """Reads URLs, remembering what it may; one for a process and event loop.
+
+    Args:
+        fetcher: asks, and says what may be asked and used.
+        memory: of URLs.
+        metrics: counts what became of them.
+    """
+
+    def __init__(self, fetcher: MediaFetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
+        self._fetcher = fetcher
+        self.memory = memory
+        self._metrics = metrics
+        metrics.watch_urls(lambda: len(memory))
+        # By the URL's name, and the content that is asked whether it has changed.
+        self._flights: dict[tuple[bytes, bytes], _Flight] = {}
+
+    async def read(
+        self, source: MediaSource, deadline: float, at_hand: Callable[[bytes], bool]
+    ) -> Content:
+        """Find out what is behind a URL.
+
+        Args:
+            source: a URL.
+            deadline: the asker's, in seconds of `time.monotonic()`.
+            at_hand: whether the embedding of content with this digest is there, so that
+                its bytes are not needed.
+
+        Raises:
+            MediaError: it cannot be read, or may not be, now.
+            DeadlineError: the deadline passed first.
+        """
+        try:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:  # asyncio.timeout acts at the first wait only
+                raise TimeoutError
+            async with asyncio.timeout(left_s):
+                return await self._read(source, deadline, at_hand)
+        except TimeoutError:
+            raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+
+    async def close(self) -> None:
+        """Give up what is on its way."""
+        flights, self._flights = self._flights, {}
+        for flight in flights.values():
+            flight.task.cancel()
+        await asyncio.gather(*(flight.task for flight in flights.values()), return_exceptions=True)
+
+    async def _read(
+        self, source: MediaSource, deadline: float, at_hand: Callable[[bytes], bool]
+    ) -> Content:
+        url = self._rememberable(source.url or "")
+        if url is None:
+            media = await self._fetcher.fetch(source, deadline)
+            return Content(media.digest, media.data)
+        known = self.memory.find(name_of(url))
+        answer = None
+        if known is not None:
+            # What may be read is decided now, whatever it was then.
+            self._fetcher.check(known.trail, known.nbytes)
+            if at_hand(known.digest):
+                if known.trail.fresh(time.monotonic()):
+                    self._count("fresh")
+                    return Content(known.digest)
+                answer = await self._share(source, url, known, conditional=True)
+                if answer.media is None and at_hand(known.digest):
+                    return Content(known.digest)
+        if answer is None or answer.media is None:
+            answer = await self._share(source, url, known)
+        assert answer.media is not None
+        return Content(answer.media.digest, answer.media.data)
+
+    def _rememberable(self, text: str) -> str | None:
+        """The URL as it is asked for; None where nothing may be remembered of it."""
+        try:
+            url = URL(text)
+        except ValueError:  # what is wrong with it is said where it is read
+            return None
+        if url.scheme not in ("http", "https"):
+            return None
+        if url.raw_user is not None or url.raw_password is not None:
+            self._metrics.url_uncacheable.labels(_CREDENTIALS).inc()
+            return None
+        return str(url.with_fragment(None))
+
+    async def _share(
+        self, source: MediaSource, url: str, known: Remembered | None, *, conditional: bool = False
+    ) -> Answer:
+        """Ask for a URL, or wait with those who have, unless its answer is not for several.
+
+        Args:
+            conditional: ask only whether what is known has changed.
+        """
+        whole = name_of(url), b""
+        name = (whole[0], known.digest) if known is not None and conditional else whole
+        # All of it serves those as well who ask whether it has changed.
+        flight = self._flights.get(whole) or self._flights.get(name)
+        joined = flight is not None
+        if flight is None:
+            task = asyncio.create_task(self._ask(source, url, known, conditional=conditional))
+            flight = self._flights[name] = _Flight(name, task)
+            task.add_done_callback(lambda _task: self._land(flight))
+        flight.askers += 1
+        try:
+            answer = await asyncio.shield(flight.task)
+        except MediaError as error:
+            # One of its own for each: an exception that is kept keeps the frames it
+            # went through.
+            raise copy.copy(error) from None
+        finally:
+            flight.askers -= 1
+            if not flight.askers and not flight.task.done():
+                flight.task.cancel()
+                self._land(flight)  # who asks from now on is not to wait for its end
+        if flight.taken and not answer.trail.shared:
+            self._count("missed")
+            return await self._fetcher.ask(source)
+        flight.taken = True
+        if joined:
+            self._count("coalesced")
+        return answer
+
+    async def _ask(
+        self, source: MediaSource, url: str, known: Remembered | None, *, conditional: bool
+    ) -> Answer:
+        """Ask for a URL, and remember what may be remembered of the answer."""
+        name = name_of(url)
+        try:
+            answer = await self._fetcher.ask(source, known.trail if known and conditional else None)
+        except MediaError as error:
+            if error.reason == "http_4xx":  # it is gone, or not for everybody any more
+                self.memory.drop(name)
+            raise
+        obstacle = answer.trail.obstacle(time.monotonic())
+        if obstacle:
+            self._metrics.url_uncacheable.labels(obstacle).inc()
+            self.memory.drop(name)
+        if answer.media is None:
+            assert known is not None
+            self._count("revalidated")
+            if not obstacle:
+                self.memory.confirm(name, known.digest, answer.trail)
+            return answer
+        if known is None:
+            self._count("missed")
+        else:
+            self._count("changed" if known.digest != answer.media.digest else "refetched")
+        if not obstacle:
+            nbytes = len(answer.media.data)
+            self.memory.keep(name, url, answer.media.digest, nbytes, answer.trail)
+        return answer
+
+    def _land(self, flight: _Flight) -> None:
+        if self._flights.get(flight.name) is flight:
+            del self._flights[flight.name]
+        if flight.task.done() and not flight.task.cancelled():
+            flight.task.exception()  # nobody may be left to be told
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.url_lookups.labels(outcome).inc()

@@ -1,0 +1,230 @@
+"""What HTTP lets a shared cache remember of media, and for how long (RFC 9111).
+
+Plain data: of each answer on the way to the media (redirects, then the media) the header
+fields that caching depends on, and what follows from them. Wherever RFC 9111 leaves a
+choice, or a server contradicts itself, the cautious reading is taken: what may be private
+is not kept, what may be stale is stale. Nothing is guessed: without an explicit lifetime an
+answer is stale at once, and worth keeping only if it has a validator. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from email.utils import mktime_tz, parsedate_tz
+from typing import Protocol, Self
+from urllib.request import parse_http_list
+
+# Why an answer is not kept. After the first four it may not even be shared by those who
+# ask while it is on its way.
+NO_STORE = "no_store"
+PRIVATE = "private"
+SET_COOKIE = "set_cookie"
+VARY = "vary"
+NO_VALIDATOR = "no_validator"  # nor a lifetime: there is nothing that it could be asked by
+TOO_LONG = "too_long"
+STATUS = "status"  # none that says: these are the media
+_NOT_SHARED = frozenset({NO_STORE, PRIVATE, SET_COOKIE, VARY})
+
+_FIELDS = ("cache-control", "expires", "date", "age", "etag", "last-modified")
+# Of the URLs and header fields of one trail: what servers say must not fill the memory.
+_MAX_CHARS = 4096
+# RFC 9111, 1.2.2: a larger number of seconds stands for this one.
+_MAX_SECONDS = 1 << 31
+_SECONDS = re.compile(r"[0-9]+")
+_ETAG = re.compile(r'(?:W/)?"[!#-~]*"')
+
+
+class Headers(Protocol):
+    """An answer's header fields, several of a name among them; names in any case."""
+
+    def getall(self, name: str, default: list[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One answer on the way to media.
+
+    Attributes:
+        url: what was asked for.
+        fresh_until: until then nobody needs to ask again, on `time.monotonic`.
+        obstacle: why it may not be kept; empty if it may.
+    """
+
+    url: str
+    fresh_until: float
+    obstacle: str = ""
+    _fields: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, url: str, headers: Headers, *, sent: float, received: float, wall_s: float) -> Self:
+        """Read the header fields of an answer.
+
+        Args:
+            sent, received: when it was asked for and when they came, on `time.monotonic`.
+            wall_s: the time of day when they came, as of `time.time`.
+        """
+        fields = {}
+        for name in _FIELDS:
+            values = headers.getall(name, [])
+            if values:
+                fields[name] = ", ".join(values)
+        return cls(url, *_judge(fields, headers, sent, received, wall_s), fields)
+
+    @property
+    def validators(self) -> dict[str, str]:
+        """The header fields of a conditional request; empty if there can be none."""
+        found = {}
+        tag = self._fields.get("etag", "")
+        if _ETAG.fullmatch(tag):
+            found["If-None-Match"] = tag
+        modified, date = self._fields.get("last-modified", ""), self._fields.get("date", "")
+        modified_s, date_s = _read_date(modified), _read_date(date)
+        # In the second of the answer itself it may have been modified once more.
+        if modified_s is not None and date_s is not None and modified_s < date_s:
+            found["If-Modified-Since"] = modified
+        return found
+
+    def confirmed(
+        self, headers: Headers, *, sent: float, received: float, wall_s: float
+    ) -> Self | None:
+        """What is known after a 304 (Not Modified); None if that was said of something else.
+
+        Args:
+            headers, sent, received, wall_s: of the 304, as for `of`.
+        """
+        new = self.of(self.url, headers, sent=sent, received=received, wall_s=wall_s)
+        for name in ("etag", "last-modified"):
+            mine, theirs = self._fields.get(name), new._fields.get(name)
+            if mine and theirs:
+                if mine.removeprefix("W/") != theirs.removeprefix("W/"):
+                    return None
+                break
+        # How old the first answer was when it came says nothing of this one.
+        kept = {name: text for name, text in self._fields.items() if name not in ("date", "age")}
+        fields = kept | dict(new._fields)
+        judged = _judge(fields, headers, sent, received, wall_s)
+        return replace(self, fresh_until=judged[0], obstacle=judged[1], _fields=fields)
+
+    @property
+    def chars(self) -> int:
+        return len(self.url) + sum(map(len, self._fields.values()))
+
+
+@dataclass(frozen=True)
+class Trail:
+    """How media were come by: redirects, then the answer that was the media."""
+
+    steps: tuple[Step, ...]
+
+    def fresh(self, now: float) -> bool:
+        """Whether nobody needs to ask again, on the clock of `time.monotonic`."""
+        return all(step.fresh_until > now for step in self.steps)
+
+    @property
+    def fresh_until(self) -> float:
+        return min(step.fresh_until for step in self.steps)
+
+    def obstacle(self, now: float) -> str:
+        """Why it may not be kept, or need not; empty if it is to be."""
+        for step in self.steps:
+            if step.obstacle:
+                return step.obstacle
+        last = self.steps[-1]
+        if not last.validators and last.fresh_until <= now:
+            return NO_VALIDATOR
+        return TOO_LONG if sum(step.chars for step in self.steps) > _MAX_CHARS else ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether those who ask at the same time may have one answer."""
+        return not any(step.obstacle in _NOT_SHARED for step in self.steps)
+
+
+def _judge(
+    fields: Mapping[str, str], headers: Headers, sent: float, received: float, wall_s: float
+) -> tuple[float, str]:
+    """Until when an answer is fresh, and why it may not be kept."""
+    control = _directives(fields.get("cache-control", ""))
+    lifetime_s = _lifetime_s(control, fields, wall_s)
+    fresh_until = received + lifetime_s - _age_s(fields, received - sent, wall_s)
+    if control is None or "no-store" in control:
+        obstacle = NO_STORE
+    elif "private" in control:
+        obstacle = PRIVATE
+    elif headers.getall("Set-Cookie", []):
+        obstacle = SET_COOKIE
+    elif _varies(headers.getall("Vary", [])):
+        obstacle = VARY
+    else:
+        obstacle = ""
+    return fresh_until, obstacle
+
+
+def _directives(text: str) -> dict[str, list[str]] | None:
+    """Cache-Control's directives and their values; None if its quotes do not match.
+
+    A list of fields (`private="X-User"`) restricts the directive to them; here it is taken
+    for all, as RFC 9111 allows.
+    """
+    found: dict[str, list[str]] = {}
+    for part in parse_http_list(text):
+        name, _, value = part.partition("=")
+        if part.replace('\\"', "").count('"') % 2:
+            return None
+        found.setdefault(name.strip().lower(), []).append(value.strip().strip('"'))
+    return found
+
+
+def _lifetime_s(
+    control: Mapping[str, list[str]] | None, fields: Mapping[str, str], wall_s: float
+) -> float:
+    """RFC 9111, 4.2.1, for a shared cache, without the heuristics of 4.2.2."""
+    if control is None or "no-cache" in control:
+        return 0.0
+    for name in ("s-maxage", "max-age"):
+        if name in control:
+            return min(map(_read_seconds, control[name]))
+    if "expires" not in fields:
+        return 0.0
+    expires_s = _read_date(fields["expires"])
+    date_s = _read_date(fields.get("date", ""))
+    if expires_s is None:
+        return 0.0
+    return min(expires_s - (wall_s if date_s is None else date_s), _MAX_SECONDS)
+
+
+def _age_s(fields: Mapping[str, str], delay_s: float, wall_s: float) -> float:
+    """RFC 9111, 4.2.3: how old an answer was when it came."""
+    date_s = _read_date(fields.get("date", ""))
+    apparent_s = 0.0 if date_s is None else max(0.0, wall_s - date_s)
+    stated = fields.get("age")
+    stated_s = 0.0
+    if stated is not None:
+        ages = [age.strip() for age in stated.split(",")]
+        valid = all(map(_SECONDS.fullmatch, ages))
+        stated_s = max(map(_read_seconds, ages)) if valid else _MAX_SECONDS
+    return max(apparent_s, stated_s + delay_s)
+
+
+def _read_seconds(text: str) -> float:
+    """A number of seconds; 0 for what is none."""
+    if not _SECONDS.fullmatch(text):
+        return 0.0
+    return float(min(int(text), _MAX_SECONDS) if len(text) <= 20 else _MAX_SECONDS)
+
+
+def _read_date(text: str) -> float | None:
+    try:
+        parsed = parsedate_tz(text)
+        return None if parsed is None else float(mktime_tz(parsed))
+    except (ValueError, OverflowError, TypeError, IndexError):  # of what is no date at all
+        return None
+
+
+def _varies(values: Iterable[str]) -> bool:
+    """Whether the answer may be another for who asks with other header fields."""
+    names = {name.strip().lower() for value in values for name in value.split(",")}
+    # Always asked for the same way.
+    return bool(names - {"", "accept-encoding"})

@@ -1,0 +1,143 @@
+"""Items that come by their URL: read, prepared and encoded no more often than they must be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from encoder.site import BODY, Site
+from sglang_epd.encoder import computations as module
+from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo, Wait
+
+PATIENCE_S = 5.0
+NAMESPACE = "Model/float32/0123456789abcdef"
+
+
+@pytest.fixture
+def capacity() -> int:
+    return 1 << 20
+
+
+@pytest.fixture
+def encode(service, reader, site: Site):
+    """Encodes a site's URL; the item's outcome."""
+    service.urls = reader
+    asked = 0
+
+    async def ask(path: str = "/a", modality: str = "IMAGE", **options: Any):
+        nonlocal asked
+        asked += 1
+        item = EncodeItem(0, modality, "image 1 of 1", url=site.url + path, options=options)
+        reply_to = ReplyTo("tcp://receiver:1", f"ticket {asked}")
+        request = EncodeRequest(f"r{asked}", NAMESPACE, PATIENCE_S, reply_to, [item])
+        (outcome,) = (await service.encode(request)).outcomes
+        return outcome
+
+    return ask
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, site, cache) -> None:
+    first = await encode()
+    again = await encode()
+    assert (first.state, first.source) == ("delivered", "computed")
+    assert (again.state, again.source, again.key) == ("delivered", "cached", first.key)
+    assert again.layout == first.layout
+    assert site.take() == [("/a", ""), ("/a", '"v1"')]
+    assert fakes.preprocess.calls == [BODY]
+    assert len(fakes.batches) == 1
+    assert len(fakes.payloads) == 2
+    # Two URLs of one content are one embedding.
+    assert (await encode("/b")).key == first.key
+    assert len(cache) == 1
+
+
+async def test_content_that_changed_is_encoded(encode, fakes, site) -> None:
+    first = await encode()
+    site.body, site.etag = b"another", '"v2"'
+    again = await encode()
+    assert (again.source, again.key == first.key) == ("computed", False)
+    assert fakes.preprocess.calls == [BODY, b"another"]
+
+
+async def test_options_and_modality_make_another_embedding_of_one_content(
+    encode, fakes, site
+) -> None:
+    keys = [
+        (await encode()).key,
+        (await encode(detail="high")).key,
+        (await encode(modality="VIDEO")).key,
+    ]
+    assert len(set(keys)) == 3
+    # Its bytes were needed each time.
+    assert site.take() == [("/a", "")] * 3
+    assert fakes.preprocess.calls == [BODY] * 3
+    assert (await encode(detail="high")).source == "cached"
+    assert site.take() == [("/a", '"v1"')]
+
+
+async def test_an_embedding_that_was_dropped_is_made_again(encode, fakes, site, cache) -> None:
+    first = await encode()
+    cache.clear()
+    again = await encode()
+    assert (again.source, again.key) == ("computed", first.key)
+    assert site.take() == [("/a", "")] * 2
+
+
+@pytest.mark.parametrize("capacity", [0])
+async def test_without_a_cache_those_who_ask_at_once_share_it_all(encode, fakes, site) -> None:
+    outcomes = await asyncio.gather(*(encode() for _ in range(8)))
+    assert {outcome.state for outcome in outcomes} == {"delivered"}
+    assert site.take() == [("/a", "")]
+    assert len(fakes.batches) == 1
+    assert (await encode()).source == "computed"
+    assert site.take() == [("/a", "")]
+
+
+async def test_known_media_take_none_of_the_bytes_that_may_be_in_work(
+    encode, fakes, site, service
+) -> None:
+    await encode()
+    fakes.offered.hold()
+    asking = asyncio.create_task(encode())
+    await until(lambda: len(fakes.offered.calls) == 2)
+    assert service.admission.nbytes == 0
+    fakes.offered.go_on()
+    assert (await asking).state == "delivered"
+
+
+async def test_an_embedding_that_goes_while_its_receiver_has_no_memory(
+    encode, fakes, site, cache, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    first = await encode()
+    fakes.answers[0] = Wait("ticket 2", 0)
+    asking = asyncio.create_task(encode())
+    await until(lambda: fakes.open and fakes.open[0][1].waits)
+    await asyncio.sleep(0.01)
+    assert cache.clear() == 1
+    del fakes.answers[0]
+    fakes.grant(0)
+    again = await asking
+    assert (again.state, again.source, again.key) == ("delivered", "computed", first.key)
+    assert site.take() == [("/a", ""), ("/a", '"v1"'), ("/a", "")]
+    # The first grant was given back, and the item was offered anew.
+    assert fakes.withdrawn == [0]
+    assert len(fakes.payloads) == 2
+
+
+async def test_known_media_that_are_gone_fail_that_item(encode, fakes, site, count) -> None:
+    await encode()
+    site.answer = lambda _request: web.Response(status=404)
+    outcome = await encode()
+    assert (outcome.state, outcome.code) == ("failed", "MediaError")
+    assert "HTTP 404" in outcome.message
+    assert count("fetch_failures_total", reason="http_4xx") == 1

@@ -1,0 +1,555 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from encoder.site import BODY, Site
+from media.samples import in_seconds, local_limits
+from sglang_epd.cache import UrlMemory
+from sglang_epd.encoder.urls import Content, UrlReader
+from sglang_epd.errors import (
+    DeadlineError,
+    MediaError,
+    MediaForbiddenError,
+    MediaTooLargeError,
+)
+from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, digest
+
+PATIENCE_S = 5.0
+
+
+class Asker:
+    """Reads a site's URLs; content it was given once is at hand unless it is evicted."""
+
+    def __init__(self, reader: UrlReader, site: Site) -> None:
+        self.reader = reader
+        self._site = site
+        self.held: set[bytes] = set()
+
+    async def __call__(self, path: str = "/a", timeout_s: float = PATIENCE_S) -> Content:
+        source = MediaSource(url=self._site.url + path)
+        content = await self.reader.read(source, in_seconds(timeout_s), self.held.__contains__)
+        if content.data is not None:
+            assert digest(content.data) == content.digest
+            self.held.add(content.digest)
+        return content
+
+
+@pytest.fixture
+def ask(reader: UrlReader, site: Site) -> Asker:
+    return Asker(reader, site)
+
+
+@pytest.fixture
+def counted(count):
+    def outcomes(metric: str = "url_lookups", label: str = "outcome") -> dict[str, float]:
+        names = {
+            "outcome": ("fresh", "revalidated", "changed", "refetched", "missed", "coalesced"),
+            "reason": (
+                *("no_store", "private", "set_cookie", "vary", "no_validator"),
+                *("too_long", "status", "credentials"),
+            ),
+        }[label]
+        values = {name: count(f"{metric}_total", **{label: name}) for name in names}
+        return {name: value for name, value in values.items() if value}
+
+    return outcomes
+
+
+WHOLE = Content(digest(BODY), BODY)
+KNOWN = Content(digest(BODY))
+
+
+# One asker
+
+
+async def test_a_fresh_url_is_not_asked_for(ask: Asker, site: Site, counted) -> None:
+    site.headers = [("Cache-Control", "max-age=60")]
+    assert await ask() == WHOLE
+    assert site.take() == [("/a", "")]
+    for _ in range(3):
+        assert await ask() == KNOWN
+    assert await ask("/a#part") == KNOWN
+    assert site.take() == []
+    assert counted() == {"missed": 1, "fresh": 4}
+
+
+async def test_a_stale_url_costs_one_conditional_request(ask: Asker, site: Site, counted) -> None:
+    assert await ask() == WHOLE
+    site.take()
+    for path in ("/a", "/a#part", "/a"):
+        assert await ask(path) == KNOWN
+        assert site.take() == [("/a", '"v1"')]
+    # A 304 makes it fresh again, for as long as it says.
+    site.headers = [("Cache-Control", "max-age=60")]
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", '"v1"')]
+    assert await ask() == KNOWN
+    assert site.take() == []
+    assert counted() == {"missed": 1, "revalidated": 4, "fresh": 1}
+
+
+async def test_a_date_is_a_validator_too(ask: Asker, site: Site) -> None:
+    site.etag = ""
+    modified = formatdate(time.time() - 3600, usegmt=True)
+    site.headers = [("Last-Modified", modified)]
+    await ask()
+    assert site.take() == [("/a", "")]
+    site.answer = lambda _request: web.Response(status=304)
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", modified)]
+
+
+async def test_content_that_changed_is_read(ask: Asker, site: Site, counted) -> None:
+    await ask()
+    site.take()
+    site.body, site.etag = b"another", '"v2"'
+    assert await ask() == Content(digest(b"another"), b"another")
+    assert site.take() == [("/a", '"v1"')]
+    assert await ask() == Content(digest(b"another"))
+    assert site.take() == [("/a", '"v2"')]
+    assert counted() == {"missed": 1, "changed": 1, "revalidated": 1}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_without_its_embedding_it_is_read_in_full(
+    ask: Asker, site: Site, counted, fresh: bool
+) -> None:
+    site.headers = [("Cache-Control", "max-age=60")] if fresh else []
+    await ask()
+    ask.held.clear()
+    assert await ask() == WHOLE
+    assert site.take() == [("/a", "")] * 2
+    assert counted() == {"missed": 1, "refetched": 1}
+
+
+async def test_an_embedding_that_goes_while_it_is_asked_for(
+    ask: Asker, site: Site, counted
+) -> None:
+    await ask()
+    site.gate.clear()
+    asking = asyncio.create_task(ask())
+    await _until(lambda: len(site.asked) == 2)
+    ask.held.clear()
+    site.gate.set()
+    assert await asking == WHOLE
+    assert site.take() == [("/a", ""), ("/a", '"v1"'), ("/a", "")]
+    assert counted() == {"missed": 1, "revalidated": 1, "refetched": 1}
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (("Cache-Control", "no-store"), "no_store"),
+        (("Cache-Control", "private, max-age=60"), "private"),
+        (("Set-Cookie", "session=1"), "set_cookie"),
+        (("Vary", "User-Agent"), "vary"),
+        (("Vary", "*"), "vary"),
+    ],
+)
+async def test_what_is_not_for_everybody_is_not_remembered(
+    ask: Asker, site: Site, counted, header: tuple[str, str], reason: str
+) -> None:
+    site.headers = [("Cache-Control", "max-age=60"), header]
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert site.take() == [("/a", "")] * 2
+    assert len(ask.reader.memory) == 0
+    assert counted("url_uncacheable", "reason") == {reason: 2}
+    # Nor is it from now on what had been.
+    site.headers = []
+    await ask()
+    assert len(ask.reader.memory) == 1
+    site.headers = [header]
+    assert await ask() == KNOWN
+    assert len(ask.reader.memory) == 0
+
+
+async def test_accept_encoding_may_vary(ask: Asker, site: Site) -> None:
+    site.headers = [("Vary", "Accept-Encoding"), ("Cache-Control", "max-age=60")]
+    await ask()
+    assert await ask() == KNOWN
+
+
+async def test_without_a_lifetime_and_a_validator_it_is_read_each_time(
+    ask: Asker, site: Site, counted
+) -> None:
+    site.etag = ""
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert site.take() == [("/a", "")] * 2
+    assert counted("url_uncacheable", "reason") == {"no_validator": 2}
+
+
+async def test_credentials_in_a_url_are_not_remembered(ask: Asker, site: Site, counted) -> None:
+    site.headers = [("Cache-Control", "public, max-age=60")]
+    site.url = site.url.replace("http://", "http://user:secret@")
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert site.take() == [("/a", "")] * 2
+    assert len(ask.reader.memory) == 0
+    assert counted("url_uncacheable", "reason") == {"credentials": 2}
+
+
+@pytest.mark.parametrize("status", [203, 206])
+async def test_only_what_is_the_media_is_remembered(ask: Asker, site: Site, status: int) -> None:
+    site.headers = [("Cache-Control", "max-age=60")]
+    site.answer = lambda _request: site.response(body=BODY, status=status)
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert len(ask.reader.memory) == 0
+
+
+# Redirects
+
+
+def _redirecting(site: Site, *, fresh: bool, **headers: str) -> None:
+    def answer(request: web.Request) -> web.Response:
+        if request.path != "/a":
+            if request.headers.get("If-None-Match") == site.etag:
+                return site.response(status=304)
+            return site.response(body=site.body)
+        control = {"Cache-Control": "max-age=60"} if fresh else {}
+        location = {"Location": "/b"}
+        return web.Response(status=302, headers={**location, **control, **headers})
+
+    site.answer = answer
+
+
+async def test_a_redirect_without_a_lifetime_is_asked_for_again(ask: Asker, site: Site) -> None:
+    _redirecting(site, fresh=False)
+    assert await ask() == WHOLE
+    assert site.take() == [("/a", ""), ("/b", "")]
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", ""), ("/b", '"v1"')]
+    # Where the media are fresh, that alone is asked for.
+    site.headers = [("Cache-Control", "max-age=60")]
+    assert await ask() == KNOWN
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", "")]
+
+
+async def test_a_fresh_redirect_is_not_asked_for(ask: Asker, site: Site) -> None:
+    _redirecting(site, fresh=True)
+    await ask()
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == [("/b", '"v1"')]
+    site.headers = [("Cache-Control", "max-age=60")]
+    await ask()
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == []
+
+
+async def test_a_redirect_that_leads_elsewhere_now(ask: Asker, site: Site) -> None:
+    _redirecting(site, fresh=False)
+    await ask()
+    site.take()
+    site.answer = lambda request: (
+        web.Response(status=307, headers={"Location": "/c"})
+        if request.path == "/a"
+        else site.response(body=b"another")
+    )
+    assert await ask() == Content(digest(b"another"), b"another")
+    # The other place knows nothing of the first one's content.
+    assert site.take() == [("/a", ""), ("/c", "")]
+
+
+async def test_a_redirect_is_never_asked_whether_it_has_changed(ask: Asker, site: Site) -> None:
+    _redirecting(site, fresh=False, ETag='"redirect"')
+    await ask()
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", ""), ("/b", '"v1"')]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"Cache-Control": "no-store"},
+        {"Cache-Control": "private"},
+        {"Set-Cookie": "a=b"},
+        {"Vary": "Cookie"},
+    ],
+)
+async def test_a_redirect_may_forbid_it_too(ask: Asker, site: Site, header: dict[str, str]) -> None:
+    site.headers = [("Cache-Control", "max-age=60")]
+    _redirecting(site, fresh=True, **header)
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert site.take() == [("/a", ""), ("/b", "")] * 2
+    assert len(ask.reader.memory) == 0
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("status", [404, 403, 410])
+async def test_what_is_gone_is_forgotten(ask: Asker, site: Site, status: int) -> None:
+    await ask()
+    site.answer = lambda _request: web.Response(status=status)
+    with pytest.raises(MediaError, match=f"HTTP {status}") as caught:
+        await ask()
+    assert caught.value.reason == "http_4xx"
+    assert len(ask.reader.memory) == 0
+
+
+async def test_a_server_in_trouble_is_an_error_and_stays_known(ask: Asker, site: Site) -> None:
+    await ask()
+    site.answer = lambda _request: web.Response(status=503)
+    with pytest.raises(MediaError, match="HTTP 503") as caught:
+        await ask()
+    assert caught.value.reason == "http_5xx"
+    site.answer = None
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", '"v1"')]
+
+
+async def test_a_304_that_nobody_asked_for_is_an_error(ask: Asker, site: Site) -> None:
+    site.answer = lambda _request: web.Response(status=304)
+    with pytest.raises(MediaError, match="HTTP 304"):
+        await ask()
+
+
+async def test_a_304_of_something_else_is_not_believed(ask: Asker, site: Site) -> None:
+    await ask()
+    site.take()
+
+    def answer(request: web.Request) -> web.Response:
+        if "If-None-Match" in request.headers:
+            return web.Response(status=304, headers={"ETag": '"v7"'})
+        return site.response(body=b"another")
+
+    site.answer = answer
+    assert await ask() == Content(digest(b"another"), b"another")
+    assert site.take() == [("/a", '"v1"'), ("/a", "")]
+
+
+async def test_a_server_that_drips_ends_at_the_time_limit(metrics, site: Site) -> None:
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x")
+            await asyncio.sleep(0.01)
+
+    async with MediaFetcher(local_limits(total_timeout_s=0.2)) as fetcher:
+        ask = Asker(UrlReader(fetcher, UrlMemory(4), metrics), site)
+        await ask()
+        site.answer = drip
+        began = time.monotonic()
+        answers = await asyncio.gather(*(ask() for _ in range(5)), return_exceptions=True)
+        assert time.monotonic() - began < 2
+        assert {getattr(answer, "reason", None) for answer in answers} == {"timeout"}
+        assert len(set(map(id, answers))) == 5
+        site.answer = None
+        assert await ask() == KNOWN
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("Cache-Control", "max-age=-60")],
+        [("Cache-Control", "max-age=60"), ("Cache-Control", "max-age=0")],
+        [("Cache-Control", "max-age=soon, public")],
+        [("Expires", "0")],
+        [("Expires", "whenever"), ("Last-Modified", "once")],
+        [("Date", "never"), ("Expires", formatdate(0, usegmt=True))],
+        [("Cache-Control", "max-age=60"), ("Age", "-1")],
+        [("Cache-Control", "max-age=60"), ("Age", "9" * 300)],
+    ],
+)
+async def test_nonsense_is_stale(ask: Asker, site: Site, headers: list[tuple[str, str]]) -> None:
+    site.headers = headers
+    await ask()
+    site.take()
+    assert await ask() == KNOWN
+    assert site.take() == [("/a", '"v1"')]
+
+
+async def test_a_giant_etag_is_neither_kept_nor_sent(ask: Asker, site: Site, counted) -> None:
+    site.etag = f'"{"x" * 6000}"'
+    for _ in range(2):
+        assert await ask() == WHOLE
+    assert site.take() == [("/a", "")] * 2
+    assert counted("url_uncacheable", "reason") == {"too_long": 2}
+
+
+async def test_a_very_long_lifetime(ask: Asker, site: Site) -> None:
+    site.headers = [("Cache-Control", f"max-age={'9' * 100}")]
+    await ask()
+    assert await ask() == KNOWN
+    assert len(site.take()) == 1
+
+
+# What may be read
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ({"allowed_domains": ("media.example",)}, MediaForbiddenError),
+        ({"allowed_networks": ()}, MediaForbiddenError),
+        ({"max_bytes": 100}, MediaTooLargeError),
+        ({"max_redirects": 0}, MediaError),
+    ],
+)
+async def test_what_may_be_read_is_decided_when_it_is_used(
+    metrics, ask: Asker, site: Site, limits: dict[str, Any], error: type[MediaError]
+) -> None:
+    site.headers = [("Cache-Control", "max-age=60")]
+    _redirecting(site, fresh=True)
+    await ask()
+    assert await ask() == KNOWN
+    site.take()
+    stricter = MediaLimits(**{"allowed_networks": ("127.0.0.0/8",), **limits})
+    async with MediaFetcher(stricter) as fetcher:
+        other = Asker(UrlReader(fetcher, ask.reader.memory, metrics), site)
+        other.held = ask.held
+        with pytest.raises(error) as caught:
+            await other()
+    assert type(caught.value) is error
+    assert site.take() == []
+
+
+async def test_a_revalidation_may_not_be_led_astray(ask: Asker, site: Site) -> None:
+    await ask()
+    site.answer = lambda _request: web.Response(
+        status=302, headers={"Location": "http://169.254.169.254/latest/meta-data"}
+    )
+    with pytest.raises(MediaForbiddenError, match="not at a public address"):
+        await ask()
+
+
+async def test_a_local_file_is_none_of_its_business(ask: Asker, site: Site) -> None:
+    site.url = "file:///etc"
+    with pytest.raises(MediaForbiddenError, match="local files"):
+        await ask("/hostname")
+    site.url = "http://["
+    with pytest.raises(MediaError, match="malformed"):
+        await ask("/a")
+
+
+# Several askers
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_fifty_who_ask_at_once_share_a_request(
+    ask: Asker, site: Site, counted, known: bool
+) -> None:
+    if known:
+        await ask()
+        site.take()
+    answers = await asyncio.gather(*(ask() for _ in range(50)))
+    assert set(answers) == {KNOWN if known else WHOLE}
+    assert site.take() == [("/a", '"v1"' if known else "")]
+    assert counted()["coalesced"] == 49
+
+
+async def test_fifty_who_need_it_in_full_share_it(ask: Asker, site: Site) -> None:
+    await ask()
+    ask.held.clear()
+    site.take()
+    assert set(await asyncio.gather(*(ask() for _ in range(50)))) == {WHOLE}
+    assert site.take() == [("/a", "")]
+
+
+async def test_what_is_for_one_is_not_shared(ask: Asker, site: Site) -> None:
+    site.headers = [("Cache-Control", "no-store")]
+    answers = await asyncio.gather(*(ask() for _ in range(5)))
+    assert set(answers) == {WHOLE}
+    assert site.take() == [("/a", "")] * 5
+
+
+async def test_the_first_asker_may_leave(ask: Asker, site: Site) -> None:
+    site.gate.clear()
+    first = asyncio.create_task(ask())
+    await _until(lambda: len(site.asked) == 1)
+    others = [asyncio.create_task(ask()) for _ in range(3)]
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    site.gate.set()
+    assert await asyncio.gather(*others) == [WHOLE] * 3
+    assert site.take() == [("/a", "")]
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_the_last_asker_takes_the_request_along(ask: Asker, site: Site, ticks: int) -> None:
+    site.gate.clear()
+    askers = [asyncio.create_task(ask()) for _ in range(3)]
+    await _until(lambda: len(site.asked) == 1)
+    for asker in askers:
+        asker.cancel()
+    # Who comes then is not told that it was cancelled.
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    late = asyncio.create_task(ask())
+    await asyncio.gather(*askers, return_exceptions=True)
+    site.gate.set()
+    assert await late == WHOLE
+    assert not ask.reader._flights
+
+
+async def test_each_asker_has_its_own_deadline(ask: Asker, site: Site) -> None:
+    site.gate.clear()
+    patient = asyncio.create_task(ask())
+    hasty = asyncio.create_task(ask(timeout_s=0.05))
+    with pytest.raises(DeadlineError, match="deadline passed while reading"):
+        await hasty
+    with pytest.raises(DeadlineError):
+        await ask(timeout_s=0)
+    site.gate.set()
+    assert await patient == WHOLE
+    assert len(site.take()) == 1
+
+
+async def test_a_failure_is_each_askers_own(ask: Asker, site: Site) -> None:
+    site.answer = lambda _request: web.Response(status=404)
+    errors = await asyncio.gather(*(ask() for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in errors] == [MediaError] * 3
+    assert {error.reason for error in errors if isinstance(error, MediaError)} == {"http_4xx"}
+    assert len(set(map(id, errors))) == 3
+    assert len(site.take()) == 1
+
+
+async def test_what_was_dropped_is_not_brought_back_by_a_304(ask: Asker, site: Site) -> None:
+    await ask()
+    site.gate.clear()
+    asking = asyncio.create_task(ask())
+    await _until(lambda: len(site.asked) == 2)
+    assert ask.reader.memory.clear() == 1
+    site.gate.set()
+    assert await asking == KNOWN
+    assert len(ask.reader.memory) == 0
+
+
+async def test_closing_ends_what_is_on_its_way(ask: Asker, site: Site) -> None:
+    site.gate.clear()
+    asker = asyncio.create_task(ask())
+    await _until(lambda: len(site.asked) == 1)
+    await ask.reader.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asker
+
+
+async def test_the_memory_is_bounded(ask: Asker, count) -> None:
+    for n in range(10):
+        await ask(f"/{n}")
+    assert len(ask.reader.memory) == count("url_entries") == 4

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+from email.utils import formatdate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from sglang_epd.media.freshness import (
+    NO_STORE,
+    NO_VALIDATOR,
+    PRIVATE,
+    SET_COOKIE,
+    TOO_LONG,
+    VARY,
+    Step,
+    Trail,
+)
+
+URL = "http://media.example/a.png"
+# When answers come: on the monotonic clock, and of the day.
+RECEIVED, WALL = 1000.0, 1_900_000_000.0
+ETAG = ("ETag", '"v1"')
+
+
+def date(offset_s: float) -> str:
+    return formatdate(WALL + offset_s, usegmt=True)
+
+
+NOW = ("Date", date(0))
+
+
+def step(*headers: tuple[str, str], delay_s: float = 0.0, url: str = URL) -> Step:
+    times = {"sent": RECEIVED - delay_s, "received": RECEIVED, "wall_s": WALL}
+    return Step.of(url, CIMultiDict(headers), **times)
+
+
+def control(text: str, *others: tuple[str, str]) -> Step:
+    return step(NOW, ETAG, ("Cache-Control", text), *others)
+
+
+def lifetime_s(answered: Step) -> float:
+    return answered.fresh_until - RECEIVED
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("max-age=60", 60),
+        ("Max-Age=60", 60),
+        ('max-age="60"', 60),
+        ("public, max-age=60, immutable", 60),
+        ("s-maxage=10, max-age=60", 10),
+        ("max-age=60, s-maxage=0", 0),
+        ("max-age=60, max-age=5", 5),
+        ("max-age=60, no-cache", 0),
+        ('max-age=60, no-cache="X-Field"', 0),
+        ("max-age=60, must-revalidate, proxy-revalidate", 60),
+        ("max-age=-1", 0),
+        ("max-age=", 0),
+        ("max-age", 0),
+        ("max-age=1.5", 0),
+        ("max-age=6O", 0),
+        ("max-age=٦٠", 0),
+        ("max-age=+60", 0),
+        ("max-age=60;s-maxage=7", 0),
+        ("max-age=99999999999", 1 << 31),
+        ("max-age=" + "9" * 5000, 1 << 31),
+        ('x="max-age=60"', 0),
+        ('x="a, max-age=60"', 0),
+        ("x=1, y, =, ,,", 0),
+        ("stale-while-revalidate=60, stale-if-error=60", 0),
+        ("", 0),
+    ],
+)
+def test_the_lifetime_is_what_cache_control_says(text: str, seconds: float) -> None:
+    answered = control(text)
+    assert lifetime_s(answered) == seconds
+    assert answered.obstacle == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "obstacle"),
+    [
+        ("no-store", NO_STORE),
+        ("max-age=60, No-Store", NO_STORE),
+        ("must-understand, no-store", NO_STORE),
+        ("private, max-age=60", PRIVATE),
+        ('private="X-User", max-age=60', PRIVATE),
+        # What swallows the rest of the field may have swallowed a no-store.
+        ('max-age=60, x="a, public', NO_STORE),
+    ],
+)
+def test_what_may_not_be_kept(text: str, obstacle: str) -> None:
+    assert control(text).obstacle == obstacle
+
+
+def test_several_fields_of_a_name_are_one_list() -> None:
+    several = step(NOW, ETAG, ("Cache-Control", "max-age=60"), ("Cache-Control", "private"))
+    assert several.obstacle == PRIVATE
+    several = step(NOW, ETAG, ("cache-control", "max-age=60"), ("CACHE-CONTROL", "s-maxage=9"))
+    assert lifetime_s(several) == 9
+
+
+@pytest.mark.parametrize(
+    ("headers", "obstacle"),
+    [
+        ([("Set-Cookie", "a=b")], SET_COOKIE),
+        ([("Vary", "*")], VARY),
+        ([("Vary", "Accept-Encoding, Cookie")], VARY),
+        ([("Vary", "Accept-Encoding"), ("Vary", "Origin")], VARY),
+        ([("Vary", "accept-encoding, Accept-Encoding")], ""),
+        ([("Vary", "")], ""),
+    ],
+)
+def test_what_is_not_for_everybody_is_not_kept(
+    headers: list[tuple[str, str]], obstacle: str
+) -> None:
+    assert control("max-age=60", *headers).obstacle == obstacle
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ([NOW, ("Expires", date(30))], 30),
+        ([("Expires", date(30))], 30),  # without a Date, from when it came
+        ([("Date", date(-20)), ("Expires", date(30))], 30),  # 50 s long, 20 s old
+        ([("Date", date(500)), ("Expires", date(530))], 30),  # a clock that goes before
+        ([NOW, ("Expires", date(-30))], -30),
+        ([NOW, ("Expires", "0")], 0),
+        ([NOW, ("Expires", "-1")], 0),
+        ([NOW, ("Expires", "Fri, 31 Dec 99999 23:59:59 GMT")], 0),
+        ([("Date", "yesterday"), ("Expires", date(30))], 30),
+        ([("Date", "yesterday"), ("Cache-Control", "max-age=60")], 60),
+        ([NOW, ("Expires", date(30)), ("Cache-Control", "max-age=60")], 60),
+        ([("Date", date(-86400 * 365)), ("Last-Modified", date(-86400 * 3650))], -86400 * 365),
+    ],
+)
+def test_expires_counts_where_nothing_else_is_said(
+    headers: list[tuple[str, str]], seconds: float
+) -> None:
+    assert lifetime_s(step(*headers)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("headers", "delay_s", "seconds"),
+    [
+        ([NOW, ("Age", "20")], 0, 40),
+        ([NOW, ("Age", "20")], 5, 35),
+        ([NOW], 5, 55),
+        ([("Date", date(-30)), ("Age", "20")], 5, 30),
+        ([NOW, ("Age", "5, 20")], 0, 40),
+        ([NOW, ("Age", "5"), ("Age", "50")], 0, 10),
+        ([NOW, ("Age", "")], 0, 60 - (1 << 31)),
+        ([NOW, ("Age", "-5")], 0, 60 - (1 << 31)),
+        ([NOW, ("Age", "9" * 400)], 0, 60 - (1 << 31)),
+    ],
+)
+def test_age_is_taken_off(headers: list[tuple[str, str]], delay_s: float, seconds: float) -> None:
+    answered = step(*headers, ("Cache-Control", "max-age=60"), delay_s=delay_s)
+    assert lifetime_s(answered) == seconds
+
+
+@pytest.mark.parametrize(
+    ("headers", "conditions"),
+    [
+        ([ETAG], {"If-None-Match": '"v1"'}),
+        ([("ETag", 'W/"v1"')], {"If-None-Match": 'W/"v1"'}),
+        ([("ETag", "v1")], {}),
+        ([("ETag", "*")], {}),
+        ([("ETag", '"a", "b"')], {}),
+        ([ETAG, ("ETag", '"v2"')], {}),
+        ([("ETag", '"\udc80"')], {}),
+        ([("ETag", '"ä"')], {}),
+        ([NOW, ("Last-Modified", date(-5))], {"If-Modified-Since": date(-5)}),
+        # It may have been changed again in that second.
+        ([NOW, ("Last-Modified", date(0))], {}),
+        ([NOW, ("Last-Modified", date(60))], {}),
+        ([("Last-Modified", date(-5))], {}),
+        ([NOW, ("Last-Modified", "long ago")], {}),
+        (
+            [NOW, ETAG, ("Last-Modified", date(-5))],
+            {"If-None-Match": '"v1"', "If-Modified-Since": date(-5)},
+        ),
+    ],
+)
+def test_validators(headers: list[tuple[str, str]], conditions: dict[str, str]) -> None:
+    assert step(*headers).validators == conditions
+
+
+def confirmed(known: Step, *headers: tuple[str, str]) -> Step | None:
+    later = {"sent": RECEIVED + 100, "received": RECEIVED + 100, "wall_s": WALL + 100}
+    return known.confirmed(CIMultiDict(headers), **later)
+
+
+def test_a_304_freshens_what_is_known() -> None:
+    known = control("max-age=60", ("Age", "50"))
+    again = confirmed(known, ("Date", date(100)), ETAG)
+    assert again is not None
+    # How old it was when it first came does not count any more.
+    assert again.fresh_until == RECEIVED + 160
+    assert again.validators == known.validators
+    again = confirmed(known, ("Date", date(100)), ("Cache-Control", "max-age=5"))
+    assert again is not None
+    assert again.fresh_until == RECEIVED + 105
+    # And what it said then still counts the time after.
+    third = again.confirmed(
+        CIMultiDict([("Date", date(200))]),
+        sent=RECEIVED + 200,
+        received=RECEIVED + 200,
+        wall_s=WALL + 200,
+    )
+    assert third is not None
+    assert third.fresh_until == RECEIVED + 205
+
+
+def test_a_304_may_forbid_what_was_allowed() -> None:
+    known = control("max-age=60")
+    for header, obstacle in (
+        (("Cache-Control", "no-store"), NO_STORE),
+        (("Cache-Control", "private"), PRIVATE),
+        (("Set-Cookie", "a=b"), SET_COOKIE),
+        (("Vary", "*"), VARY),
+    ):
+        again = confirmed(known, header)
+        assert again is not None
+        assert again.obstacle == obstacle
+
+
+def test_a_304_of_something_else_confirms_nothing() -> None:
+    known = control("max-age=60", ("Last-Modified", date(-5)))
+    assert confirmed(known, ("ETag", '"v2"')) is None
+    assert confirmed(known, ("ETag", 'W/"v1"')) is not None
+    assert confirmed(known, ("Last-Modified", date(-4))) is None
+    assert confirmed(known, ETAG, ("Last-Modified", date(-4))) is not None
+    assert confirmed(known) is not None
+
+
+def test_a_trail_is_as_good_as_its_worst_step() -> None:
+    media = control("max-age=60")
+    hop = step(NOW, ("Cache-Control", "max-age=10"))
+    trail = Trail((hop, media))
+    assert trail.fresh(RECEIVED + 9)
+    assert not trail.fresh(RECEIVED + 10)
+    assert trail.fresh_until == RECEIVED + 10
+    assert trail.obstacle(RECEIVED) == ""
+    # A redirect that says nothing is asked for each time.
+    assert not Trail((step(), media)).fresh(RECEIVED)
+    for text, obstacle in (("no-store", NO_STORE), ("private", PRIVATE)):
+        forbidden = Trail((control(text), media))
+        assert forbidden.obstacle(RECEIVED) == obstacle
+        assert not forbidden.shared
+
+
+def test_what_cannot_be_asked_for_again_is_not_kept() -> None:
+    bare = Trail((step(NOW),))
+    assert bare.obstacle(RECEIVED) == NO_VALIDATOR
+    assert bare.shared
+    fresh = Trail((step(NOW, ("Cache-Control", "max-age=60")),))
+    assert fresh.obstacle(RECEIVED) == ""
+    assert fresh.obstacle(RECEIVED + 60) == NO_VALIDATOR
+
+
+def test_what_is_kept_is_bounded() -> None:
+    giant = Trail((step(NOW, ("ETag", f'"{"x" * 5000}"')),))
+    assert giant.obstacle(RECEIVED) == TOO_LONG
+    long_url = Trail((step(NOW, ETAG, url=f"http://media.example/{'x' * 5000}"),))
+    assert long_url.obstacle(RECEIVED) == TOO_LONG
+
+
+_TEXT = st.text(max_size=40) | st.sampled_from(
+    ["max-age=60", 'private="', "no-cache", '"\\', ",,,", "=", date(0), date(1e9), "1e9", "W/"]
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["Cache-Control", "Expires", "Date", "Age", "ETag", "Last-Modified", "Vary"]
+            ),
+            _TEXT,
+        )
+    )
+)
+def test_no_header_field_is_an_error(headers: list[tuple[str, str]]) -> None:
+    answered = step(*headers)
+    assert answered.fresh_until <= RECEIVED + (1 << 31)
+    Trail((answered,)).obstacle(RECEIVED)
+    for value in answered.validators.values():
+        value.encode("ascii")
+        assert value.isprintable()
+    confirmed(answered, *headers)

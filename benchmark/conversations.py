@@ -8,8 +8,8 @@ server that does everything, SGLang's own EPD (its encoder's prefix cache on) an
 package run side by side on the same cores; each round has the same conversations on one
 after the other, in a random order. Times are to the first token of a streamed answer.
 
-What was asked of an encoder is counted in its access log; embedding bytes, where the
-server tells them, by its metrics.
+What was asked of our encoder, and the embedding bytes that left it, are by its metrics; of
+SGLang's, which tells neither, requests are counted in its access log.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ QUESTIONS = (
     "What might have been taken at night?",
     "Say it all again in one sentence.",
 )
-_ENCODE_LINE = re.compile(r'"POST (/encode|/v1/encode)\b')
-_BYTES = re.compile(r"^sglang:epd_encoder_delivered_bytes_total\{.*\} (\S+)$", re.MULTILINE)
+_ENCODE_LINE = re.compile(r'"POST /encode\b')
+_REQUESTS, _BYTES = (f"sglang:epd_encoder_{name}_total" for name in ("requests", "delivered_bytes"))
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,21 @@ class Servers:
         """How often the encoder has been asked so far."""
         if self.encoder is None:
             return 0
+        if self._arm == OURS:
+            return round(self._metric(_REQUESTS))
         return len(_ENCODE_LINE.findall(self.encoder.log_path.read_text(errors="replace")))
 
     def encoder_bytes(self) -> float:
         """Embedding bytes that have left the encoder; NaN where it does not tell."""
         if self._arm != OURS:
             return float("nan") if self.encoder else 0.0
+        return self._metric(_BYTES)
+
+    def _metric(self, name: str) -> float:
+        """Of our encoder, summed over its labels."""
         text = requests.get(f"{self.encoder_url}/metrics", timeout=20).text
-        return sum(float(value) for value in _BYTES.findall(text))
+        lines = [line.split() for line in text.splitlines() if line.startswith(name)]
+        return sum(float(line[-1]) for line in lines)
 
 
 class Bench:

@@ -34,6 +34,8 @@ from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.store import SharedStore, StoreUrl, open_store
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
@@ -43,7 +45,7 @@ from sglang_epd.wire.urls import server_url
 logger = logging.getLogger(__name__)
 
 # Together less than the 30 s that Kubernetes gives a process to stop.
-_DRAIN_S = 25
+_DRAIN_S = 24
 _CLOSE_S = 3
 _HOUSEKEEPING_S = 10.0
 
@@ -73,6 +75,8 @@ def launch(server_args: Any) -> None:
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
     # Before the towers, which take long: what cannot be used is said now.
+    if settings.store:
+        StoreUrl.parse(settings.store)
     trust.server_ssl()
     tls = trust.client_ssl()
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
@@ -92,10 +96,11 @@ def launch(server_args: Any) -> None:
             )
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
             metrics.watch(cache)
+            store = await _open_store(settings, metrics)
             patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
             batch = Bounds(patches, settings.encoder_batch_items)
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, Limits(batch=batch)),
+                computations=Computations(towers, cache, metrics, Limits(batch=batch), store),
                 fetcher=fetcher,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
@@ -149,6 +154,21 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+async def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
+    if not settings.store:
+        return None
+    observer = StoreMetrics(metrics.registry)
+    store = open_store(
+        settings.store,
+        token=settings.token,
+        timeout_s=settings.store_timeout_ms / 1e3,
+        observer=observer,
+    )
+    observer.watch(store)
+    await store.connect()
+    return store
 
 
 def _batch_patches(device: str) -> int:
@@ -303,6 +323,8 @@ def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[Serv
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await service.computations.close()
+            if service.computations.store is not None:
+                await service.computations.store.close()
             await sender.close()
             await asyncio.gather(*(tower.close() for tower in towers))
 

@@ -75,8 +75,7 @@ async def test_a_dead_store_is_left_alone_and_tried_again(
     assert counts.reads == {"error": 5, "skipped": 5}
     assert len(backend.calls) == 5
     backend.error = None
-    later = time.monotonic() + 2
-    monkeypatch.setattr("sglang_epd.store.calls.time.monotonic", lambda: later)
+    store.breakers["reads"]._open_until = 0.0  # the pause is over
     backend.held[store._name(key_of(1))] = sealed(key_of(1), LAYOUT, EMBEDDING)
     monkeypatch.setattr(shared.time, "time", lambda: 1.7e9)
     assert await store.find(key_of(1), "IMAGE") is not None
@@ -190,14 +189,13 @@ async def test_closing_waits_for_no_store_that_hangs(fake, backend, counts, monk
     assert store.queued_bytes == 0
 
 
-async def test_who_leaves_leaves_the_probe_to_the_next(fake, backend, counts, monkeypatch):
+async def test_who_leaves_leaves_the_probe_to_the_next(fake, backend, counts):
     store = fake()
     backend.error = StoreError("down")
     for number in range(5):
         await store.find(key_of(number), "IMAGE")
     backend.error = None
-    later = time.monotonic() + 2
-    monkeypatch.setattr("sglang_epd.store.calls.time.monotonic", lambda: later)
+    store.breakers["reads"]._open_until = 0.0  # the pause is over
     backend.gate.clear()
     probe = asyncio.create_task(store.find(key_of(1), "IMAGE"))
     await until(lambda: len(backend.calls) == 6)

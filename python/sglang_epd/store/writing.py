@@ -111,6 +111,8 @@ class Writing:
                 if job.embedding is not None:
                     self._observe("dropped", 0.0, job.nbytes)
             queue.clear()
+        self.items = self.nbytes = 0
+        self._idle.set()
 
     def _job(self, key: bytes) -> _Job | None:
         """The job of a key that waits, or a new one; None if there is no place."""

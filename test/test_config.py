@@ -33,6 +33,8 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
+            "SGLANG_EPD_STORE": "redis://:secret@cache",
+            "SGLANG_EPD_STORE_TIMEOUT_MS": "99",
             "SGLANG_EPD_ENCODE": "off",
             "SGLANG_EPD_MIN_PATCHES": "256",
             "SGLANG_EPD_ENCODER_HEADER": "on",
@@ -50,6 +52,8 @@ def test_each_variable_is_read():
         grant_timeout_s=0.5,
         shared_memory=False,
         checksum=True,
+        store="redis://:secret@cache",
+        store_timeout_ms=99.0,
         encoder_advertise_url="http://encoder:1",
     )
 
@@ -94,6 +98,7 @@ def test_a_switch_is_on_or_off(name, raw, value):
         ("SGLANG_EPD_GRANT_TIMEOUT_S", "inf"),
         ("SGLANG_EPD_GRANT_TIMEOUT_S", "never"),
         ("SGLANG_EPD_SHARED_MEMORY", "maybe"),
+        ("SGLANG_EPD_STORE_TIMEOUT_MS", "0"),
         ("SGLANG_EPD_MIN_PATCHES", "-1"),
         ("SGLANG_EPD_MIN_PATCHES", "few"),
         ("SGLANG_EPD_CHECKSUM", ""),

@@ -252,6 +252,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.servers
 def test_a_process_ends_although_its_store_hangs(tmp_path: Path):
     with mooncake_master(tmp_path) as master, mooncake_node(tmp_path, master, 64 << 20):
         began = time.perf_counter()

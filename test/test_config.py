@@ -129,7 +129,7 @@ def test_media_variables_are_checked_where_they_are_read():
 
 
 def test_a_token_is_not_shown():
-    assert "secret" not in repr(Settings(token="secret"))
+    assert "secret" not in repr(Settings(token="secret", store="redis://:secret@cache"))
 
 
 def test_the_prefix_is_one_of_ours():

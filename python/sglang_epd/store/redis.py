@@ -29,7 +29,7 @@ class RedisStore:
 
     def __init__(self, url: StoreUrl) -> None:
         try:
-            from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
+            from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
             from redis.exceptions import RedisError
@@ -49,7 +49,7 @@ class RedisStore:
             socket_timeout=_SOCKET_S,
             # A connection that was kept may have ended with the server before this one.
             retry=Retry(NoBackoff(), 1),
-            **({"connection_class": SSLConnection} if url.tls else {}),
+            connection_class=SSLConnection if url.tls else Connection,
         )
         self._redis = Redis.from_pool(pool)
         self._errors = (RedisError, OSError)
@@ -65,9 +65,11 @@ class RedisStore:
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
         try:
             # Of what may be there, no more than may be read and one byte to tell.
-            found: bytes = await self._redis.getrange(self._prefix + name, 0, max_bytes)
+            found = await self._redis.getrange(self._prefix + name, 0, max_bytes)
         except self._errors as error:
             raise _store_error(error) from error
+        if not isinstance(found, bytes):
+            raise StoreError("Redis answers with something else than bytes")
         if not found:
             return None
         if len(found) > max_bytes:

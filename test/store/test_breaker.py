@@ -26,6 +26,7 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not():
     assert one.state is State.CLOSED
     fail(one, 0.0, 3)
     assert one.state is State.OPEN
+    assert one.blocks(0.999) and not one.blocks(1.0)
     assert not one.admits(0.999)
 
 

@@ -25,7 +25,7 @@ async def test_a_hit_comes_back(fake, backend, counts: Counts):
     assert found is not None and torch.equal(found.embedding, EMBEDDING)
     assert found.layout == LAYOUT
     status = store.status()
-    assert status["url"] == "file:///nowhere"
+    assert status["kind"] == "file"
     assert (status["reads_hit"], status["writes_written"], status["queued"]) == (1, 1, 0)
 
 

@@ -1,7 +1,8 @@
 """Makes each embedding once, for all who ask for it at the same time, and remembers it.
 
 An asker gets a `Hold` on the embedding of a key. Behind it is an entry of the cache, or
-one piece of `work` that all askers of the key share.
+one piece of `work` that all askers of the key share. Work begins with a look into the
+shared store, if there is one, and what it makes is given to that store, too.
 
 Work ends at the next state boundary once nobody holds it. Preparing and running overlap:
 each tower has a queue of what is ready, filled as far as one batch ahead. Who goes next

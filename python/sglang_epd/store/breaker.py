@@ -63,6 +63,10 @@ class Breaker:
             return admitted
         return self.state is State.CLOSED
 
+    def blocks(self, now: float) -> bool:
+        """Whether no call may be made now; unlike `admits`, asking promises none."""
+        return self.state is State.OPEN and now < self._open_until
+
     def succeeded(self) -> None:
         """A call was answered."""
         self._failures = 0

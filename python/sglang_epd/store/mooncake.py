@@ -48,7 +48,7 @@ class MooncakeStore:
         self._make = MooncakeDistributedStore
         self._url = url
         self._client: Any = None
-        self._connecting: asyncio.Task[Any] | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._threads = Threads("store mooncake", _THREADS)
         # Apart, because it may take long and the others would wait for it.
         self._setup_thread = Threads("store mooncake setup", 1)
@@ -57,10 +57,10 @@ class MooncakeStore:
         if self._client is not None:
             return
         if self._connecting is None or self._connecting.done():
-            self._connecting = asyncio.create_task(self._setup_thread.run(self._setup))
+            self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_look_at)
         # Goes on although this caller may have to leave.
-        self._client = await asyncio.shield(self._connecting)
+        await asyncio.shield(self._connecting)
 
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
         await self.connect()
@@ -85,6 +85,9 @@ class MooncakeStore:
         self._threads.close()
         self._setup_thread.close()
 
+    async def _connect(self) -> None:
+        self._client = await self._setup_thread.run(self._setup)
+
     def _name(self, name: str) -> str:
         return f"{self._url.namespace}/{name}"
 
@@ -106,7 +109,7 @@ class MooncakeStore:
             buffer_bytes,
             options["protocol"],
             options["device"],
-            f"{url.host}:{url.port}",
+            f"[{url.host}]:{url.port}" if ":" in url.host else f"{url.host}:{url.port}",
         )
         if code:
             raise StoreError(f"Mooncake's setup answers {code}")
@@ -131,7 +134,7 @@ class MooncakeStore:
             raise StoreError(f"Mooncake's {what} answers {code}")
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
+def _look_at(task: asyncio.Task[None]) -> None:
     """Or an error that nobody waited for would be reported as lost."""
     if not task.cancelled():
         task.exception()

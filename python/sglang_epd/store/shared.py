@@ -157,9 +157,9 @@ class SharedStore:
         return self._writing.nbytes
 
     def status(self) -> dict[str, Any]:
-        """For people: where it is, how it does, and what came of it so far."""
+        """For people: how it does, and what came of it so far; not where it is."""
         return {
-            "url": self._url.shown,
+            "kind": self._url.kind,
             "breakers": {name: breaker.state.value for name, breaker in self.breakers.items()},
             "queued": self._writing.items,
             "queued_bytes": self._writing.nbytes,

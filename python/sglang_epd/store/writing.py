@@ -154,6 +154,9 @@ class Writing:
         until = asyncio.get_running_loop().time() + _CALL_S
         name = self._name_of(job.key)
         try:
+            if self._calls.breaker.blocks(time.monotonic()):
+                # Before all of it is read for its digest.
+                raise LeftAloneError
             if job.removal:
                 await self._calls.ask(self._backend.remove(name), until)
                 outcome = "removed"

@@ -20,8 +20,9 @@ from certificates import Certificate, make
 from sglang_epd.errors import ConfigError
 from sglang_epd.store import StoreUrl, open_store, shared
 from sglang_epd.store.backend import OversizedError, StoreError
+from sglang_epd.store.mooncake import MooncakeStore
 from sglang_epd.store.redis import RedisStore
-from store.fakes import Counts, Open, image, key_of, written
+from store.fakes import Counts, Open, image, key_of, until, written
 from stores import Server, mooncake_master, mooncake_node, redis_server
 
 LAYOUT, EMBEDDING = image()
@@ -209,6 +210,27 @@ async def test_mooncake_without_a_master_is_no_error_and_connects_later(
         master.start()
         with mooncake_node(tmp_path, master, 64 << 20):
             await comes_back(store)
+
+
+async def test_a_mooncake_client_that_came_late_is_kept(monkeypatch: pytest.MonkeyPatch):
+    store = MooncakeStore(StoreUrl.parse("mooncake://127.0.0.1:1"))
+    made = []
+
+    def setup() -> object:
+        time.sleep(0.1)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(store, "_setup", setup)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await store.connect()
+    await until(lambda: made)
+    await asyncio.gather(store.connect(), store.connect())
+    assert len(made) == 1
+    assert store._client is made[0]
+    store._client = None
+    await store.close()
 
 
 async def test_mooncake_without_room_refuses_writes_only(

@@ -3,6 +3,7 @@ whatever becomes of the store, each request is answered as by one server that do
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -126,21 +127,17 @@ def load_with_a_fault(case: Case, first: int, fault: Callable[[], None]) -> None
 
 
 def comes_back(case: Case) -> None:
-    """Asked again and again, the store is used again."""
-
-    def closed() -> bool:
-        assert case.ask(STORED) < TOLERANCE
-        return set(case.status()["store"]["breakers"].values()) == {"closed"}
-
-    until(closed)
+    """Asked for what is new again and again, the store is used again, in both directions."""
     before = case.metric("store_writes_total", outcome="written")
+    numbers = itertools.cycle(range(STORED + 2 * NEW, STORED + 3 * NEW))
 
-    def writes() -> bool:
-        assert case.ask(0) < TOLERANCE and case.ask(1) < TOLERANCE
-        hits = case.metric("store_reads_total", outcome="hit")
-        return case.metric("store_writes_total", outcome="written") > before or hits > STORED
+    def is_used() -> bool:
+        assert case.ask(next(numbers)) < TOLERANCE
+        breakers = case.status()["store"]["breakers"]
+        written = case.metric("store_writes_total", outcome="written")
+        return written > before and set(breakers.values()) == {"closed"}
 
-    until(writes)
+    until(is_used)
 
 
 def is_left_alone(case: Case) -> bool:

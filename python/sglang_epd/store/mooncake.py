@@ -100,7 +100,7 @@ class MooncakeStore:
         except OSError as error:
             raise StoreError(f"its master is not there: {error.strerror or error}") from error
         client = self._make()
-        # Memory is taken when it is used. Each thread may have one embedding in it.
+        # Each thread may have one embedding in it. Over TCP memory is taken when it is used.
         buffer_bytes = int(_THREADS * url.max_item_bytes * _BUFFER_SHARE)
         code = client.setup(
             local,

@@ -116,6 +116,47 @@ async def test_no_more_is_read_from_redis_than_may_be(redis: Server):
     await store.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense\r\n",
+        b"$-7\r\n",
+        b"$99999999999999\r\n" + bytes(100_000),
+        b"*2147483647\r\n" * 3,
+        b"*1\r\n" * 20_000 + b":1\r\n",
+        b":7\r\n",
+        b"+OK\r\n" * 10,
+        b"-ERR no\r\n" * 10,
+        b"$5\r\nhello\r\n" * 10,
+        b"%1\r\n:1\r\n:2\r\n" * 10,
+        b"\xff\x00\xfe",
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+async def test_whatever_claims_to_be_redis_is_a_miss(
+    open_at: Open, counts: Counts, answer: bytes, ends: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared, "_CONNECT_S", 0.05)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            writer.write(answer)
+            if ends:
+                break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        store = await open_at(f"redis://127.0.0.1:{port}", timeout_s=0.05)
+        began = time.perf_counter()
+        for number in range(3):
+            assert await store.find(key_of(number), "IMAGE") is None
+        assert time.perf_counter() - began < 2.0
+        assert not counts.reads["hit"]
+        await store.close()
+
+
 async def test_a_password_opens_redis_and_a_wrong_one_is_no_error(tmp_path, open_at: Open, counts):
     with redis_server(tmp_path, "--requirepass", "p@ss") as server:
         good = await open_at(f"redis://:p%40ss@127.0.0.1:{server.port}")

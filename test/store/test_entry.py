@@ -9,13 +9,13 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Sealer
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire import Layout, TensorSpec, tensor_spec
 from store.fakes import image, key_of, sealed
 
 KEY = key_of(1)
@@ -51,6 +51,41 @@ def test_an_entry_is_a_safetensors_file_that_others_can_read(tmp_path):
             assert list(file.keys()) == ["embedding"]
             assert torch.equal(file.get_tensor("embedding"), embedding)
             assert file.metadata()["key"] == KEY.hex()
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30)
+@given(
+    tokens=st.integers(1, 9),
+    width=st.integers(1, 9),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    modality=st.sampled_from(("IMAGE", "VIDEO", "AUDIO")),
+    grid=st.lists(st.lists(st.integers(1, 2**40), max_size=3), max_size=3),
+    extra=st.dictionaries(st.text(), _json, max_size=4),
+    key=st.binary(min_size=32, max_size=32),
+    token=st.text(),
+)
+def test_what_was_sealed_is_opened_to_the_bit(
+    tokens, width, dtype, modality, grid, extra, key, token
+):
+    _, embedding = image(tokens, width, dtype)
+    layout = Layout(modality, tensor_spec(embedding), grid, extra)
+    found = opened(sealed(key, layout, embedding, token), key, modality, token)
+    assert found.layout == layout
+    assert found.written_at == 1.7e9
+    assert found.nbytes == embedding.nbytes
+    assert found.embedding.dtype == dtype
+    assert torch.equal(found.embedding, embedding)
 
 
 def test_the_overhead_is_bounded():

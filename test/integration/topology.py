@@ -72,21 +72,30 @@ class Topology:
             self.servers["router"].start()
             self._wait(["router"])
 
+    def end(self, role: str) -> None:
+        """Tell a server to stop, if it runs.
+
+        Raises:
+            ServerError: it does not end by itself.
+        """
+        server = self.servers[role]
+        if server.running:
+            os.kill(server.pid, signal.SIGTERM)
+            end = time.monotonic() + STOP_TIMEOUT_S
+            while server.running:
+                if time.monotonic() > end:
+                    raise ServerError(f"{role} does not end:\n{server.tail()}")
+                time.sleep(0.05)
+        server.stop()
+
     def restart(self, role: str, **env: str) -> None:
-        """Tell a server to stop, and start it anew with more in its environment.
+        """End a server, and start it anew with more in its environment.
 
         Raises:
             ServerError: it does not end by itself, or not start.
         """
+        self.end(role)
         old = self.servers[role]
-        if old.running:
-            os.kill(old.pid, signal.SIGTERM)
-            end = time.monotonic() + STOP_TIMEOUT_S
-            while old.running:
-                if time.monotonic() > end:
-                    raise ServerError(f"{role} does not end:\n{old.tail()}")
-                time.sleep(0.05)
-        old.stop()
         new = self._server(role, checkpoint(self.model), old.log_path.parent, env)
         self.servers[role] = new
         new.start()

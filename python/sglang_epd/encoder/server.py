@@ -35,7 +35,7 @@ from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.store import StoreMetrics
-from sglang_epd.store import SharedStore, StoreUrl, open_store
+from sglang_epd.store import SharedStore, open_store
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
@@ -75,14 +75,13 @@ def launch(server_args: Any) -> None:
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
     # Before the towers, which take long: what cannot be used is said now.
-    if settings.store:
-        StoreUrl.parse(settings.store)
     trust.server_ssl()
     tls = trust.client_ssl()
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
     registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
     name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
+    store = _open_store(settings, metrics)
 
     async def serve() -> None:
         towers = await start_towers(server_args, limits)
@@ -96,7 +95,8 @@ def launch(server_args: Any) -> None:
             )
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
             metrics.watch(cache)
-            store = await _open_store(settings, metrics)
+            if store is not None:
+                await store.connect()
             patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
             batch = Bounds(patches, settings.encoder_batch_items)
             service = EncoderService(
@@ -156,7 +156,7 @@ def launch(server_args: Any) -> None:
         runner.run(serve())
 
 
-async def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
+def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
     if not settings.store:
         return None
     observer = StoreMetrics(metrics.registry)
@@ -167,7 +167,6 @@ async def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStor
         observer=observer,
     )
     observer.watch(store)
-    await store.connect()
     return store
 
 

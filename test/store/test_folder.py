@@ -169,12 +169,12 @@ async def test_a_read_only_folder_can_be_read(store: FolderStore, root: Path):
 
 async def test_a_mount_that_hangs_keeps_no_one_and_nothing(store: FolderStore, monkeypatch):
     def hang(*_args: object) -> None:
-        time.sleep(0.3)
+        time.sleep(1.0)
 
     monkeypatch.setattr(store, "_read", hang)
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await asyncio.gather(*(store.get(name(n), 10) for n in range(10)))
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 0.8
     assert module._THREADS < 10

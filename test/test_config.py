@@ -33,6 +33,8 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
+            "SGLANG_EPD_STORE": "redis://:secret@cache",
+            "SGLANG_EPD_STORE_TIMEOUT_MS": "99",
             "SGLANG_EPD_ENCODE": "off",
             "SGLANG_EPD_MIN_PATCHES": "256",
             "SGLANG_EPD_URL_CACHE_ENTRIES": "0",
@@ -52,6 +54,8 @@ def test_each_variable_is_read():
         grant_timeout_s=0.5,
         shared_memory=False,
         checksum=True,
+        store="redis://:secret@cache",
+        store_timeout_ms=99.0,
         encoder_advertise_url="http://encoder:1",
     )
 
@@ -96,6 +100,7 @@ def test_a_switch_is_on_or_off(name, raw, value):
         ("SGLANG_EPD_GRANT_TIMEOUT_S", "inf"),
         ("SGLANG_EPD_GRANT_TIMEOUT_S", "never"),
         ("SGLANG_EPD_SHARED_MEMORY", "maybe"),
+        ("SGLANG_EPD_STORE_TIMEOUT_MS", "0"),
         ("SGLANG_EPD_MIN_PATCHES", "-1"),
         ("SGLANG_EPD_MIN_PATCHES", "few"),
         ("SGLANG_EPD_URL_CACHE_ENTRIES", "-1"),
@@ -128,7 +133,7 @@ def test_media_variables_are_checked_where_they_are_read():
 
 
 def test_a_token_is_not_shown():
-    assert "secret" not in repr(Settings(token="secret"))
+    assert "secret" not in repr(Settings(token="secret", store="redis://:secret@cache"))
 
 
 def test_the_prefix_is_one_of_ours():

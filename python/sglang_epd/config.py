@@ -51,6 +51,9 @@ class Settings:
             pass; a single item may have more patches. None: as the device likes it.
         encoder_advertise_url: how language servers reach an encoder that registers itself;
             empty for its host and port.
+        store: URL of a store that encoders share (`store.url`); empty for none. May hold a
+            password.
+        store_timeout_ms: how long an encoder waits for the store before it computes.
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -74,6 +77,8 @@ class Settings:
     min_patches: int = 0
     encoder_header: bool = False
     encoder_advertise_url: str = ""
+    store: str = field(default="", repr=False)
+    store_timeout_ms: float = 250.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -98,6 +103,8 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_STORE": ("store", str),
+            "SGLANG_EPD_STORE_TIMEOUT_MS": ("store_timeout_ms", float),
             "SGLANG_EPD_ENCODE": ("encode", switch),
             "SGLANG_EPD_MIN_PATCHES": ("min_patches", int),
             "SGLANG_EPD_ENCODER_HEADER": ("encoder_header", switch),

@@ -23,6 +23,7 @@ _ORDER = [
     "test_chaos",
     "test_rival",
     "test_router",
+    "test_store",
     "test_survival",
     "test_towers",
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 
 START_TIMEOUT_S = 400.0
+# An idle server's.
+STOP_TIMEOUT_S = 15.0
 TOKEN = "the token of test servers"
 # The reference of parity: SGLang's own image caches key by patches without their grid.
 _NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
@@ -59,16 +63,7 @@ class Topology:
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             self.ports[f"{role} bootstrap"] = free_port()
         for role in self.roles:
-            encoder = role.startswith(("encoder", "registering"))
-            cache = {} if encoder else _NO_IMAGE_CACHE
-            env = {**os.environ, **cache, **_LOOPBACK_MEDIA, **self.env}
-            self.servers[role] = ServerProcess(
-                role,
-                self.command(role, path),
-                log_path=logs / f"{role}.log",
-                ready_url=self.urls[role] + self._readiness(role),
-                env=env,
-            )
+            self.servers[role] = self._server(role, path, logs)
             # The mini-lb asks its servers about themselves as it starts.
             if role != "router":
                 self.servers[role].start()
@@ -76,6 +71,48 @@ class Topology:
         if "router" in self.roles:
             self.servers["router"].start()
             self._wait(["router"])
+
+    def end(self, role: str) -> None:
+        """Tell a server to stop, if it runs.
+
+        Raises:
+            ServerError: it does not end by itself.
+        """
+        server = self.servers[role]
+        if server.running:
+            os.kill(server.pid, signal.SIGTERM)
+            end = time.monotonic() + STOP_TIMEOUT_S
+            while server.running:
+                if time.monotonic() > end:
+                    raise ServerError(f"{role} does not end:\n{server.tail()}")
+                time.sleep(0.05)
+        server.stop()
+
+    def restart(self, role: str, **env: str) -> None:
+        """End a server, and start it anew with more in its environment.
+
+        Raises:
+            ServerError: it does not end by itself, or not start.
+        """
+        self.end(role)
+        old = self.servers[role]
+        new = self._server(role, checkpoint(self.model), old.log_path.parent, env)
+        self.servers[role] = new
+        new.start()
+        self._wait([role])
+
+    def _server(
+        self, role: str, path: str, logs: Path, more: Mapping[str, str] | None = None
+    ) -> ServerProcess:
+        encoder = role.startswith(("encoder", "registering"))
+        cache = {} if encoder else _NO_IMAGE_CACHE
+        return ServerProcess(
+            role,
+            self.command(role, path),
+            log_path=logs / f"{role}.log",
+            ready_url=self.urls[role] + self._readiness(role),
+            env={**os.environ, **cache, **_LOOPBACK_MEDIA, **self.env, **(more or {})},
+        )
 
     def command(self, role: str, path: str) -> list[str]:
         """The command line that a user would type."""
@@ -216,6 +253,12 @@ TOPOLOGIES = {
         flags={"language": "--enable-adaptive-dispatch-to-encoder --enable-metrics"},
     ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
+    # Nothing is kept but in the store.
+    "store": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "colocated"),
+        flags={"language": "--disable-radix-cache"},
+    ),
     # Encoders are asked again for each picture, and soon have too much.
     "chaos": lambda: Topology(
         _TINY,

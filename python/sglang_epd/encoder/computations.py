@@ -1,7 +1,8 @@
 """Makes each embedding once, for all who ask for it at the same time, and remembers it.
 
 An asker gets a `Hold` on the embedding of a key. Behind it is an entry of the cache, or
-one piece of `work` that all askers of the key share.
+one piece of `work` that all askers of the key share. Work begins with a look into the
+shared store, if there is one, and what it makes is given to that store, too.
 
 Work ends at the next state boundary once nobody holds it. Preparing and running overlap:
 each tower has a queue of what is ready, filled as far as one batch ahead. Who goes next
@@ -24,9 +25,10 @@ from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Tower, TowerLostError
 from sglang_epd.encoder.utilisation import Utilisation
-from sglang_epd.encoder.work import Lane, State, Work
+from sglang_epd.encoder.work import UNDER_WAY, Lane, State, Work
 from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.store import SharedStore
 from sglang_epd.wire import Layout
 from sglang_epd.wire.tensors import spec_bytes
 
@@ -62,6 +64,7 @@ class Computations:
         cache: of embeddings.
         metrics: counts what happens.
         limits: see there.
+        store: asked before an embedding is made, and filled behind it, if there is one.
     """
 
     def __init__(
@@ -70,10 +73,12 @@ class Computations:
         cache: EmbeddingCache,
         metrics: EncoderMetrics,
         limits: Limits,
+        store: SharedStore | None = None,
     ) -> None:
         if not towers:
             raise ValueError("there is no tower")
         self.cache = cache
+        self.store = store
         self._metrics = metrics
         self._limits = limits
         self._lanes = [Lane(tower) for tower in towers]
@@ -104,14 +109,18 @@ class Computations:
             deadline: in seconds of `time.monotonic()`; nothing is begun after it.
         """
         hold = Hold(self, key, modality, data, Job(owner, len(data or b""), deadline))
-        self._attach(hold)
-        self._metrics.lookups.labels(hold.source).inc()
+        self._attach(hold, new=True)
+        # What a store is being asked for is counted when it has answered.
+        if hold.source != "computed" or self.store is None:
+            self._metrics.lookups.labels(hold.source).inc()
         self._pump()
         return hold
 
     def status(self) -> dict[str, Any]:
         """Queues, rates and the cache, for people and dispatchers."""
-        states = dict.fromkeys(("waiting", "preparing", "ready", "running", "dormant"), 0)
+        states = dict.fromkeys(
+            ("looking", "waiting", "preparing", "ready", "running", "dormant"), 0
+        )
         for work in self._works.values():
             states[work.state.value] += 1
         cache = self.cache
@@ -130,6 +139,7 @@ class Computations:
                 "pinned_bytes": cache.pinned_bytes,
                 "capacity_bytes": cache.capacity_bytes,
             },
+            **({"store": self.store.status()} if self.store is not None else {}),
         }
 
     def expected_wait_s(self) -> float:
@@ -147,7 +157,7 @@ class Computations:
         if self._look_again is not None:
             self._look_again.cancel()
         for work in list(self._works.values()):
-            if work.state not in (State.PREPARING, State.RUNNING):
+            if work.state not in UNDER_WAY:
                 self._fail(work, UnavailableError(_SHUTTING_DOWN))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for work in list(self._works.values()):  # prepared meanwhile
@@ -155,7 +165,7 @@ class Computations:
 
     # Askers
 
-    def _attach(self, hold: Hold) -> None:
+    def _attach(self, hold: Hold, *, new: bool = False) -> None:
         entry = self.cache.find(hold.key)
         if entry is not None:
             hold.source = "cached"
@@ -173,7 +183,11 @@ class Computations:
             work = Work(hold.key, hold._modality, hold._data, hold._job)
             work.since = time.perf_counter()
             self._works[hold.key] = work
-            self._let_wait(work)
+            if self.store is None:
+                self._let_wait(work)
+            else:
+                work.state = State.LOOKING
+                self._spawn(self._look(work, self.store, new), [work])
         else:
             hold.source = "coalesced"
             work.job.deadline = max(work.job.deadline, hold._job.deadline)
@@ -211,7 +225,7 @@ class Computations:
             if work.holds:
                 work.job.deadline = max(other._job.deadline for other in work.holds)
                 self._consider(work)
-            elif work.state not in (State.PREPARING, State.RUNNING):
+            elif work.state not in UNDER_WAY:
                 self._end(work, State.FAILED)
         self._pump()
 
@@ -255,6 +269,21 @@ class Computations:
                 hold._entry = None
 
     # Stages
+
+    async def _look(self, work: Work, store: SharedStore, new: bool) -> None:
+        found = await store.find(work.key, work.modality)
+        if new:
+            self._metrics.lookups.labels("computed" if found is None else "stored").inc()
+        if found is not None:
+            for hold in work.holds:
+                if hold.source == "computed":
+                    hold.source = "stored"
+            self._share(work, found.layout, found.embedding)
+        elif work.holds:
+            work.enter(State.WAITING)
+            self._let_wait(work)
+        else:
+            self._end(work, State.FAILED)
 
     def _pump(self) -> None:
         """Begin whatever may be begun now."""
@@ -446,12 +475,18 @@ class Computations:
     def _finish(self, work: Work, embedding: torch.Tensor) -> None:
         assert work.prepared is not None
         layout, work.prepared = work.prepared.layout, None
+        self._share(work, layout, embedding)
+        if self.store is not None:
+            self.store.keep(work.key, layout, embedding)
+
+    def _share(self, work: Work, layout: Layout, embedding: torch.Tensor) -> None:
+        """Give it to all who wait for it."""
         holds = work.holds
         work.holds = []
         self._end(work, State.DONE)
         entry = self.cache.add(work.key, layout, embedding)
         for hold in holds:
-            if hold.source == "computed":
+            if hold.source in ("computed", "stored"):
                 hold.ms.update(work.ms)
             pinned = self.cache.find(work.key)
             assert pinned is entry
@@ -527,7 +562,7 @@ class Computations:
             logger.error("An encoder stage failed", exc_info=error)
             # Or nobody would ever get these embeddings again.
             for work in works:
-                if work.state in (State.PREPARING, State.RUNNING):
+                if work.state in UNDER_WAY:
                     self._fail(work, EncodeError("the encoder failed on this item"))
         self._pump()
 

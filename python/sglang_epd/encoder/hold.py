@@ -30,8 +30,8 @@ class Hold:
 
     Attributes:
         key: of the embedding.
-        source: how it comes about: "cached", "coalesced" (with another asker) or
-            "computed".
+        source: how it comes about: "cached", "coalesced" (with another asker), "stored"
+            (it was in the shared store) or "computed".
         ms: milliseconds that it spent in each stage.
     """
 

@@ -35,6 +35,8 @@ from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.store import SharedStore, open_store
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
@@ -44,7 +46,7 @@ from sglang_epd.wire.urls import server_url
 logger = logging.getLogger(__name__)
 
 # Together less than the 30 s that Kubernetes gives a process to stop.
-_DRAIN_S = 25
+_DRAIN_S = 24
 _CLOSE_S = 3
 _HOUSEKEEPING_S = 10.0
 
@@ -80,6 +82,7 @@ def launch(server_args: Any) -> None:
     registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
     name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
+    store = _open_store(settings, metrics)
 
     async def serve() -> None:
         towers = await start_towers(server_args, limits)
@@ -98,10 +101,12 @@ def launch(server_args: Any) -> None:
             )
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
             metrics.watch(cache)
+            if store is not None:
+                await store.connect()
             patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
             batch = Bounds(patches, settings.encoder_batch_items)
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, Limits(batch=batch)),
+                computations=Computations(towers, cache, metrics, Limits(batch=batch), store),
                 fetcher=fetcher,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
@@ -156,6 +161,20 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
+    if not settings.store:
+        return None
+    observer = StoreMetrics(metrics.registry)
+    store = open_store(
+        settings.store,
+        token=settings.token,
+        timeout_s=settings.store_timeout_ms / 1e3,
+        observer=observer,
+    )
+    observer.watch(store)
+    return store
 
 
 def _batch_patches(device: str) -> int:
@@ -310,6 +329,8 @@ def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[Serv
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await service.computations.close()
+            if service.computations.store is not None:
+                await service.computations.store.close()
             await sender.close()
             await asyncio.gather(*(tower.close() for tower in towers))
 

@@ -1,12 +1,12 @@
 """One embedding in the making, and the tower that it is made on: their states.
 
-    waiting -> preparing -> ready -> running -> done
-       ^           |          |         |
-       +-----------+----------+---------+      its tower was lost
-                   |          v         |
-                   |       dormant <----+      nobody wants it now, and its pixels'
-                   |                           place is needed (-> waiting)
-                   +-> failed
+    looking -> waiting -> preparing -> ready -> running -> done
+       |          ^           |          |         |
+       |          +-----------+----------+---------+      its tower was lost
+       +-> done               |          v         |
+           (a store has it)   |       dormant <----+      nobody wants it now, and its pixels'
+                              |                           place is needed (-> waiting)
+                              +-> failed
 
 Decided and done by `computations`; here is only what is so.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
+    LOOKING = "looking"
     WAITING = "waiting"
     PREPARING = "preparing"
     READY = "ready"
@@ -36,6 +37,7 @@ class State(enum.Enum):
 
 
 _NEXT = {
+    State.LOOKING: {State.WAITING, State.DONE, State.FAILED},
     State.WAITING: {State.PREPARING, State.FAILED},
     State.PREPARING: {State.READY, State.WAITING, State.FAILED},
     State.READY: {State.RUNNING, State.DORMANT, State.WAITING, State.FAILED},
@@ -81,8 +83,12 @@ class Work:
         self.state, self.since = state, now
 
 
+# In these it ends by itself, soon; whoever leaves, or takes all of them away, waits for that.
+UNDER_WAY = (State.LOOKING, State.PREPARING, State.RUNNING)
+
 # What the time in a state is called in answers and metrics.
 _STAGES = {
+    State.LOOKING: "store",
     State.WAITING: "wait",
     State.PREPARING: "preprocess",
     State.READY: "queue",

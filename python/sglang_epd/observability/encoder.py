@@ -81,7 +81,8 @@ class EncoderMetrics:
         )
         self.lookups = Counter(
             "sglang:epd_encoder_lookups",
-            "Embeddings asked for: computed, cached, or coalesced with one in the making",
+            "Embeddings asked for: computed, cached, stored (in the shared store), or coalesced "
+            "with one in the making",
             ("source",),
             registry=self.registry,
         )

@@ -89,7 +89,7 @@ class ItemOutcome(msgspec.Struct, frozen=True):
         ms: milliseconds spent in each stage.
         layout, key: what the item was found to be, where that is known; None and
             empty where it is not, as from encoders before minor version 1.
-        source: how the embedding came about: "computed", "cached" or "coalesced" with
+        source: how the embedding came about: "computed", "cached", "stored" or "coalesced" with
             another request's; empty where none did.
     """
 

@@ -1,0 +1,198 @@
+"""A folder of safetensors files, on a disk of this machine or a shared mount.
+
+    <folder>/<namespace>/<version>/<first two digits of the key>/<key>.safetensors
+
+A file appears under its name by a rename, so nobody reads half of one. Several encoders
+may share the folder. What is over `max_bytes` goes least recently used first (a hit
+renews a file's modification time, where that is allowed); whoever writes sweeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from sglang_epd.store.backend import OversizedError, StoreError
+from sglang_epd.store.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_THREADS = 4
+_SUFFIX = ".safetensors"
+_UNFINISHED = ".part"
+# A sweep makes room for a while, reads the folder at most so often, and takes files that
+# their writers have left unfinished for so long for abandoned.
+_ROOM = 0.9
+_SWEEP_EVERY_S = 60.0
+_SWEEP_SHARE = 0.05
+_ABANDONED_S = 3600.0
+# How often a file that is used again and again is marked as used.
+_TOUCH_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class _File:
+    path: str
+    nbytes: int
+    used_at: float
+
+
+class FolderStore:
+    """See `backend.Backend`.
+
+    Args:
+        root: of this namespace; made if it is not there.
+        max_bytes: what all files below `root` may take.
+        ttl_s: files that were not used for so long are swept.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, ttl_s: float) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._threads = Threads("store folder", _THREADS)
+        self._written = 0
+        self._swept_at = float("-inf")
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def connect(self) -> None:
+        await self._run(lambda: self._root.mkdir(parents=True, exist_ok=True))
+
+    async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
+        return await self._run(lambda: self._read(self._path(name), max_bytes))
+
+    async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        await self._run(lambda: self._write(self._path(name), pieces))
+        self._written += sum(piece.nbytes for piece in pieces)
+        now = time.monotonic()
+        due = now - self._swept_at > _SWEEP_EVERY_S
+        due = due or self._written > self._max_bytes * _SWEEP_SHARE
+        if due and (self._sweeping is None or self._sweeping.done()):
+            self._swept_at, self._written = now, 0
+            self._sweeping = asyncio.create_task(self._sweep())
+
+    async def remove(self, name: str) -> None:
+        await self._run(lambda: self._path(name).unlink(missing_ok=True))
+
+    async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        self._threads.close()
+
+    async def _sweep(self) -> None:
+        try:
+            await self._run(self.sweep)
+        except StoreError as error:
+            logger.warning("The store's folder cannot be swept: %s", error)
+
+    def sweep(self) -> None:
+        """Remove what is too old, abandoned, or too much; blocks."""
+        now = time.time()
+        files = []
+        for file in self._files():
+            limit_s = _ABANDONED_S if file.path.endswith(_UNFINISHED) else self._ttl_s
+            if now - file.used_at > limit_s:
+                _unlink(file.path)
+            else:
+                files.append(file)
+        total = sum(file.nbytes for file in files)
+        if total <= self._max_bytes:
+            return
+        for file in sorted(files, key=lambda file: file.used_at):
+            if total <= self._max_bytes * _ROOM:
+                break
+            _unlink(file.path)
+            total -= file.nbytes
+
+    def _files(self) -> Iterator[_File]:
+        """Ours, in all versions; others may come and go meanwhile."""
+        for version in _folder(self._root):
+            for shard in _folder(version):
+                for entry in _folder(shard):
+                    if not entry.name.endswith((_SUFFIX, _UNFINISHED)):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        found = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(found.st_mode):
+                            yield _File(entry.path, found.st_size, found.st_mtime)
+
+    def _path(self, name: str) -> Path:
+        version, _, key = name.partition("/")
+        return self._root / version / key[:2] / f"{key}{_SUFFIX}"
+
+    def _read(self, path: Path, max_bytes: int) -> np.ndarray | None:
+        # Not through a link, and without waiting for the other end of a pipe.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            return None
+        with open(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{path.name} is not a file")
+            if found.st_size > max_bytes:
+                raise OversizedError(f"{path.name} has {found.st_size} bytes")
+            raw = np.empty(found.st_size, dtype=np.uint8)
+            filled = 0
+            while filled < raw.nbytes:
+                count = file.readinto(raw[filled:].data)
+                if not count:
+                    # Cut short since: what is there is for its digest to judge.
+                    return raw[:filled]
+                filled += count
+            if time.time() - found.st_mtime > _TOUCH_EVERY_S:
+                # On a mount that may only be read, the folder is somebody else's to sweep.
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor)
+        return raw
+
+    def _write(self, path: Path, pieces: Sequence[memoryview]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.parent / f".{path.stem}.{os.urandom(8).hex()}{_UNFINISHED}"
+        try:
+            with unfinished.open("xb", buffering=0) as file:
+                for piece in pieces:
+                    rest = piece
+                    while rest.nbytes:
+                        rest = rest[file.write(rest) :]
+            unfinished.replace(path)
+        except BaseException:
+            _unlink(unfinished)
+            raise
+
+    async def _run(self, call: Callable[[], _Result]) -> _Result:
+        try:
+            return await self._threads.run(call)
+        except OSError as error:
+            raise StoreError(f"{error.strerror or error}") from error
+
+
+def _folder(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """What is in it, unless it is no folder itself: where a link leads is not ours."""
+    if isinstance(folder, os.DirEntry) and not folder.is_dir(follow_symlinks=False):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _unlink(path: str | Path) -> None:
+    """Remove a file, if it is there and may be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

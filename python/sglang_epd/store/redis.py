@@ -1,0 +1,97 @@
+"""Redis, or Valkey: one string an embedding, which the server lets expire.
+
+What the server does when its memory is full is set there (`maxmemory-policy`); one that
+evicts suits best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_epd.errors import ConfigError
+from sglang_epd.store.backend import OversizedError, StoreError
+from sglang_epd.store.url import StoreUrl
+
+_CONNECTIONS = 16
+_CONNECT_S = 2.0
+# Waits are bounded where they begin; this is for what nobody waits for any more.
+_SOCKET_S = 30.0
+
+
+class RedisStore:
+    """See `backend.Backend`.
+
+    Raises:
+        ConfigError: the client library is not installed.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        try:
+            from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+            from redis.exceptions import RedisError
+        except ImportError as error:
+            raise ConfigError(
+                'SGLANG_EPD_STORE names a Redis server: pip install "sglang-epd[redis]"'
+            ) from error
+        pool = BlockingConnectionPool(
+            host=url.host,
+            port=url.port,
+            db=url.database,
+            username=url.username or None,
+            password=url.password or None,
+            max_connections=_CONNECTIONS,
+            timeout=_CONNECT_S,
+            socket_connect_timeout=_CONNECT_S,
+            socket_timeout=_SOCKET_S,
+            # A connection that was kept may have ended with the server before this one.
+            retry=Retry(NoBackoff(), 1),
+            connection_class=SSLConnection if url.tls else Connection,
+        )
+        self._redis = Redis.from_pool(pool)
+        self._errors = (RedisError, OSError)
+        self._prefix = f"{url.namespace}:"
+        self._ttl_ms = int(url.ttl_s * 1000)
+
+    async def connect(self) -> None:
+        try:
+            await self._redis.ping()
+        except self._errors as error:
+            raise _store_error(error) from error
+
+    async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
+        try:
+            # Of what may be there, no more than may be read and one byte to tell.
+            found = await self._redis.getrange(self._prefix + name, 0, max_bytes)
+        except self._errors as error:
+            raise _store_error(error) from error
+        if not isinstance(found, bytes):
+            raise StoreError("Redis answers with something else than bytes")
+        if not found:
+            return None
+        if len(found) > max_bytes:
+            raise OversizedError(f"{name} has more than {max_bytes} bytes")
+        return np.frombuffer(found, dtype=np.uint8).copy()
+
+    async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        value = b"".join(pieces)
+        try:
+            await self._redis.set(self._prefix + name, value, px=self._ttl_ms)
+        except self._errors as error:
+            raise _store_error(error) from error
+
+    async def remove(self, name: str) -> None:
+        try:
+            await self._redis.unlink(self._prefix + name)
+        except self._errors as error:
+            raise _store_error(error) from error
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+
+def _store_error(error: Exception) -> StoreError:
+    return StoreError(f"{type(error).__name__}: {str(error)[:200]}")

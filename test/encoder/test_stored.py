@@ -1,0 +1,226 @@
+"""A shared store before the towers: asked once for all who want one embedding, filled behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from encoder.towers import WIDTH, FakeTower, settle, until
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.hold import Hold
+from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.errors import MediaError, UnavailableError
+from sglang_epd.store import SharedStore, StoreUrl
+from sglang_epd.store.backend import StoreError
+from sglang_epd.wire import Layout, TensorSpec
+from store.fakes import Counts, FakeBackend, written
+
+LAYOUT = Layout("IMAGE", TensorSpec("float32", (1, WIDTH)), [[1, 1, 1]])
+
+
+def key_of(name: bytes) -> bytes:
+    return name.ljust(32, b".")
+
+
+@pytest.fixture
+async def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+async def store(backend: FakeBackend, counts: Counts) -> AsyncIterator[SharedStore]:
+    url = StoreUrl.parse("file:///nowhere")
+    store = SharedStore(backend, url, token="", timeout_s=5.0, observer=counts)
+    yield store
+    backend.gate.set()
+    backend.error = None
+    await store.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one tower", "two towers"])
+async def towers(request: pytest.FixtureRequest) -> list[FakeTower]:
+    return [FakeTower() for _ in range(request.param)]
+
+
+@pytest.fixture(params=[0, 1 << 30], ids=["no cache", "cache"])
+async def computations(request, towers, store, metrics, backend) -> AsyncIterator[Computations]:
+    limits = Limits(batch=Bounds(patches=100, items=4))
+    made = Computations(towers, EmbeddingCache(request.param), metrics, limits, store)
+    yield made
+    backend.gate.set()
+    for tower in towers:
+        tower.go_on()
+    await made.close()
+    made.cache.check_integrity()
+    assert not any(made.status()["queue"].values())
+    assert not any(tower.in_memory for tower in towers)
+
+
+@pytest.fixture
+async def ask(computations: Computations) -> AsyncIterator[Callable[..., Hold]]:
+    holds: list[Hold] = []
+
+    def hold(name: bytes, owner: str = "r") -> Hold:
+        deadline = time.monotonic() + 60.0
+        holds.append(computations.hold(key_of(name), "IMAGE", name, owner, deadline))
+        return holds[-1]
+
+    yield hold
+    for one in holds:
+        one.release()
+
+
+async def value(hold: Hold) -> float:
+    return float((await hold.embedding())[0, 0])
+
+
+async def put(store: SharedStore, counts: Counts, name: bytes, number: float) -> None:
+    store.keep(key_of(name), LAYOUT, torch.full((1, WIDTH), number))
+    await written(counts)
+
+
+def preparations(towers: list[FakeTower]) -> list[bytes]:
+    return [name for tower in towers for name in tower.preparations]
+
+
+async def test_what_is_stored_is_neither_prepared_nor_run(towers, store, counts, ask, count):
+    await put(store, counts, b"x", 7.0)
+    hold = ask(b"x")
+    assert (await hold.layout()) == LAYOUT
+    assert await value(hold) == 7.0
+    assert hold.source == "stored"
+    assert set(hold.ms) == {"store"}
+    assert not preparations(towers)
+    assert count("lookups_total", source="stored") == 1
+    assert count("lookups_total", source="computed") == 0
+    await asyncio.sleep(0.01)
+    assert counts.writes == {"written": 1}, "what came from there is not written there"
+
+
+async def test_what_is_not_is_made_and_stored_behind_the_answer(
+    towers, backend, store, counts, computations, ask, count
+):
+    hold = ask(b"ab")
+    await until(lambda: backend.calls)
+    assert await value(hold) == sum(b"ab")
+    assert hold.source == "computed"
+    assert {"store", "wait", "preprocess", "queue", "forward"} == set(hold.ms)
+    await written(counts)
+    assert await store.find(key_of(b"ab"), "IMAGE") is not None
+    assert count("lookups_total", source="computed") == 1
+    assert computations.status()["store"]["writes_written"] == 1
+
+
+async def test_a_write_that_hangs_delays_no_answer(backend, counts, ask):
+    first = ask(b"a")
+    await value(first)
+    await written(counts)
+    put_before = len(backend.calls)
+    backend.error = StoreError("full")
+    assert await value(ask(b"b")) == sum(b"b")
+    await written(counts, 2)
+    assert counts.writes["error"] == 1
+    assert len(backend.calls) > put_before
+
+
+async def test_many_askers_of_one_key_ask_the_store_once(backend, store, counts, ask, count):
+    await put(store, counts, b"x", 7.0)
+    backend.gate.clear()
+    holds = [ask(b"x", f"r{number}") for number in range(24)]
+    await settle()
+    assert [call for call in backend.calls if call[0] == "get"] == [
+        ("get", store._name(key_of(b"x")))
+    ]
+    backend.gate.set()
+    assert await asyncio.gather(*map(value, holds)) == [7.0] * 24
+    assert [hold.source for hold in holds] == ["stored"] + ["coalesced"] * 23
+    assert count("lookups_total", source="coalesced") == 23
+
+
+async def test_the_cache_is_asked_first(backend, store, counts, computations, ask):
+    await put(store, counts, b"x", 7.0)
+    first = ask(b"x")
+    await value(first)
+    asked = len(backend.calls)
+    second = ask(b"x")
+    assert second.source == "cached"
+    assert await value(second) == 7.0
+    assert len(backend.calls) == asked
+
+
+async def test_those_who_leave_leave_nothing_behind(backend, store, counts, computations, ask):
+    await put(store, counts, b"x", 7.0)
+    backend.gate.clear()
+    gone, missing = ask(b"x"), ask(b"y")
+    await settle()
+    assert computations.status()["queue"]["looking"] == 2
+    gone.release()
+    missing.release()
+    backend.gate.set()
+    await until(lambda: not any(computations.status()["queue"].values()))
+    assert len(computations.cache) == (1 if computations.cache.capacity_bytes else 0)
+
+
+async def test_who_comes_while_the_first_leaves_gets_it(backend, store, counts, ask):
+    await put(store, counts, b"x", 7.0)
+    backend.gate.clear()
+    first = ask(b"x", "r1")
+    await settle()
+    second = ask(b"x", "r2")
+    first.release()
+    backend.gate.set()
+    assert await value(second) == 7.0
+
+
+async def test_bad_media_fails_as_ever(towers, ask):
+    for tower in towers:
+        tower.bad_media[b"bad"] = MediaError("broken")
+    with pytest.raises(MediaError, match="broken"):
+        await ask(b"bad").embedding()
+
+
+@pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("a bug in a library")])
+async def test_a_dead_store_costs_an_attempt_and_nothing_else(backend, ask, error):
+    backend.error = error
+    holds = [ask(bytes([65 + number])) for number in range(12)]
+    assert await asyncio.gather(*map(value, holds)) == [65.0 + number for number in range(12)]
+    assert {hold.source for hold in holds} == {"computed"}
+
+
+async def test_who_asks_while_the_encoder_ends_is_told(backend, store, computations, ask):
+    backend.gate.clear()
+    hold = ask(b"x")
+    await settle()
+    closing = asyncio.create_task(computations.close())
+    await settle()
+    backend.gate.set()
+    await closing
+    with pytest.raises(UnavailableError):
+        await hold.embedding()
+
+
+async def test_what_was_given_away_for_room_is_fetched_again(
+    backend, store, counts, computations, ask, towers
+):
+    """Nobody had memory for it, and then somebody has."""
+    await put(store, counts, b"x", 7.0)
+    hold = ask(b"x")
+    await value(hold)
+    computations.cache.drop(key_of(b"x"))
+    hold.want(False)
+    computations.cache.release(hold._entry)  # as where others needed the room
+    computations._kept_bytes -= hold._entry.nbytes
+    hold._entry = None
+    hold.want(True)
+    assert await value(hold) == 7.0
+    assert not preparations(towers)

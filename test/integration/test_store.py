@@ -1,0 +1,227 @@
+"""Shared stores under real servers: a new encoder computes nothing that was stored, and
+whatever becomes of the store, each request is answered as by one server that does all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, Generation, data_url, image_part, text_part, user
+from integration.test_parity import TOLERANCE
+from integration.topology import Machine, Topology
+from stores import Server, mooncake_master, mooncake_node, redis_server
+
+TOKENS = 4
+# Requests of a load with a fault, half of them for what is stored; what the fault comes after.
+STORED, NEW = 6, 12
+AT_ONCE = 4
+SOON_S = 60.0
+
+
+@dataclass
+class Case:
+    """Servers, pictures, and what one server that does all says of them."""
+
+    topology: Topology
+    messages: list[dict[str, Any]]
+    expected: list[Generation]
+
+    def ask(self, number: int) -> float:
+        language = Client(self.topology.urls["language"])
+        answer = language.generation(self.messages[number], tokens=TOKENS)
+        return answer.distance(self.expected[number])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the encoder's samples of that name with these labels."""
+        url = f"{self.topology.urls['encoder']}/metrics"
+        total = 0.0
+        for line in requests.get(url, timeout=20).text.splitlines():
+            match = re.fullmatch(rf"sglang:epd_encoder_{name}(\{{.*\}})? (\S+)", line)
+            if match and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(match[2])
+        return total
+
+    def status(self) -> dict[str, Any]:
+        url = f"{self.topology.urls['encoder']}/v1/status"
+        return requests.get(url, timeout=20).json()
+
+
+@pytest.fixture(scope="module")
+def case(machine: Machine, photographs: list[Image.Image]) -> Case:
+    topology = machine.use("store")
+    messages = []
+    for number in range(STORED + 3 * NEW):
+        draw = random.Random(number)
+        left, top = draw.randrange(0, 300), draw.randrange(0, 200)
+        picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
+        asked = text_part(f"What is picture {number}?")
+        messages.append(user(image_part(data_url(picture)), asked))
+    colocated = Client(topology.urls["colocated"])
+    expected = [colocated.generation(one, tokens=TOKENS) for one in messages]
+    return Case(topology, messages, expected)
+
+
+@pytest.fixture
+def resources(tmp_path: Path) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def fill_and_start_anew(case: Case, url: str) -> None:
+    """What one encoder computed, the next one finds."""
+    case.topology.restart("encoder", SGLANG_EPD_STORE=url)
+    stored = range(STORED)
+    assert max(case.ask(number) for number in stored) < TOLERANCE
+    assert case.metric("lookups_total", source="computed") == STORED
+    # The last ones are written while it ends.
+    case.topology.restart("encoder", SGLANG_EPD_STORE=url)
+    assert max(case.ask(number) for number in stored) < TOLERANCE
+    assert case.metric("lookups_total", source="stored") == STORED
+    assert case.metric("lookups_total", source="computed") == 0
+    assert case.metric("batch_items_count") == 0, "the tower has run"
+    assert case.metric("store_reads_total", outcome="hit") == STORED
+    for item in case.status()["recent"]:
+        assert item["source"] == "stored"
+        assert item["ms"]["store"] >= 0
+        assert "forward" not in item["ms"] and "preprocess" not in item["ms"]
+
+
+def load_with_a_fault(case: Case, first: int, fault: Callable[[], None]) -> None:
+    """Requests for what is stored and for what is new, and the fault among them."""
+    numbers = [
+        number
+        for pair in zip(range(first, first + NEW), 2 * list(range(STORED)), strict=True)
+        for number in pair
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        asked: list[Future[float]] = [pool.submit(case.ask, number) for number in numbers]
+        asked[AT_ONCE].result(SOON_S)
+        fault()
+        distances = [one.result(SOON_S) for one in asked]
+    assert max(distances) < TOLERANCE
+    assert case.metric("items_total", outcome="failed") == 0
+    case.topology.check_alive()
+
+
+def comes_back(case: Case) -> None:
+    """Asked for what is new again and again, the store is used again, in both directions."""
+    before = case.metric("store_writes_total", outcome="written")
+    numbers = itertools.cycle(range(STORED + 2 * NEW, STORED + 3 * NEW))
+
+    def is_used() -> bool:
+        assert case.ask(next(numbers)) < TOLERANCE
+        breakers = case.status()["store"]["breakers"]
+        written = case.metric("store_writes_total", outcome="written")
+        return written > before and set(breakers.values()) == {"closed"}
+
+    until(is_used)
+
+
+def is_left_alone(case: Case) -> bool:
+    return bool(case.metric("store_reads_total", outcome="skipped"))
+
+
+def test_a_folder(case: Case, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    fill_and_start_anew(case, f"file://{folder}")
+    files = sorted(folder.rglob("*.safetensors"))
+    assert len(files) == STORED
+    damage(files)
+    assert max(case.ask(number) for number in range(STORED)) < TOLERANCE
+    status = case.status()["store"]
+    assert Counter(status)["reads_corrupt"] + status.get("reads_error", 0) == STORED
+    # Written anew.
+    until(lambda: case.metric("store_writes_total", outcome="written") >= STORED - 1)
+    before = case.metric("store_reads_total", outcome="hit")
+    assert max(case.ask(number) for number in range(STORED)) < TOLERANCE
+    assert case.metric("store_reads_total", outcome="hit") - before >= STORED - 1
+
+    # Who may write anything is not kept from it by a mode: a file in the folder's place.
+    aside = tmp_path / "aside"
+
+    def replace() -> None:
+        folder.rename(aside)
+        folder.write_bytes(b"no folder")
+
+    load_with_a_fault(case, STORED, replace)
+    assert is_left_alone(case)
+    folder.unlink()
+    aside.rename(folder)
+    comes_back(case)
+
+    # Nothing new can be written where a file keeps a folder's place.
+    before = case.metric("store_writes_total", outcome="error")
+    version = next(folder.glob("*/v1-*"))
+    for shard in range(256):
+        if not (version / f"{shard:02x}").exists():
+            (version / f"{shard:02x}").write_bytes(b"")
+    load_with_a_fault(case, STORED + NEW, lambda: None)
+    assert case.metric("store_writes_total", outcome="error") > before
+
+
+def damage(files: list[Path]) -> None:
+    """Each in a way of its own."""
+    raw = bytearray(files[0].read_bytes())
+    raw[-1] ^= 1
+    files[0].write_bytes(raw)
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    files[2].write_bytes(b"")
+    files[3].write_bytes(os.urandom(4096))
+    shutil.copy(files[3], files[4])
+    # A pipe that nobody writes to.
+    files[5].unlink()
+    os.mkfifo(files[5])
+
+
+def test_redis(case: Case, tmp_path: Path, resources: ExitStack) -> None:
+    server = resources.enter_context(redis_server(tmp_path))
+    fill_and_start_anew(case, f"redis://127.0.0.1:{server.port}")
+    load_with_a_fault(case, STORED, server.kill)
+    assert is_left_alone(case)
+    server.start()
+    comes_back(case)
+    freeze(case, server, STORED + NEW)
+
+
+def test_mooncake(case: Case, tmp_path: Path, resources: ExitStack) -> None:
+    master = resources.enter_context(mooncake_master(tmp_path))
+    resources.enter_context(mooncake_node(tmp_path, master, 64 << 20))
+    fill_and_start_anew(case, f"mooncake://127.0.0.1:{master.port}?max_item_mb=16")
+    load_with_a_fault(case, STORED, master.kill)
+    assert is_left_alone(case)
+    master.start()
+    comes_back(case)
+    # The encoder ends in time although its calls hang.
+    freeze(case, master, STORED + NEW, lambda: case.topology.end("encoder"))
+
+
+def freeze(case: Case, server: Server, first: int, then: Callable[[], None] = lambda: None) -> None:
+    try:
+        load_with_a_fault(case, first, lambda: os.kill(server.pid, signal.SIGSTOP))
+        assert case.metric("store_reads_total", outcome="timeout") > 0
+        then()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)

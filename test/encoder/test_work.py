@@ -10,6 +10,7 @@ from sglang_epd.encoder.work import Lane, State, Work
 
 BATCH = Bounds(patches=10, items=3)
 LEGAL = {
+    State.LOOKING: "WAITING DONE FAILED",
     State.WAITING: "PREPARING FAILED",
     State.PREPARING: "READY WAITING FAILED",
     State.READY: "RUNNING DORMANT WAITING FAILED",

@@ -92,10 +92,7 @@ def launch(server_args: Any) -> None:
         identity = namespace(towers[0].hf_config, folder, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(MediaFetcher(limits))
-            urls = None
-            if settings.url_cache_entries:
-                urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
-                stack.push_async_callback(urls.close)
+            urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
             sender = Sender(
                 _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
             )
@@ -161,6 +158,17 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _open_urls(
+    fetcher: MediaFetcher, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
+) -> UrlReader | None:
+    """What remembers URLs, closed with `stack`; None where nothing is to."""
+    if not entries:
+        return None
+    urls = UrlReader(fetcher, UrlMemory(entries), metrics)
+    stack.push_async_callback(urls.close)
+    return urls
 
 
 def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:

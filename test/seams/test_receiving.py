@@ -144,6 +144,7 @@ class CountingTally(Tally):
 
 def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "3")
+    monkeypatch.setenv("SGLANG_EPD_EMBEDDING_CACHE_MB", "2")
     monkeypatch.setenv("SGLANG_EPD_GRANT_TIMEOUT_S", "7.5")
     made = start()
     assert made.running

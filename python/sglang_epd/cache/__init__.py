@@ -5,5 +5,6 @@ holds no clock, socket, thread or configuration.
 """
 
 from sglang_epd.cache.embeddings import EmbeddingCache, Entry
+from sglang_epd.cache.layouts import LayoutCache
 
-__all__ = ["EmbeddingCache", "Entry"]
+__all__ = ["EmbeddingCache", "Entry", "LayoutCache"]

@@ -1,9 +1,11 @@
 """The tokenizer process: plans a request, announces it, and has it encoded.
 
-One background task a request. It ends when every item was delivered or the request
-failed; the scheduler learns of the latter over the control channel. It is cancelled
-when the client goes away. What the encoders say of the items' layouts is kept for the
-decode server, where there is one (`layouts`).
+One background task a request. It asks encoders for what is not on this server already:
+an item whose layout is known may be, and the receiver says which of those are needed. It
+ends when the receiver needs nothing more or the request has failed; the scheduler learns
+of the latter over the control channel. It is cancelled when the client goes away. What
+the encoders say of the items' layouts is kept, and told the decode server where there is
+one (`layouts`).
 """
 
 from __future__ import annotations
@@ -12,25 +14,54 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
+from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.errors import EncodeError, EpdError, RequestCancelledError
 from sglang_epd.language.layouts import Slot
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect, ReplyTo
+from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo
 
 logger = logging.getLogger(__name__)
 
 # The receiver sits in the same host's scheduler, which is up before any request.
 _RECEIVER_TIMEOUT_S = 20.0
+# If it does not say by then what is needed, everything is.
+_WORD_TIMEOUT_S = 1.0
 
 
 @dataclass
 class _Live:
     ticket: str
     task: asyncio.Task[EpdError | None]
+    # Whether `on_end` was called.
+    told: bool = False
+
+
+@dataclass
+class _Request:
+    """One request on its way.
+
+    Attributes:
+        layouts: of the items, as far as they are known.
+        unheard: whether the receiver has yet to say what it needs.
+        over: whether it needs nothing any more.
+    """
+
+    rid: str
+    items: list[EncodeItem]
+    keys: list[bytes]
+    layouts: dict[int, ItemLayout]
+    expect: Expect
+    slot: Slot | None
+    among: Collection[str] | None
+    deadline: float
+    unheard: bool = False
+    over: bool = False
+    sent: int = 0
+    tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
 
 
 class Frontend:
@@ -40,12 +71,23 @@ class Frontend:
         dispatcher: how items reach encoders.
         control: the channel to this server's receiver.
         request_timeout_s: one deadline for all of a request's items.
+        key: the key of an item; empty where it cannot be told.
+        known: layouts that encoders have told.
     """
 
-    def __init__(self, dispatcher: Dispatcher, control: Control, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        control: Control,
+        request_timeout_s: float,
+        key: Callable[[EncodeItem], bytes] = lambda _item: b"",
+        known: LayoutCache | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
         self._control = control
         self._timeout_s = request_timeout_s
+        self._key = key
+        self._known = LayoutCache() if known is None else known
         self._live: dict[str, _Live] = {}
         # Called with a request's id and what it failed with, None where all was delivered;
         # once for each request that was started.
@@ -72,10 +114,18 @@ class Frontend:
             slot: where a decode server learns the layouts, or that there will be none.
             among: encoders that may be asked; None for all.
         """
-        expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
-        task = asyncio.get_running_loop().create_task(
-            self._run(rid, items, expect, slot, among), name=f"encode {rid}"
+        keys = [self._key(item) for item in items]
+        layouts = self._recall(items, keys)
+        # Without a layout an embedding is not here either: such items are sent at once.
+        asked = tuple(
+            key if item.item in layouts else b"" for item, key in zip(items, keys, strict=True)
         )
+        ticket = secrets.token_urlsafe(16)
+        asked = asked if layouts else ()
+        expect = Expect(ticket, len(items), consumers, self._timeout_s, asked)
+        deadline = time.monotonic() + expect.ttl_s
+        request = _Request(rid, items, keys, layouts, expect, slot, among, deadline)
+        task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
         self._live[rid] = _Live(expect.ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
         task.add_done_callback(lambda task: self._forget(rid, expect.ticket, task))
@@ -94,55 +144,135 @@ class Frontend:
 
     def _forget(self, rid: str, ticket: str, task: asyncio.Task[EpdError | None]) -> None:
         live = self._live.get(rid)
+        told = False
         if live is not None and live.ticket == ticket:
             del self._live[rid]
+            told = live.told
         error: EpdError | None = RequestCancelledError("the request was cancelled")
         if not task.cancelled():
             surprise = task.exception()
             if surprise is not None:
                 logger.error("Could not end %s", rid, exc_info=surprise)
             error = EncodeError("its end is unknown") if surprise else task.result()
-        self.on_end(rid, error)
+        if not told:
+            self.on_end(rid, error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
         for live in self._live.values():
             live.task.cancel()
 
-    async def _run(
-        self,
-        rid: str,
-        items: list[EncodeItem],
-        expect: Expect,
-        slot: Slot | None,
-        among: Collection[str] | None,
-    ) -> EpdError | None:
-        started = time.monotonic()
-        deadline = started + expect.ttl_s
+    def _recall(self, items: Sequence[EncodeItem], keys: Sequence[bytes]) -> dict[int, ItemLayout]:
+        found = {}
+        for item, key in zip(items, keys, strict=True):
+            layout = self._known.find(key) if key else None
+            if layout is not None:
+                found[item.item] = ItemLayout(key, layout)
+        return found
+
+    async def _run(self, request: _Request) -> EpdError | None:
+        expect = request.expect
         try:
-            endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
-            await self._control.expect(expect)
-            reply_to = ReplyTo(endpoint, expect.ticket)
-            layouts = await self._dispatcher.run(reply_to, items, deadline, among)
-            if slot is not None:
-                slot.learnt([layouts.get(item.item) for item in items])
-            elapsed_ms = (time.monotonic() - started) * 1e3
-            logger.info("Encoded %d items of %s in %.1f ms", len(items), rid, elapsed_ms)
+            with self._control.watched(expect.ticket) as news:
+                endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
+                await self._control.expect(expect)
+                await self._serve(request, ReplyTo(endpoint, expect.ticket), news)
         except asyncio.CancelledError:
-            logger.info("Cancelled %d items of %s", len(items), rid)
+            logger.info("Cancelled %d items of %s", len(request.items), request.rid)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
         except EpdError as error:
-            logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
-            return await self._fail(expect, slot, error)
+            logger.warning("Could not encode %s: %s (%s)", request.rid, error, error.code)
+            return await self._fail(request, error)
         except Exception:
-            logger.exception("Could not encode %s", rid)
+            logger.exception("Could not encode %s", request.rid)
             unknown = EncodeError("the request's media could not be dispatched")
-            return await self._fail(expect, slot, unknown)
+            return await self._fail(request, unknown)
+        finally:
+            for task in request.tasks:
+                task.cancel()
+            await asyncio.gather(*request.tasks, return_exceptions=True)
         return None
 
-    async def _fail(self, expect: Expect, slot: Slot | None, error: EpdError) -> EpdError:
-        if slot is not None:
-            slot.failed(error)
-        await self._control.fail(expect.ticket, error)
+    async def _serve(
+        self, request: _Request, reply_to: ReplyTo, news: asyncio.Queue[Needed]
+    ) -> None:
+        """Send what is needed, when it is, until nothing can be needed any more."""
+        started = time.monotonic()
+        keys = request.expect.keys or (b"",) * len(request.items)
+        self._send(request, reply_to, [number for number, key in enumerate(keys) if not key])
+        request.unheard = any(keys)
+        delivered = False
+        word = asyncio.create_task(news.get())
+        try:
+            while not request.over or request.tasks:
+                if not delivered and not request.tasks and not request.unheard:
+                    delivered = True
+                    self._delivered(request, started)
+                now = time.monotonic()
+                limit = started + _WORD_TIMEOUT_S if request.unheard else request.deadline
+                waiting = {word, *request.tasks} if not request.over else request.tasks
+                done, _ = await asyncio.wait(
+                    waiting,
+                    timeout=max(0.0, limit - now),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in [task for task in request.tasks if task.done()]:
+                    request.tasks.discard(task)
+                    self._learn(request, task.result())
+                if word in done:
+                    message = word.result()
+                    request.unheard, request.over = False, message.over
+                    self._send(request, reply_to, message.items)
+                    word = asyncio.create_task(news.get())
+                elif not done and request.unheard:
+                    logger.warning("The receiver does not say what %s needs", request.rid)
+                    request.unheard = False
+                    self._send(
+                        request, reply_to, [number for number, key in enumerate(keys) if key]
+                    )
+                elif not done:
+                    return  # the deadline, at which the receiver ends the request
+            if not delivered:
+                self._delivered(request, started)
+        finally:
+            word.cancel()
+
+    def _send(self, request: _Request, reply_to: ReplyTo, numbers: Sequence[int]) -> None:
+        if not numbers:
+            return
+        every = len(numbers) == len(request.items)
+        items = request.items if every else [request.items[number] for number in numbers]
+        request.sent += len(items)
+        run = self._dispatcher.run(reply_to, items, request.deadline, request.among)
+        request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
+
+    def _learn(self, request: _Request, layouts: dict[int, ItemLayout]) -> None:
+        for number, told in layouts.items():
+            if request.keys[number] not in (b"", told.key):
+                logger.warning("%s: an encoder tells another key", request.items[number].label)
+                continue
+            self._known.add(told.key, told.layout)
+        request.layouts |= layouts
+
+    def _delivered(self, request: _Request, started: float) -> None:
+        """All of a request's items are at the receiver."""
+        if request.slot is not None:
+            layouts = [request.layouts.get(item.item) for item in request.items]
+            request.slot.learnt(layouts)
+        elapsed_ms = (time.monotonic() - started) * 1e3
+        total = len(request.items)
+        logger.info(
+            "Delivered %d items of %s in %.1f ms, %d by encoders",
+            *(total, request.rid, elapsed_ms, request.sent),
+        )
+        live = self._live.get(request.rid)
+        if live is not None and live.ticket == request.expect.ticket:
+            live.told = True
+            self.on_end(request.rid, None)
+
+    async def _fail(self, request: _Request, error: EpdError) -> EpdError:
+        if request.slot is not None:
+            request.slot.failed(error)
+        await self._control.fail(request.expect.ticket, error)
         return error

@@ -28,7 +28,7 @@ from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.language.planner import plan
+from sglang_epd.language.planner import content_key, plan
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import adaptive, discovery, headers, receiving, rundir
@@ -177,7 +177,9 @@ def create_frontend(
         receiving.start(readers=1)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
-    frontend = Frontend(dispatcher, control, timeout_s)
+    frontend = Frontend(
+        dispatcher, control, timeout_s, key=lambda item: content_key(item, identity)
+    )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)

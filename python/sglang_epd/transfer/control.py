@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
@@ -32,6 +34,7 @@ class Control:
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None
         self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
+        self._needed: dict[str, asyncio.Queue[wire.Needed]] = {}
         self._names = itertools.count()
         self._arena: Arena | None = None
 
@@ -54,6 +57,15 @@ class Control:
             address = Address(welcome.path, welcome.size, welcome.seal, welcome.readers)
             self._arena = Arena.open(address)
         return self._arena
+
+    @contextmanager
+    def watched(self, ticket: str) -> Iterator[asyncio.Queue[wire.Needed]]:
+        """What the receiver says of a ticket, from before it is announced."""
+        news = self._needed[ticket] = asyncio.Queue()
+        try:
+            yield news
+        finally:
+            del self._needed[ticket]
 
     async def expect(self, message: wire.Expect) -> None:
         """Announce a request before any encoder is asked for its items.
@@ -124,6 +136,10 @@ class Control:
                         self._welcome.set_result(message)
                 elif isinstance(message, wire.Settled):
                     self._on_settled(message)
+                elif isinstance(message, wire.Needed):
+                    # Of a request that has ended here nothing is needed.
+                    if message.ticket in self._needed:
+                        self._needed[message.ticket].put_nowait(message)
                 else:
                     raise ProtocolError(f"{type(message).__name__} from the receiver")
             except ProtocolError as error:

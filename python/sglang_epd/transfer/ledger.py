@@ -1,6 +1,8 @@
 """What a language server expects, has granted and has received.
 
-One entry a request (by ticket), one record an item. Synchronous and without a clock:
+One entry a request (by ticket), one record an item. An item whose embedding is here for
+another request's sake is not received again: it is taken when the request is, and asked
+of an encoder after all if it had to make room before. Synchronous and without a clock:
 the caller passes `now` in seconds of any monotonic clock.
 
 Owns the decision to grant, decline or let wait, who claims a request, and when an entry
@@ -31,6 +33,7 @@ class ItemState(Enum):
     PLANNED = "planned"
     GRANTED = "granted"
     RECEIVED = "received"
+    CACHED = "cached"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -39,11 +42,12 @@ _S = ItemState
 # A second grant replaces the first when an item is dispatched again because its encoder
 # froze or died after the offer; the first encoder's late payload names the old grant and
 # is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
-# nobody had offered it.
+# nobody had offered it. What is cached may have to make room for others before it is used.
 TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
-    _S.PLANNED: frozenset({_S.GRANTED, _S.FAILED, _S.CANCELLED}),
+    _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.FAILED, _S.CANCELLED}),
     _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
     _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
+    _S.CACHED: frozenset({_S.PLANNED, _S.FAILED, _S.CANCELLED}),
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),
 }
@@ -61,11 +65,28 @@ class Outcome:
     error: EpdError | None = None
 
 
+@dataclass(frozen=True)
+class Notice:
+    """What the tokenizer that announced a request is to be told."""
+
+    watcher: Hashable
+    message: wire.Needed
+
+
 @dataclass
 class _Item:
+    # Empty where it is unknown.
+    key: bytes = b""
     state: ItemState = ItemState.PLANNED
+    # Of what was granted, until it is given back; what is cached is held by nobody.
     offer: wire.Offer | None = None
     block: Block | None = None
+    # Whether an encoder is being asked, as far as the tokenizer was told.
+    asked: bool = False
+
+    @property
+    def here(self) -> bool:
+        return self.state in (_S.RECEIVED, _S.CACHED)
 
     def move(self, state: ItemState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -83,14 +104,17 @@ class _Entry:
     # Items whose offer waits for memory.
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None
+    # Who announced it, and whether that was told what is needed.
+    watcher: Hashable | None = None
+    told: bool = False
 
     @property
     def complete(self) -> bool:
-        return all(item.state is _S.RECEIVED for item in self.items)
+        return all(item.here for item in self.items)
 
     @property
     def open_items(self) -> int:
-        """Items that no memory was granted to yet."""
+        """Items that no memory was granted to yet; what is cached may have to be, too."""
         return sum(item.block is None for item in self.items)
 
     @property
@@ -134,6 +158,10 @@ class Ledger:
         self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
         self._waiting: dict[str, _Entry] = {}
         self._outcomes: list[Outcome] = []
+        self._notices: list[Notice] = []
+        # Items that rely on what is cached, by key.
+        self._relying: dict[bytes, set[tuple[str, int]]] = {}
+        reservations.on_evict = self._on_evict
         self._next_age = 0
         # Grows when an offer that waits may be answered otherwise.
         self._turns = 0
@@ -156,17 +184,34 @@ class Ledger:
         entry = self._entries.get(ticket)
         return -1 if entry is None else entry.age
 
-    def expect(self, message: wire.Expect, now: float) -> None:
-        """Open an entry; nothing happens if the ticket is open or has ended."""
-        if message.ticket in self._entries or message.ticket in self._ended:
+    def expect(self, message: wire.Expect, now: float, watcher: Hashable | None = None) -> None:
+        """Open an entry; nothing happens if the ticket has ended.
+
+        Args:
+            watcher: who is to be told which items are needed.
+        """
+        ticket = message.ticket
+        if ticket in self._ended:
+            self._notify(watcher, wire.Needed(ticket, over=True))
             return
-        self._entries[message.ticket] = _Entry(
-            age=self._next_age,
-            items=[_Item() for _ in range(message.items)],
-            consumers=message.consumers,
-            deadline=now + message.ttl_s,
-        )
-        self._next_age += 1
+        entry = self._entries.get(ticket)
+        if entry is None:
+            keys = message.keys or (b"",) * message.items
+            entry = self._entries[ticket] = _Entry(
+                age=self._next_age,
+                # Items without a key are being sent for.
+                items=[_Item(key, asked=not key) for key in keys],
+                consumers=message.consumers,
+                deadline=now + message.ttl_s,
+            )
+            self._next_age += 1
+            for number, item in enumerate(entry.items):
+                if item.key and self.reservations.find(item.key) is not None:
+                    self._rely(ticket, number, item)
+                    self._tally.add("hits", "expected")
+        if watcher is not None:
+            entry.watcher = watcher
+            self._tell_needed(ticket, entry)
 
     def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
         """Somebody asks for a ticket's items.
@@ -202,6 +247,14 @@ class Ledger:
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
+        own_key = item.key in (b"", message.key)
+        if item.state is _S.PLANNED and own_key and self.reservations.find(message.key):
+            self._stop_waiting(message.ticket, entry, message.item)
+            item.key = message.key
+            self._rely(message.ticket, message.item, item)
+            self._tally.add("hits", "offered")
+            self._settle(message.ticket, now)
+            return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
@@ -231,8 +284,12 @@ class Ledger:
             self.reservations.settle_late(message.grant, message.ticket)
             return False
         assert item.block is not None
+        assert item.offer is not None
         item.move(_S.RECEIVED)
-        self.reservations.fill(item.block)
+        # A key that is not the item's own would be found by other requests.
+        key = item.offer.key if item.key in (b"", item.offer.key) else b""
+        if self.reservations.fill(item.block, key, item.offer.layout) and self._waiting:
+            self._turns += 1
         self._tally.add("received_bytes", amount=item.block.nbytes)
         self._settle(message.ticket, now)
         return True
@@ -262,8 +319,8 @@ class Ledger:
         if entry is None or entry.error is not None:
             return
         ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
-        for item in entry.items:
-            self._release(item, now)
+        for number, item in enumerate(entry.items):
+            self._release(ticket, number, now)
             item.move(ended)
         entry.error = error
         entry.waiting.clear()
@@ -292,7 +349,7 @@ class Ledger:
         """End the entries past their deadline, and the grants past theirs."""
         for ticket, entry in list(self._entries.items()):
             if now >= entry.deadline:
-                missing = sum(item.state is not _S.RECEIVED for item in entry.items)
+                missing = sum(not item.here for item in entry.items)
                 text = (
                     f"{missing} of {len(entry.items)} multimodal items had not arrived "
                     "from the encoders at the request's deadline"
@@ -315,9 +372,25 @@ class Ledger:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def take_notices(self) -> list[Notice]:
+        """What tokenizers are to be told, each handed out once."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
         self.reservations.check_integrity()
+        relying = {
+            (ticket, number)
+            for ticket, entry in self._entries.items()
+            for number, item in enumerate(entry.items)
+            if item.state is _S.CACHED
+        }
+        listed = [pair for pairs in self._relying.values() for pair in pairs]
+        assert relying == set(listed), "lost count of who relies on the cache"
+        assert len(listed) == len(set(listed)), "an item relies on two keys"
+        assert all(self._relying.values()), "a key that nobody relies on is listed"
+        assert all(self.reservations.find(key) for key in self._relying), "relied on what is gone"
         blocks = set()
         for ticket, entry in self._entries.items():
             assert ticket not in self._ended, "an open ticket is also ended"
@@ -345,8 +418,9 @@ class Ledger:
         if message.item >= len(entry.items):
             return wire.DECLINE_UNKNOWN
         state = entry.items[message.item].state
-        if state is _S.RECEIVED or (state is _S.GRANTED and message.renewal):
-            return wire.DECLINE_DUPLICATE
+        renewed = state is _S.GRANTED and message.renewal
+        if entry.items[message.item].here or renewed:
+            return wire.DECLINE_CACHED if state is _S.CACHED else wire.DECLINE_DUPLICATE
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
         if others + aligned(message.nbytes) > self.reservations.size:
@@ -402,8 +476,11 @@ class Ledger:
         item.offer = item.block = None
         self._turns += 1
 
-    def _release(self, item: _Item, now: float) -> None:
+    def _release(self, ticket: str, number: int, now: float) -> None:
         """The item's memory is not wanted any more, whatever state it is in."""
+        item = self._entries[ticket].items[number]
+        if item.state is _S.CACHED:
+            self._stop_relying(ticket, number, item.key)
         if item.block is None:
             return
         if item.state is _S.RECEIVED:
@@ -411,6 +488,45 @@ class Ledger:
         else:
             self.reservations.revoke(item.block, now)
         item.offer = item.block = None
+
+    def _rely(self, ticket: str, number: int, item: _Item) -> None:
+        item.move(_S.CACHED)
+        item.asked = True
+        self._relying.setdefault(item.key, set()).add((ticket, number))
+
+    def _stop_relying(self, ticket: str, number: int, key: bytes) -> None:
+        relying = self._relying[key]
+        relying.remove((ticket, number))
+        if not relying:
+            del self._relying[key]
+
+    def _on_evict(self, key: bytes) -> None:
+        """An embedding had to make room: whoever relied on it needs an encoder after all."""
+        self._tally.add("evictions")
+        for ticket, number in self._relying.pop(key, ()):
+            entry = self._entries[ticket]
+            entry.items[number].move(_S.PLANNED)
+            entry.items[number].asked = False
+            self._tell_needed(ticket, entry)
+
+    def _tell_needed(self, ticket: str, entry: _Entry) -> None:
+        """Say which items have to be encoded, if that is news."""
+        if entry.watcher is None:
+            return
+        needed = [
+            number
+            for number, item in enumerate(entry.items)
+            if item.state is _S.PLANNED and not item.asked
+        ]
+        if needed or not entry.told:
+            entry.told = True
+            for number in needed:
+                entry.items[number].asked = True
+            self._notify(entry.watcher, wire.Needed(ticket, tuple(needed)))
+
+    def _notify(self, watcher: Hashable | None, message: wire.Needed) -> None:
+        if watcher is not None:
+            self._notices.append(Notice(watcher, message))
 
     def _settle(self, ticket: str, now: float) -> None:
         """Tell the outcome, if there is one, to everybody who claimed it."""
@@ -423,19 +539,24 @@ class Ledger:
         entry.consumers -= len(entry.claims)
         entry.claims.clear()
         if entry.consumers <= 0:
-            for item in entry.items:
-                self._release(item, now)
+            # Not again when the entry is ended: what was received is in its readers' hands.
+            for number in range(len(entry.items)):
+                self._release(ticket, number, now)
             self._end(ticket)
 
     def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed, ...]:
         landed = []
         for item in entry.items:
-            assert item.block is not None and item.offer is not None
-            block, offer = item.block, item.offer
+            if item.state is _S.CACHED:
+                block = self.reservations.find(item.key)
+                assert block is not None and block.layout is not None
+                key, layout = block.key, block.layout
+            else:
+                block = item.block
+                assert block is not None and item.offer is not None
+                key, layout = item.offer.key, item.offer.layout
             self.reservations.hand(block, claim.first_reader, claim.readers)
-            landed.append(
-                wire.Landed(offer.key, offer.layout, block.nbytes, block.slot, block.offset)
-            )
+            landed.append(wire.Landed(key, layout, block.nbytes, block.slot, block.offset))
         return tuple(landed)
 
     def _end(self, ticket: str) -> None:
@@ -445,6 +566,7 @@ class Ledger:
         self._waiting.pop(ticket, None)
         self._turns += 1
         self._remember(ticket, entry.error)
+        self._notify(entry.watcher, wire.Needed(ticket, over=True))
 
     def _remember(self, ticket: str, error: EpdError | None) -> None:
         self._ended[ticket] = error

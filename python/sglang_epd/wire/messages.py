@@ -5,6 +5,7 @@ channel's (the processes of one language server).
        |                           | <------- Hello ------------- |
        |                           | -------- Welcome ----------> |
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
+       |                           | -------- Needed -----------> |  what is not here already
        |                           | <------- Claim ------------- |  whoever the items are for
        | -------- Offer ---------> |                              |
        | <- Wait, Grant, Decline - |                              |
@@ -48,6 +49,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembered
 DECLINE_CANCELLED = "cancelled"  # nobody waits for it any more
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
+DECLINE_CACHED = "cached"  # another request's embedding of that key is here
 DECLINE_TOO_LARGE = "too_large"  # larger than this receiver may ever hold
 
 # Errors of an Ack, both of which leave the item open.
@@ -228,12 +230,15 @@ class Expect(Message, frozen=True, tag="expect"):
         consumers: how many scheduler requests will claim it (n > 1 sampling sends
             the prompt once to warm the prefix and once a sample).
         ttl_s: seconds from now until the request's deadline.
+        keys: of each item; empty where it is unknown, or where the item is being sent
+            for already. Of the others a `Needed` says whether to. None for no item.
     """
 
     ticket: str
     items: int
     consumers: int
     ttl_s: float
+    keys: tuple[bytes, ...] = ()
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -277,6 +282,21 @@ class Settled(Message, frozen=True, tag="settled"):
     message: str = ""
 
 
+class Needed(Message, frozen=True, tag="needed"):
+    """Receiver to the tokenizer: have these items encoded.
+
+    The first answers an `Expect`; another follows where an item that was here had to make
+    room before it was used.
+
+    Attributes:
+        over: the request needs nothing any more.
+    """
+
+    ticket: str
+    items: tuple[int, ...] = ()
+    over: bool = False
+
+
 class Abandon(Message, frozen=True, tag="abandon"):
     """The request behind a claim is over."""
 
@@ -310,6 +330,7 @@ _AnyMessage = (
     | Expect
     | Claim
     | Settled
+    | Needed
     | Abandon
     | Fail
     | Cancel
@@ -353,6 +374,10 @@ def _check_expect(expect: Expect) -> None:
         0 < expect.items <= MAX_ITEMS and expect.consumers > 0 and 0 < expect.ttl_s < float("inf")
     ):
         raise ProtocolError("expect: items, consumers or ttl out of range")
+    if expect.keys and len(expect.keys) != expect.items:
+        raise ProtocolError(f"expect: {len(expect.keys)} keys of {expect.items} items")
+    if any(len(key) not in (0, KEY_BYTES) for key in expect.keys):
+        raise ProtocolError("expect: a key of the wrong length")
 
 
 def _check_offer(offer: Offer) -> None:

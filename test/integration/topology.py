@@ -42,12 +42,14 @@ class Topology:
             all encoders, and the router of all prefill and decode servers.
         env: added to every server's environment.
         flags: added to the command lines of a role, or of one server.
+        own_env: added to one server's environment.
     """
 
     model: str
     roles: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
+    own_env: dict[str, dict[str, str]] = field(default_factory=dict)
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Topology:
             encoder = role.startswith(("encoder", "registering"))
             cache = {} if encoder else _NO_IMAGE_CACHE
             env = {**os.environ, **cache, **_LOOPBACK_MEDIA, **self.env}
+            env |= self.own_env.get(role, {})
             self.servers[role] = ServerProcess(
                 role,
                 self.command(role, path),
@@ -216,6 +219,21 @@ TOPOLOGIES = {
         flags={"language": "--enable-adaptive-dispatch-to-encoder --enable-metrics"},
     ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
+    "reuse": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "language@kv", "language@miss"),
+        flags={
+            "language": "--enable-metrics --enable-cache-report",
+            "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
+        },
+        own_env={
+            "language@kv": {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
+            "language@miss": {
+                "SGLANG_EPD_EMBEDDING_CACHE_MB": "0",
+                "SGLANG_RADIX_FORCE_MISS": "1",
+            },
+        },
+    ),
     # Encoders are asked again for each picture, and soon have too much.
     "chaos": lambda: Topology(
         _TINY,

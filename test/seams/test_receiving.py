@@ -153,6 +153,7 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     assert type(tally) is Tally
     assert made.options == {
         "budget_bytes": 3 << 20,
+        "cache_bytes": 2 << 20,
         "readers": 3,
         "grant_ttl_s": 7.5,
         "engine": None,

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
-from sglang_epd.errors import EncodeError, EpdError, RequestCancelledError
+from sglang_epd.errors import EncodeError, EpdError, ProtocolError, RequestCancelledError
 from sglang_epd.language.layouts import Slot
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo
+from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo, encode_message
+from sglang_epd.wire.messages import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 _RECEIVER_TIMEOUT_S = 20.0
 # If it does not say by then what is needed, everything is.
 _WORD_TIMEOUT_S = 1.0
+# The same where a scheduler is asked first, which may be in a forward pass.
+_SCHEDULER_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Frontend:
         request_timeout_s: one deadline for all of a request's items.
         key: the key of an item; empty where it cannot be told.
         known: layouts that encoders have told.
+        ask_prefix: whether schedulers look into the prefix cache before anything is sent.
     """
 
     def __init__(
@@ -82,12 +88,15 @@ class Frontend:
         request_timeout_s: float,
         key: Callable[[EncodeItem], bytes] = lambda _item: b"",
         known: LayoutCache | None = None,
+        *,
+        ask_prefix: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
         self._control = control
         self._timeout_s = request_timeout_s
         self._key = key
         self._known = LayoutCache() if known is None else known
+        self._ask_prefix = ask_prefix
         self._live: dict[str, _Live] = {}
         # Called with a request's id and what it failed with, None where all was delivered;
         # once for each request that was started.
@@ -116,25 +125,58 @@ class Frontend:
         """
         keys = [self._key(item) for item in items]
         layouts = self._recall(items, keys)
+        expect = self._announcement(items, keys, layouts, consumers)
+        deadline = time.monotonic() + self._timeout_s
+        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline))
+        return expect
+
+    def again(self, rid: str, items: list[EncodeItem], expect: Expect) -> None:
+        """Have items encoded that were thought not to be needed, under a new announcement.
+
+        Must be called in the event loop.
+
+        Raises:
+            ProtocolError: it is not of these items.
+        """
+        keys = [self._key(item) for item in items]
+        if tuple(keys) != expect.keys:
+            raise ProtocolError("the request's media are not those that it was announced with")
+        layouts = self._recall(items, keys)
+        deadline = time.monotonic() + expect.ttl_s
+        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline))
+
+    def _announcement(
+        self,
+        items: Sequence[EncodeItem],
+        keys: Sequence[bytes],
+        layouts: dict[int, ItemLayout],
+        consumers: int,
+    ) -> Expect:
+        expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
+        if not layouts:
+            return expect
         # Without a layout an embedding is not here either: such items are sent at once.
-        asked = tuple(
+        known = tuple(
             key if item.item in layouts else b"" for item, key in zip(items, keys, strict=True)
         )
-        ticket = secrets.token_urlsafe(16)
-        asked = asked if layouts else ()
-        expect = Expect(ticket, len(items), consumers, self._timeout_s, asked)
-        deadline = time.monotonic() + expect.ttl_s
-        request = _Request(rid, items, keys, layouts, expect, slot, among, deadline)
+        expect = msgspec.structs.replace(expect, keys=known)
+        if not self._ask_prefix or len(layouts) < len(items):
+            return expect
+        told = tuple(layouts[item.item].layout for item in items)
+        full = msgspec.structs.replace(expect, layouts=told)
+        return full if len(encode_message(full)) <= MAX_HEADER_BYTES else expect
+
+    def _begin(self, request: _Request) -> None:
+        rid, slot, ticket = request.rid, request.slot, request.expect.ticket
         task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
-        self._live[rid] = _Live(expect.ticket, task)
+        self._live[rid] = _Live(ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda task: self._forget(rid, expect.ticket, task))
+        task.add_done_callback(lambda task: self._forget(rid, ticket, task))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
                 lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
             )
-        return expect
 
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
@@ -202,6 +244,9 @@ class Frontend:
         keys = request.expect.keys or (b"",) * len(request.items)
         self._send(request, reply_to, [number for number, key in enumerate(keys) if not key])
         request.unheard = any(keys)
+        word_by = started + (_SCHEDULER_TIMEOUT_S if request.expect.layouts else _WORD_TIMEOUT_S)
+        if request.slot is not None and request.expect.layouts:
+            request.slot.learnt([request.layouts.get(item.item) for item in request.items])
         delivered = False
         word = asyncio.create_task(news.get())
         try:
@@ -210,7 +255,7 @@ class Frontend:
                     delivered = True
                     self._delivered(request, started)
                 now = time.monotonic()
-                limit = started + _WORD_TIMEOUT_S if request.unheard else request.deadline
+                limit = word_by if request.unheard else request.deadline
                 waiting = {word, *request.tasks} if not request.over else request.tasks
                 done, _ = await asyncio.wait(
                     waiting,

@@ -22,7 +22,13 @@ from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.dispatch.pool import Pool, State
 from sglang_epd.dispatch.work import Costs, describe
-from sglang_epd.errors import EncodeError, EpdError, MediaError, ProtocolError
+from sglang_epd.errors import (
+    EncodeError,
+    EpdError,
+    MediaError,
+    ProtocolError,
+    RequestCancelledError,
+)
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
@@ -60,6 +66,8 @@ class TokenizerSeam:
         # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         self._processor: Any = None
+        # SGLang's object of a request that is live, by its id (`seams/bootstrap.py`).
+        self.live: Callable[[str], Any] = lambda _rid: None
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -88,6 +96,17 @@ class TokenizerSeam:
             expect = self.frontend.start(prompt.rid, items, consumers, slot, among)
             prompt.need_wait_for_mm_inputs = True
             prompt.encoder_urls = manifest.write(expect, rundir.secret())
+
+    def send_again(self, rid: str, expect: Expect) -> None:
+        """A scheduler needs items of a live request after all.
+
+        Raises:
+            EpdError: they are not there any more.
+        """
+        request = self.live(rid)
+        if request is None:
+            raise RequestCancelledError("the request is over")
+        self.frontend.again(rid, plan(request), expect)
 
     async def recv_mm_data(
         self,
@@ -161,7 +180,7 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_model
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_model
 
     settings = Settings.from_env()
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
@@ -177,11 +196,20 @@ def create_frontend(
         receiving.start(readers=1)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
+    # Where the tokenizer receives, and where a prompt may be encoded here, the scheduler
+    # hears of a request when its items are there.
+    to_scheduler = get_disagg().encoder_transfer_backend != "zmq_to_tokenizer"
+    adapts = get_disagg().enable_adaptive_dispatch_to_encoder
     frontend = Frontend(
-        dispatcher, control, timeout_s, key=lambda item: content_key(item, identity)
+        dispatcher,
+        control,
+        timeout_s,
+        key=lambda item: content_key(item, identity),
+        ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
     )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
+    control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
     method = "TokenizerManager._handle_abort_finish_reason"

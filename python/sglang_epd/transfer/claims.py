@@ -49,9 +49,18 @@ class Claims:
             raise ProtocolError(f"expected Welcome, got {type(reply).__name__}")
         return Arena.open(Address(reply.path, reply.size, reply.seal, reply.readers))
 
-    def claim(self, claim: str, expect: wire.Expect) -> None:
-        """Ask for a ticket's items; `take` will return the outcome under this name."""
-        self._send(wire.Claim(claim, expect, self._first_reader, self._readers))
+    def claim(self, claim: str, expect: wire.Expect, covered: tuple[int, ...] = ()) -> None:
+        """Ask for a ticket's items; `take` will return the outcome under this name.
+
+        Args:
+            covered: items that are not needed; they come as None.
+        """
+        message = wire.Claim(claim, expect, self._first_reader, self._readers, covered)
+        self._send(message)
+
+    def again(self, rid: str, expect: wire.Expect) -> None:
+        """Have the tokenizer send for items of a request that it had sent for before."""
+        self._send(wire.Again(rid, expect))
 
     def abandon(self, claim: str) -> None:
         """The items are not wanted any more; their outcome comes all the same."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,9 @@ class Control:
         self._needed: dict[str, asyncio.Queue[wire.Needed]] = {}
         self._names = itertools.count()
         self._arena: Arena | None = None
+        # Called with a request's id and a new announcement of its items; raises an EpdError
+        # where they cannot be sent for.
+        self.on_again: Callable[[str, wire.Expect], None] = lambda _rid, _expect: None
 
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
@@ -140,10 +143,18 @@ class Control:
                     # Of a request that has ended here nothing is needed.
                     if message.ticket in self._needed:
                         self._needed[message.ticket].put_nowait(message)
+                elif isinstance(message, wire.Again):
+                    await self._again(message)
                 else:
                     raise ProtocolError(f"{type(message).__name__} from the receiver")
             except ProtocolError as error:
                 logger.warning("Dropped a message of the receiver: %s", error)
+
+    async def _again(self, message: wire.Again) -> None:
+        try:
+            self.on_again(message.rid, message.expect)
+        except EpdError as error:
+            await self.fail(message.expect.ticket, error)
 
     def _on_settled(self, message: wire.Settled) -> None:
         if message.claim not in self._claims:
@@ -157,7 +168,8 @@ class Control:
     def _give_back(self, message: wire.Settled, reader: int) -> None:
         assert self._arena is not None
         for item in message.items:
-            self._arena.drop(item.slot, reader)
+            if item is not None:
+                self._arena.drop(item.slot, reader)
 
     async def _tell(self, message: wire.Fail | wire.Cancel | wire.Abandon) -> None:
         try:

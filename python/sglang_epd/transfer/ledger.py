@@ -61,7 +61,7 @@ class Outcome:
     """What a claimant is to be told."""
 
     claimant: Claimant
-    items: tuple[wire.Landed, ...] = ()
+    items: tuple[wire.Landed | None, ...] = ()
     error: EpdError | None = None
 
 
@@ -83,6 +83,8 @@ class _Item:
     block: Block | None = None
     # Whether an encoder is being asked, as far as the tokenizer was told.
     asked: bool = False
+    # Whether anybody needs its embedding; while that is not decided nobody does.
+    wanted: bool = True
 
     @property
     def here(self) -> bool:
@@ -107,10 +109,13 @@ class _Entry:
     # Who announced it, and whether that was told what is needed.
     watcher: Hashable | None = None
     told: bool = False
+    # Whether it is known what is wanted; else the first claim will say.
+    decided: bool = True
 
-    @property
-    def complete(self) -> bool:
-        return all(item.here for item in self.items)
+    def satisfies(self, claim: wire.Claim) -> bool:
+        """Whether all is here that a claim needs."""
+        covered = frozenset(claim.covered)
+        return all(item.here or number in covered for number, item in enumerate(self.items))
 
     @property
     def open_items(self) -> int:
@@ -200,9 +205,10 @@ class Ledger:
             entry = self._entries[ticket] = _Entry(
                 age=self._next_age,
                 # Items without a key are being sent for.
-                items=[_Item(key, asked=not key) for key in keys],
+                items=[_Item(key, asked=not key, wanted=not message.layouts) for key in keys],
                 consumers=message.consumers,
                 deadline=now + message.ttl_s,
+                decided=not message.layouts,
             )
             self._next_age += 1
             for number, item in enumerate(entry.items):
@@ -229,6 +235,11 @@ class Ledger:
             self._outcomes.append(Outcome(claimant, error=error))
         else:
             entry.claims[claimant] = message
+            covered = frozenset(message.covered)
+            for number, item in enumerate(entry.items):
+                item.wanted |= number not in covered
+            entry.decided = True
+            self._tell_needed(ticket, entry)
             self._settle(ticket, now)
 
     def offer(
@@ -349,7 +360,7 @@ class Ledger:
         """End the entries past their deadline, and the grants past theirs."""
         for ticket, entry in list(self._entries.items()):
             if now >= entry.deadline:
-                missing = sum(not item.here for item in entry.items)
+                missing = sum(item.wanted and not item.here for item in entry.items)
                 text = (
                     f"{missing} of {len(entry.items)} multimodal items had not arrived "
                     "from the encoders at the request's deadline"
@@ -403,8 +414,8 @@ class Ledger:
                 if item.block is not None:
                     assert item.block.grant not in blocks, "two items hold one block"
                     blocks.add(item.block.grant)
-            if entry.claims:
-                assert not entry.complete, "a complete request is still waited for"
+            for claim in entry.claims.values():
+                assert not entry.satisfies(claim), "a complete request is still waited for"
                 assert entry.error is None, "a failed request is still waited for"
         assert len(self._ended) <= self._remembered
 
@@ -511,12 +522,12 @@ class Ledger:
 
     def _tell_needed(self, ticket: str, entry: _Entry) -> None:
         """Say which items have to be encoded, if that is news."""
-        if entry.watcher is None:
+        if entry.watcher is None or not entry.decided:
             return
         needed = [
             number
             for number, item in enumerate(entry.items)
-            if item.state is _S.PLANNED and not item.asked
+            if item.state is _S.PLANNED and item.wanted and not item.asked
         ]
         if needed or not entry.told:
             entry.told = True
@@ -531,22 +542,25 @@ class Ledger:
     def _settle(self, ticket: str, now: float) -> None:
         """Tell the outcome, if there is one, to everybody who claimed it."""
         entry = self._entries[ticket]
-        if entry.error is None and not entry.complete:
-            return
-        for claimant, claim in entry.claims.items():
+        for claimant, claim in list(entry.claims.items()):
+            if entry.error is None and not entry.satisfies(claim):
+                continue
             items = () if entry.error else self._hand(entry, claim)
             self._outcomes.append(Outcome(claimant, items, entry.error))
-        entry.consumers -= len(entry.claims)
-        entry.claims.clear()
+            del entry.claims[claimant]
+            entry.consumers -= 1
         if entry.consumers <= 0:
             # Not again when the entry is ended: what was received is in its readers' hands.
             for number in range(len(entry.items)):
                 self._release(ticket, number, now)
             self._end(ticket)
 
-    def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed, ...]:
-        landed = []
-        for item in entry.items:
+    def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+        landed: list[wire.Landed | None] = []
+        for number, item in enumerate(entry.items):
+            if number in claim.covered:
+                landed.append(None)
+                continue
             if item.state is _S.CACHED:
                 block = self.reservations.find(item.key)
                 assert block is not None and block.layout is not None

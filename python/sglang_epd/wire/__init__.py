@@ -18,6 +18,7 @@ from sglang_epd.wire.http import (
 from sglang_epd.wire.messages import (
     Abandon,
     Ack,
+    Again,
     Cancel,
     Claim,
     Decline,
@@ -49,6 +50,7 @@ __all__ = [
     "MINOR",
     "Abandon",
     "Ack",
+    "Again",
     "Cancel",
     "Claim",
     "Decline",

@@ -7,6 +7,7 @@ channel's (the processes of one language server).
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
        |                           | -------- Needed -----------> |  what is not here already
        |                           | <------- Claim ------------- |  whoever the items are for
+       |                           | <------- Again ------------> |  scheduler to tokenizer
        | -------- Offer ---------> |                              |
        | <- Wait, Grant, Decline - |                              |
        | -------- Payload -------> |                              |
@@ -232,6 +233,8 @@ class Expect(Message, frozen=True, tag="expect"):
         ttl_s: seconds from now until the request's deadline.
         keys: of each item; empty where it is unknown, or where the item is being sent
             for already. Of the others a `Needed` says whether to. None for no item.
+        layouts: of each item, where all are known: the prefix cache is asked before anything
+            is sent, and a `Needed` follows the first claim.
     """
 
     ticket: str
@@ -239,6 +242,7 @@ class Expect(Message, frozen=True, tag="expect"):
     consumers: int
     ttl_s: float
     keys: tuple[bytes, ...] = ()
+    layouts: tuple[Layout, ...] = ()
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -247,12 +251,26 @@ class Claim(Message, frozen=True, tag="claim"):
     Attributes:
         claim: the asker's name for it; unique among its own.
         first_reader, readers: the processes that will read the items.
+        covered: items whose KV the asker has, so that it needs no embedding.
     """
 
     claim: str
     expect: Expect
     first_reader: int
     readers: int
+    covered: tuple[int, ...] = ()
+
+
+class Again(Message, frozen=True, tag="again"):
+    """Scheduler to the tokenizer, through the receiver: a request's items are needed after
+    all, and are announced herewith.
+
+    Attributes:
+        rid: SGLang's id of the request.
+    """
+
+    rid: str
+    expect: Expect
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -273,11 +291,12 @@ class Landed(msgspec.Struct, frozen=True):
 class Settled(Message, frozen=True, tag="settled"):
     """Receiver: a claim has its items, or an error (`code` not empty).
 
-    Where both are there, the items are to be read by nobody, and given back.
+    An item that the claim covers itself is None. Where both an error and items are there,
+    the items are to be read by nobody, and given back.
     """
 
     claim: str
-    items: tuple[Landed, ...] = ()
+    items: tuple[Landed | None, ...] = ()
     code: str = ""
     message: str = ""
 
@@ -329,6 +348,7 @@ _AnyMessage = (
     | Welcome
     | Expect
     | Claim
+    | Again
     | Settled
     | Needed
     | Abandon
@@ -364,6 +384,10 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
         _check_expect(message.expect)
         if message.first_reader < 0 or message.readers <= 0:
             raise ProtocolError("claim: readers out of range")
+        if any(not 0 <= item < message.expect.items for item in message.covered):
+            raise ProtocolError("claim: covers items that the request does not have")
+    elif isinstance(message, Again):
+        _check_expect(message.expect)
     elif isinstance(message, Payload) and message.offset < 0:
         raise ProtocolError("payload: negative offset")
     return message
@@ -376,6 +400,8 @@ def _check_expect(expect: Expect) -> None:
         raise ProtocolError("expect: items, consumers or ttl out of range")
     if expect.keys and len(expect.keys) != expect.items:
         raise ProtocolError(f"expect: {len(expect.keys)} keys of {expect.items} items")
+    if expect.layouts and not (len(expect.layouts) == expect.items and all(expect.keys)):
+        raise ProtocolError("expect: layouts are told of all items and with keys, or of none")
     if any(len(key) not in (0, KEY_BYTES) for key in expect.keys):
         raise ProtocolError("expect: a key of the wrong length")
 

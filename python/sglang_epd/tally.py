@@ -20,6 +20,7 @@ COUNTERS = {
     "dropped": ("reason", "Messages dropped"),
 }
 DISPATCH_COUNTERS = {
+    "items": ("source", "Items of requests, by where their KV or embedding came from"),
     "retries": ("reason", "Items that were sent again, by what their encoder failed of"),
     "waits": ("", "Times that items waited because no encoder was left to ask"),
     "moves": ("state", "Encoders that came into a state"),

@@ -6,10 +6,17 @@ from contextlib import contextmanager
 import pytest
 
 from sglang_epd.cache import LayoutCache
-from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EpdError,
+    ProtocolError,
+    UnavailableError,
+)
 from sglang_epd.language import frontend as frontend_module
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.tally import Tally
 from sglang_epd.wire import (
     EncodeItem,
     Expect,
@@ -73,9 +80,10 @@ class FakeDispatcher:
         self.gates: dict[str, asyncio.Event] = {}
         self.error: BaseException | None = None
         self.layouts: dict[int, ItemLayout] = {}
+        self.sources: dict[int, str] = {}
 
     async def run(
-        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None
+        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None, note=None
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))
@@ -83,6 +91,8 @@ class FakeDispatcher:
         await self.gates.get(reply_to.ticket, self.go_on).wait()
         if self.error is not None:
             raise self.error
+        for item in items:
+            note(item.item, self.sources.get(item.item, "computed"))
         return self.layouts
 
 
@@ -459,3 +469,57 @@ async def test_an_encoder_that_tells_another_key_is_not_believed(dispatcher, con
         while len(frontend):
             await asyncio.sleep(0)
     assert known.find(b"z" * 32) is None
+
+
+async def test_where_items_came_from_is_counted_and_told(dispatcher, control, mixed):
+    items, known = mixed
+    control.talks = True
+    tally = Tally()
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, tally=tally)
+    dispatcher.sources = {2: "cached", 3: "coalesced"}
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", items, 1)
+    await dispatcher.started.wait()
+    assert frontend.account("rid") is None
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    last = Needed(expect.ticket, over=True, covered=1, cached=1)
+    control.news[expect.ticket].put_nowait(last)
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    sources = {"kv": 1, "language_cache": 1, "encoder_cache": 1, "coalesced": 1}
+    assert frontend.account("rid") == sources
+    assert tally.counts == {("items", source): items for source, items in sources.items()}
+
+
+async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_known(
+    dispatcher, control, mixed, monkeypatch
+):
+    items, known = mixed
+    monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, ask_prefix=True)
+    some = frontend.start("some", items, 1)
+    assert some.keys
+    assert not some.layouts
+    every = frontend.start("every", items[:2], 1)
+    assert every.layouts == tuple(layout_of(item).layout for item in items[:2])
+    while every.ticket not in control.news:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    sent = {run[0].ticket for run in dispatcher.runs}
+    assert every.ticket not in sent, "the scheduler may take longer"
+    # It had them, and lost them.
+    again = Expect("again", 2, 1, TIMEOUT_S, every.keys, every.layouts)
+    frontend.again("every", items[:2], again)
+    while "again" not in control.news:
+        await asyncio.sleep(0)
+    control.news["again"].put_nowait(Needed("again", (0, 1)))
+    dispatcher.go_on.set()
+    async with asyncio.timeout(5):
+        while dispatcher.runs[-1][0].ticket != "again":
+            await asyncio.sleep(0)
+    with pytest.raises(ProtocolError):
+        frontend.again("every", items[1:3], again)
+    frontend.cancel_all()
+    await asyncio.sleep(0.01)

@@ -238,6 +238,58 @@ def test_a_claim_may_come_before_the_announcement():
     assert books.needed() == [("u", (1,), False)]
 
 
+def asks_the_prefix_cache(books: Books, ticket: str, letters: str) -> wire.Expect:
+    keys = tuple(key(letter) for letter in letters)
+    expect = wire.Expect(ticket, len(letters), 1, 100.0, keys, (LAYOUT,) * len(letters))
+    books.ledger.expect(expect, 0.0, watcher=b"tokenizer")
+    return expect
+
+
+def test_nothing_is_needed_before_the_prefix_cache_was_asked():
+    books = Books()
+    books.serve("t", "a")
+    expect = asks_the_prefix_cache(books, "u", "abc")
+    assert not books.needed()
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, covered=(1,)), 0.0)
+    assert books.needed() == [("u", (2,), False)]
+    books.deliver("u", 2, "c")
+    (landed,) = books.settled()
+    assert [item and item.key for item in landed] == [key("a"), None, key("c")]
+    (over,) = books.ledger.take_notices()
+    assert over.message == wire.Needed("u", over=True, covered=1, cached=1)
+    books.drop(landed[0], landed[2])
+    assert books.reservations.held_bytes == 0
+
+
+def test_what_the_prefix_cache_covers_is_neither_sent_nor_held():
+    books = Books()
+    books.serve("t", "ab")
+    expect = asks_the_prefix_cache(books, "u", "ab")
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, covered=(0, 1)), 0.0)
+    assert books.settled() == [(None, None)]
+    assert books.kept == "ab"
+    assert len(books.ledger) == 0
+
+
+def test_samples_may_be_covered_differently():
+    books = Books()
+    keys = (key("a"), key("b"))
+    expect = wire.Expect("t", 2, 3, 100.0, keys, (LAYOUT, LAYOUT))
+    books.ledger.expect(expect, 0.0, watcher=b"tokenizer")
+    books.ledger.claim("one", wire.Claim("one", expect, 0, READERS, covered=(0, 1)), 0.0)
+    assert books.settled() == [(None, None)]
+    assert books.needed() == [("t", (), False)]
+    books.ledger.claim("two", wire.Claim("two", expect, 0, READERS, covered=(0,)), 0.0)
+    books.ledger.claim("three", wire.Claim("three", expect, 0, READERS), 0.0)
+    assert books.needed() == [("t", (1,), False), ("t", (0,), False)]
+    books.deliver("t", 1, "b")
+    assert [[bool(item) for item in landed] for landed in books.settled()] == [[False, True]]
+    books.ledger.check_integrity()
+    books.deliver("t", 0, "a")
+    assert [[bool(item) for item in landed] for landed in books.settled()] == [[True, True]]
+    assert len(books.ledger) == 0
+
+
 class KeptMachine(RuleBasedStateMachine):
     """Requests of few items over a small memory, in any order: what they get is theirs,
     and every byte comes back."""

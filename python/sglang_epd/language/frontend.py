@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.errors import EncodeError, EpdError, ProtocolError, RequestCancelledError
 from sglang_epd.language.layouts import Slot
+from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo, encode_message
 from sglang_epd.wire.messages import MAX_HEADER_BYTES
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 # The receiver sits in the same host's scheduler, which is up before any request.
 _RECEIVER_TIMEOUT_S = 20.0
+# What encoders call the ways in which they come by an embedding, and users are told.
+_SOURCES = {"cached": "encoder_cache", "": "computed"}
+# Of so many requests it is known where their items came from.
+_MAX_ACCOUNTS = 4096
 # If it does not say by then what is needed, everything is.
 _WORD_TIMEOUT_S = 1.0
 # The same where a scheduler is asked first, which may be in a forward pass.
@@ -66,6 +72,8 @@ class _Request:
     unheard: bool = False
     over: bool = False
     sent: int = 0
+    # Where encoders had items from, by number.
+    sources: dict[int, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
 
 
@@ -79,6 +87,7 @@ class Frontend:
         key: the key of an item; empty where it cannot be told.
         known: layouts that encoders have told.
         ask_prefix: whether schedulers look into the prefix cache before anything is sent.
+        tally: counts where items come from.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class Frontend:
         known: LayoutCache | None = None,
         *,
         ask_prefix: bool = False,
+        tally: Tally | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._control = control
@@ -97,6 +107,8 @@ class Frontend:
         self._key = key
         self._known = LayoutCache() if known is None else known
         self._ask_prefix = ask_prefix
+        self._tally = tally or Tally()
+        self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Live] = {}
         # Called with a request's id and what it failed with, None where all was delivered;
         # once for each request that was started.
@@ -178,6 +190,15 @@ class Frontend:
                 lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
             )
 
+    def account(self, rid: str) -> dict[str, int] | None:
+        """How many of a request's items came from where, once all have come.
+
+        From "kv" (the prefix cache), the "language_cache", an "encoder_cache", were
+        "coalesced" with another request's at an encoder, or "computed" there; None where it
+        is not known (yet).
+        """
+        return self._accounts.get(rid)
+
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
         live = self._live.get(rid)
@@ -248,6 +269,7 @@ class Frontend:
         if request.slot is not None and request.expect.layouts:
             request.slot.learnt([request.layouts.get(item.item) for item in request.items])
         delivered = False
+        last = Needed(request.expect.ticket)
         word = asyncio.create_task(news.get())
         try:
             while not request.over or request.tasks:
@@ -268,6 +290,7 @@ class Frontend:
                 if word in done:
                     message = word.result()
                     request.unheard, request.over = False, message.over
+                    last = message
                     self._send(request, reply_to, message.items)
                     word = asyncio.create_task(news.get())
                 elif not done and request.unheard:
@@ -280,6 +303,7 @@ class Frontend:
                     return  # the deadline, at which the receiver ends the request
             if not delivered:
                 self._delivered(request, started)
+            self._account(request, last)
         finally:
             word.cancel()
 
@@ -289,7 +313,9 @@ class Frontend:
         every = len(numbers) == len(request.items)
         items = request.items if every else [request.items[number] for number in numbers]
         request.sent += len(items)
-        run = self._dispatcher.run(reply_to, items, request.deadline, request.among)
+        run = self._dispatcher.run(
+            reply_to, items, request.deadline, request.among, request.sources.__setitem__
+        )
         request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
 
     def _learn(self, request: _Request, layouts: dict[int, ItemLayout]) -> None:
@@ -315,6 +341,16 @@ class Frontend:
         if live is not None and live.ticket == request.expect.ticket:
             live.told = True
             self.on_end(request.rid, None)
+
+    def _account(self, request: _Request, last: Needed) -> None:
+        """Note where the items of a request came from, now that all have."""
+        counts = Counter(_SOURCES.get(source, source) for source in request.sources.values())
+        counts += Counter({"kv": last.covered, "language_cache": last.cached})
+        for source, items in counts.items():
+            self._tally.add("items", source, amount=items)
+        self._accounts[request.rid] = dict(counts)
+        while len(self._accounts) > _MAX_ACCOUNTS:
+            self._accounts.popitem(last=False)
 
     async def _fail(self, request: _Request, error: EpdError) -> EpdError:
         if request.slot is not None:

@@ -4,15 +4,17 @@ Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
 `send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
-`abort_request(rid)` when a request is over early; and
+`abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
+yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -206,12 +208,14 @@ def create_frontend(
         timeout_s,
         key=lambda item: content_key(item, identity),
         ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
+        tally=tally,
     )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
     control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
+    hook(_MODULE, "TokenizerManager._wait_one_response", _tell_sources, "around")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")
     return seam
@@ -253,6 +257,25 @@ def _cancel_at_encoders(
         manager.mm_receiver.frontend.cancel_all()
     elif rid:
         manager.mm_receiver.frontend.cancel(rid)
+
+
+def _tell_sources(original: Any, manager: Any, obj: Any, *args: Any, **options: Any) -> Any:
+    """Around `_wait_one_response`: answers of a request with media say where that came from."""
+    answers = original(manager, obj, *args, **options)
+    if not obj.contains_mm_input():
+        return answers
+    return _with_sources(answers, manager.mm_receiver.frontend, obj.rid)
+
+
+async def _with_sources(
+    answers: AsyncGenerator[dict[str, Any]], frontend: Frontend, rid: str
+) -> AsyncGenerator[dict[str, Any]]:
+    async with contextlib.aclosing(answers):
+        async for answer in answers:
+            account = frontend.account(rid)
+            if account is not None:
+                answer["meta_info"]["media_sources"] = account
+            yield answer
 
 
 async def _answer_before_streaming(

@@ -111,6 +111,10 @@ class _Entry:
     told: bool = False
     # Whether it is known what is wanted; else the first claim will say.
     decided: bool = True
+    # Of its first claim that had its items: those in the prefix cache, those that were here.
+    covered: int = 0
+    cached: int = 0
+    handed: bool = False
 
     def satisfies(self, claim: wire.Claim) -> bool:
         """Whether all is here that a claim needs."""
@@ -556,6 +560,13 @@ class Ledger:
             self._end(ticket)
 
     def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+        if not entry.handed:
+            entry.handed = True
+            entry.covered = len(claim.covered)
+            entry.cached = sum(
+                item.state is _S.CACHED and number not in claim.covered
+                for number, item in enumerate(entry.items)
+            )
         landed: list[wire.Landed | None] = []
         for number, item in enumerate(entry.items):
             if number in claim.covered:
@@ -580,7 +591,8 @@ class Ledger:
         self._waiting.pop(ticket, None)
         self._turns += 1
         self._remember(ticket, entry.error)
-        self._notify(entry.watcher, wire.Needed(ticket, over=True))
+        over = wire.Needed(ticket, over=True, covered=entry.covered, cached=entry.cached)
+        self._notify(entry.watcher, over)
 
     def _remember(self, ticket: str, error: EpdError | None) -> None:
         self._ended[ticket] = error

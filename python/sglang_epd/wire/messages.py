@@ -309,11 +309,15 @@ class Needed(Message, frozen=True, tag="needed"):
 
     Attributes:
         over: the request needs nothing any more.
+        covered, cached: of a request that is over, how many items its first claim had in
+            the prefix cache, and how many were here for another's sake.
     """
 
     ticket: str
     items: tuple[int, ...] = ()
     over: bool = False
+    covered: int = 0
+    cached: int = 0
 
 
 class Abandon(Message, frozen=True, tag="abandon"):

@@ -22,7 +22,13 @@ import msgspec
 
 from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
-from sglang_epd.errors import EncodeError, EpdError, ProtocolError, RequestCancelledError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EpdError,
+    ProtocolError,
+    RequestCancelledError,
+)
 from sglang_epd.language.layouts import Slot
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Control
@@ -37,7 +43,9 @@ _RECEIVER_TIMEOUT_S = 20.0
 _SOURCES = {"cached": "encoder_cache", "": "computed"}
 # Of so many requests it is known where their items came from.
 _MAX_ACCOUNTS = 4096
-# If it does not say by then what is needed, everything is.
+# Dispatch ends at the deadline by itself, and says what it lacked.
+_GRACE_S = 2.0
+# If the receiver does not say by then what is needed, everything is.
 _WORD_TIMEOUT_S = 1.0
 # The same where a scheduler is asked first, which may be in a forward pass.
 _SCHEDULER_TIMEOUT_S = 5.0
@@ -266,8 +274,6 @@ class Frontend:
         self._send(request, reply_to, [number for number, key in enumerate(keys) if not key])
         request.unheard = any(keys)
         word_by = started + (_SCHEDULER_TIMEOUT_S if request.expect.layouts else _WORD_TIMEOUT_S)
-        if request.slot is not None and request.expect.layouts:
-            request.slot.learnt([request.layouts.get(item.item) for item in request.items])
         delivered = False
         last = Needed(request.expect.ticket)
         word = asyncio.create_task(news.get())
@@ -277,7 +283,7 @@ class Frontend:
                     delivered = True
                     self._delivered(request, started)
                 now = time.monotonic()
-                limit = word_by if request.unheard else request.deadline
+                limit = word_by if request.unheard else request.deadline + _GRACE_S
                 waiting = {word, *request.tasks} if not request.over else request.tasks
                 done, _ = await asyncio.wait(
                     waiting,
@@ -299,8 +305,10 @@ class Frontend:
                     self._send(
                         request, reply_to, [number for number, key in enumerate(keys) if key]
                     )
+                elif not done and not delivered:
+                    raise DeadlineError("the request's media were not delivered in time")
                 elif not done:
-                    return  # the deadline, at which the receiver ends the request
+                    return  # nobody came for them, and the receiver has ended the request
             if not delivered:
                 self._delivered(request, started)
             self._account(request, last)

@@ -197,6 +197,18 @@ def test_a_match_that_is_lost_before_the_prefill_is_made_up_for(world):
     assert world.tree.held == 0
 
 
+def test_a_tree_that_promises_what_the_prefill_does_not_find_is_believed_once(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    assert not world.gate.may_run(request, 0)
+    world.gate.tidy()
+    assert world.gate.holds("r")
+    assert world.leader.asked[1:] == [("r", (), True)]
+    world.land("r", covered=())
+    assert world.gate.may_run(request, 0)
+
+
 def test_one_that_was_aborted_when_its_match_was_lost_is_not_brought_back(world):
     world.tree.length = 2 * STRIDE
     request = world.request("r")

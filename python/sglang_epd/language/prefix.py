@@ -44,11 +44,13 @@ class Resting:
         carrier: the request as the scheduler received it; it carries outcomes to the ranks.
         expect: how its items were announced.
         asked: whether its ticket was claimed; a second time takes a new one.
+        lost: whether it lost its match; from then on it rests on no other.
     """
 
     carrier: Any
     expect: Expect
     asked: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,12 @@ class Gate:
                 self._leader.forgo(request.rid)
             return True
         self._unlock(request.rid)
-        length, node = self._tree.match(request)
+        resting = bare[0][1].resting
+        length, node = (0, None) if resting.lost else self._tree.match(request)
         missing = {note.rows.item for item, note in bare if end(item) > length}
         if length:
             self._locks[request.rid] = self._tree.lock(node)
-        self._ask(request, bare[0][1].resting, missing)
+        self._ask(request, resting, missing)
         if not missing:
             return True
         self._parked[request.rid] = request, retracted
@@ -168,9 +171,11 @@ class Gate:
 
         It is not to be run then, and leaves the queue before the next batch is made.
         """
-        if all(end(item) <= prefix_len for item, _ in bare_items(request)):
+        bare = bare_items(request)
+        if all(end(item) <= prefix_len for item, _ in bare):
             return True
-        if request not in self._lost:
+        bare[0][1].resting.lost = True
+        if not any(one is request for one in self._lost):
             self._lost.append(request)
         return False
 

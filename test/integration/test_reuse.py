@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import copy
+import hashlib
+import http.server
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,6 +78,44 @@ def swapped(photos: Photographs, which: int) -> Messages:
     return [user(image_part(data_url(photos[which].rotate(40))), text_part("Which one is it?"))]
 
 
+def by_url(messages: Messages, root: str) -> Messages:
+    """The same pictures, each at an address of a server that was handed them."""
+    moved: Messages = copy.deepcopy(messages)
+    for message in moved:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "image_url":
+                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+                name = hashlib.sha256(data).hexdigest()
+                _SERVED[f"/{name}.png"] = data
+                part["image_url"]["url"] = f"{root}/{name}.png"
+    return moved
+
+
+_SERVED: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def picture_server() -> Iterator[str]:
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = _SERVED[self.path]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
 def asked(topology: Topology) -> int:
     """Requests that the encoder has answered."""
     status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
@@ -124,6 +167,27 @@ def test_a_conversation_asks_encoders_in_its_first_turn_only(
         else:
             assert state[0] > before[0], "its match was lost, so the items had to be fetched"
         before = state
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_pictures_behind_addresses_are_known_when_they_are_offered(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    picture_server: str,
+    role: str,
+) -> None:
+    """What they are is told by an encoder, each time; nothing is sent for it again."""
+    client = Client(topology.urls[role])
+    messages = conversation(photographs, 2, look=3)
+    before = 0.0
+    for turn in range(3):
+        actual = client.generation(*by_url(messages, picture_server), tokens=TOKENS)
+        assert actual.distance(expected(messages)) < TOLERANCE
+        bytes_moved = moved(topology, role)
+        if turn and role != "language@miss":
+            assert bytes_moved == before
+        before = bytes_moved
 
 
 @pytest.mark.parametrize("role", SERVERS)

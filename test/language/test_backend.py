@@ -18,7 +18,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
-from sglang_epd.wire import Expect, Landed, Layout, Settled, TensorSpec
+from sglang_epd.wire import Expect, Laid, Landed, Layout, Settled, TensorSpec
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
@@ -35,7 +35,9 @@ class FakeClaims:
         self.abandoned: list[str] = []
         self._settled: list[Settled] = []
 
-    def claim(self, claim: str, expect: Expect, covered: tuple[int, ...] = ()) -> None:
+    def claim(
+        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
+    ) -> None:
         assert claim not in self.claims, "each claim has a name of its own"
         self.claims[claim] = expect
         self.covered.append(covered)
@@ -49,6 +51,9 @@ class FakeClaims:
     def take(self) -> list[Settled]:
         taken, self._settled = self._settled, []
         return taken
+
+    def lay(self, number: int, keys: tuple, layouts: tuple) -> None:
+        self._settled.append(Laid(list(self.claims)[number], keys, layouts))
 
     def settle(self, number: int, *items: Landed, error: EpdError | None = None) -> None:
         code, message = (error.code, error.message) if error else ("", "")
@@ -483,6 +488,32 @@ def test_the_ticket_of_a_request_that_ended_before_it_was_asked_about_ends_too(l
     leader.forgo("rid")
     leader.forgo("another")
     assert claims.covered == [(0, 1)]
+
+
+def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
+    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    assert leader.pass_on([one]) == []
+    claims.lay(0, KNOWN.keys, KNOWN.layouts)
+    assert leader.pass_on([]) == [one]
+    assert manifest.read_expect(one.encoder_urls, SECRET) == KNOWN
+    assert not leader.waiting
+    leader.ask("rid", one, KNOWN, (0,), again=False)
+    assert claims.covered == [(), (0,)]
+    claims.settle(1)
+    assert leader.pass_on([]) == [one]
+
+
+def test_a_request_that_was_aborted_when_its_layouts_became_known_ends(leader, claims):
+    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    leader.pass_on([one])
+    leader.abandon(lambda rid: True)
+    claims.lay(0, KNOWN.keys, KNOWN.layouts)
+    assert leader.pass_on([]) == [one]
+    outcome = manifest.read_settled(one.encoder_urls, SECRET)
+    assert outcome.code == "RequestCancelledError"
+    assert claims.covered == [(), (0, 1)], "its ticket is used up"
+    claims.settle(1)
+    assert leader.pass_on([]) == []
 
 
 class FakeGate:

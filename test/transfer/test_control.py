@@ -245,7 +245,8 @@ async def test_a_second_request_for_the_same_item_needs_no_encoder(
                         await asyncio.to_thread(lambda: encoder.deliver(encoder.grant("t")))
                     settled = await control.claim(expect, 0)
                     assert torch.equal(arena.read(settled.items[0], 0), EMBEDDING)
-                    assert await news.get() == wire.Needed(ticket, over=True)
+                    cached = 0 if needed else 1
+                    assert await news.get() == wire.Needed(ticket, over=True, cached=cached)
             del settled
             await until_free(receiver)
         assert receiver.tally.counts["payloads", "inline"] == 1

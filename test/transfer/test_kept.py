@@ -290,6 +290,96 @@ def test_samples_may_be_covered_differently():
     assert len(books.ledger) == 0
 
 
+def offered(books: Books, ticket: str, item: int, letter: str, now: float = 0.0) -> object:
+    return books.ledger.offer(wire.Offer(ticket, item, key(letter), LAYOUT, PAGE), now)
+
+
+def seen_before(letters: str) -> Books:
+    """Requests went on with these, and nothing of them is kept."""
+    books = Books(kept_pages=0)
+    for letter in letters:
+        expect = books.expect(f"before {letter}", "?")
+        claim = wire.Claim("c", expect, 0, READERS, prefix=True)
+        books.ledger.claim(letter, claim, 0.0)
+        books.deliver(f"before {letter}", 0, letter)
+    for landed in books.settled():
+        books.drop(*landed)
+    books.needed()
+    return books
+
+
+def test_an_item_that_was_here_before_waits_for_the_prefix_cache_and_may_be_covered():
+    books = seen_before("a")
+    expect = books.expect("t", "??")
+    books.needed()
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    assert not books.ledger.take_outcomes(), "the other item is not known"
+    block = offered(books, "t", 1, "b")
+    assert isinstance(block, Block), "it was never here, and waits for nothing"
+    (outcome,) = books.ledger.take_outcomes()
+    assert (outcome.claimant, outcome.laid) == ("c", ((key("a"), LAYOUT), (key("b"), LAYOUT)))
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    before = books.ledger.news
+    again = wire.Claim("d", expect, 0, READERS, covered=(0,), prefix=True)
+    books.ledger.claim("d", again, 0.0)
+    assert books.ledger.news > before
+    assert offered(books, "t", 0, "a") == wire.Decline("t", 0, messages.DECLINE_COVERED)
+    assert books.ledger.fill(wire.Payload("t", 1, block.grant), 0.0)
+    (landed,) = books.settled()
+    assert [bool(item) for item in landed] == [False, True]
+    books.drop(landed[1])
+    books.ledger.check_integrity()
+    assert books.reservations.held_bytes == 0
+
+
+def test_a_claim_may_come_after_the_offers():
+    books = seen_before("a")
+    expect = books.expect("t", "?")
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    (outcome,) = books.ledger.take_outcomes()
+    assert outcome.laid
+    books.ledger.claim("d", wire.Claim("d", expect, 0, READERS, covered=(0,)), 0.0)
+    assert books.settled() == [(None,)]
+    assert isinstance(offered(books, "t", 0, "a"), wire.Decline)
+
+
+def test_nobody_waits_long_for_a_prefix_cache_nor_where_there_is_none():
+    books = seen_before("a")
+    books.expect("t", "??")
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    before = books.ledger.news
+    books.ledger.expire(0.6)
+    assert books.ledger.news > before
+    assert isinstance(offered(books, "t", 0, "a", 0.6), Block)
+    assert isinstance(offered(books, "t", 1, "a", 0.6), Block), "asked no more"
+    books = seen_before("a")
+    expect = books.expect("t", "?")
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    books.ledger.expire(6.0)
+    assert isinstance(offered(books, "t", 0, "a", 6.0), Block), "the scheduler is long in coming"
+    books = Books(kept_pages=0)
+    for ticket in "tu":
+        expect = books.expect(ticket, "?")
+        books.ledger.claim(ticket, wire.Claim("c", expect, 0, READERS), 0.0)
+        books.deliver(ticket, 0, "a")
+
+
+def test_a_request_that_ends_while_the_prefix_cache_is_asked_is_told_so():
+    books = seen_before("a")
+    expect = books.expect("t", "?")
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    offered(books, "t", 0, "a")
+    assert books.ledger.take_outcomes()
+    books.ledger.cancel("t", 0.0)
+    books.ledger.claim("d", wire.Claim("d", expect, 0, READERS, covered=(0,)), 0.0)
+    (outcome,) = books.ledger.take_outcomes()
+    assert outcome.error is not None
+    books.ledger.check_integrity()
+
+
 class KeptMachine(RuleBasedStateMachine):
     """Requests of few items over a small memory, in any order: what they get is theirs,
     and every byte comes back."""

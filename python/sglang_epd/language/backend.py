@@ -27,7 +27,8 @@ from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableE
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Settled
+from sglang_epd.wire import Expect, Laid, Settled, encode_message
+from sglang_epd.wire.messages import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ Failure = tuple[Any, str, HTTPStatus]
 class ClaimsTickets(Protocol):
     """What a leader needs of the control channel."""
 
-    def claim(self, claim: str, expect: Expect, covered: tuple[int, ...] = ()) -> None: ...
+    def claim(
+        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
+    ) -> None: ...
 
     def again(self, rid: str, expect: Expect) -> None: ...
 
     def abandon(self, claim: str) -> None: ...
 
-    def take(self) -> list[Settled]: ...
+    def take(self) -> list[Settled | Laid]: ...
 
 
 class HoldsRequests(Protocol):
@@ -70,13 +73,17 @@ class Leader:
     Args:
         claims: how tickets are claimed.
         secret: what manifests are signed with.
+        prefix: whether the ranks have prefix caches to be asked.
     """
 
-    def __init__(self, claims: ClaimsTickets, secret: bytes) -> None:
+    def __init__(self, claims: ClaimsTickets, secret: bytes, *, prefix: bool = False) -> None:
+        self._prefix = prefix
         self._claims = claims
         self._secret = secret
         self._waiting: dict[str, Any] = {}
         self._until: dict[str, float] = {}
+        # How the requests that wait were announced.
+        self._expects: dict[str, Expect] = {}
         self._next_look = 0.0
         self._abandoned: set[str] = set()
         self._names = itertools.count()
@@ -98,6 +105,9 @@ class Leader:
         passed: list[Any] = []
         # These first: an abort among `requests` must find them where they go on.
         for settled in self._claims.take():
+            if isinstance(settled, Laid):
+                passed += self._on_laid(settled)
+                continue
             if settled.claim in self._covered:
                 self._covered.remove(settled.claim)
                 continue
@@ -105,7 +115,7 @@ class Leader:
             if request is None:
                 logger.error("The receiver settled a request after it was given up")
                 continue
-            del self._until[settled.claim]
+            del self._until[settled.claim], self._expects[settled.claim]
             aborted = settled.claim in self._abandoned
             self._abandoned.discard(settled.claim)
             request.encoder_urls = self._write(_aborted(settled) if aborted else settled)
@@ -134,8 +144,30 @@ class Leader:
             # Every rank asks its prefix cache first.
             self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
             return True
-        self._claim(request, expect, ())
+        self._claim(request, expect, (), prefix=self._prefix)
         return False
+
+    def _on_laid(self, laid: Laid) -> list[Any]:
+        """All layouts of a request that waits have become known: the ranks are to look into
+        their prefix caches."""
+        request = self._waiting.pop(laid.claim, None)
+        if request is None:
+            return []
+        del self._until[laid.claim]
+        announced = self._expects.pop(laid.claim)
+        expect = msgspec.structs.replace(announced, keys=laid.keys, layouts=laid.layouts)
+        if laid.claim in self._abandoned:
+            self._abandoned.remove(laid.claim)
+            self.ask(request.rid, None, expect, tuple(range(expect.items)), again=False)
+            request.encoder_urls = self._write(_aborted(Settled("")))
+        elif len(encode_message(expect)) > MAX_HEADER_BYTES:
+            # More than a request carries.
+            self._claim(request, announced, ())
+            return []
+        else:
+            self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
+            request.encoder_urls = manifest.write(expect, self._secret)
+        return [request]
 
     def ask(
         self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
@@ -154,11 +186,11 @@ class Leader:
         if len(covered) < expect.items:
             # The ranks have laid it out by now; what they made is not to be sent round.
             request.mm_inputs = None
-            self._claim(request, expect, covered)
+            self._claim(request, expect, covered, prefix=self._prefix)
             return
         claim = str(next(self._names))
         self._covered.add(claim)
-        self._claims.claim(claim, expect, covered)
+        self._claims.claim(claim, expect, covered, prefix=self._prefix)
 
     def forgo(self, rid: str) -> None:
         """A request ended before the prefix cache was asked."""
@@ -168,11 +200,14 @@ class Leader:
             every = tuple(range(expect.items))
             self.ask(rid, None, expect, every, again=False)
 
-    def _claim(self, request: Any, expect: Expect, covered: tuple[int, ...]) -> None:
+    def _claim(
+        self, request: Any, expect: Expect, covered: tuple[int, ...], *, prefix: bool = False
+    ) -> None:
         claim = str(next(self._names))
         self._waiting[claim] = request
         self._until[claim] = time.monotonic() + expect.ttl_s + _GRACE_S
-        self._claims.claim(claim, expect, covered)
+        self._expects[claim] = expect
+        self._claims.claim(claim, expect, covered, prefix=prefix)
 
     def _given_up(self, now: float) -> list[Any]:
         """Requests that the receiver has not settled at their deadline, as it always does."""
@@ -187,7 +222,7 @@ class Leader:
         for claim in overdue:
             logger.error("No word of the items of %s", self._waiting[claim].rid)
             request = self._waiting.pop(claim)
-            del self._until[claim]
+            del self._until[claim], self._expects[claim]
             self._abandoned.discard(claim)
             # Should it wake after all, nobody is to be handed the items.
             self._claims.abandon(claim)

@@ -82,7 +82,7 @@ def create_backend(
         _select_mm_processor_prompt,
     )
     from sglang.srt.managers.schedule_batch import Modality
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_memory, get_parallel
 
     host = SimpleNamespace(scheduler=scheduler, mm_processor=None)
     MMReceiverBase._init_mm_processor(
@@ -111,7 +111,8 @@ def create_backend(
     arena = claims.connect(_CONNECT_S)
     leader = None
     if ranks.leads:
-        leader = Leader(claims, rundir.secret())
+        prefix_cache = not get_memory().disable_radix_cache
+        leader = Leader(claims, rundir.secret(), prefix=prefix_cache)
         # SGLang's Rust server brings a sleeper without one, which wakes once a second.
         if hasattr(scheduler.idle_sleeper, "poller"):
             scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)

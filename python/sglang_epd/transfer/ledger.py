@@ -52,6 +52,12 @@ TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
     _S.CANCELLED: frozenset(),
 }
 
+# How long an offer of an item that was here before waits for the layouts of its request's
+# other items, and then for a scheduler, which may be in a forward pass.
+_LAYOUTS_S = 0.5
+_PREFIX_S = 5.0
+_MAX_SEEN = 65_536
+
 # Who claimed; the receiver finds the way back by it.
 Claimant = Hashable
 
@@ -63,6 +69,8 @@ class Outcome:
     claimant: Claimant
     items: tuple[wire.Landed | None, ...] = ()
     error: EpdError | None = None
+    # Keys and layouts, for it to look into its prefix cache and claim again.
+    laid: tuple[tuple[bytes, wire.Layout], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,8 @@ class _Item:
     # Of what was granted, until it is given back; what is cached is held by nobody.
     offer: wire.Offer | None = None
     block: Block | None = None
+    # As its encoder has told.
+    laid: tuple[bytes, wire.Layout] | None = None
     # Whether an encoder is being asked, as far as the tokenizer was told.
     asked: bool = False
     # Whether anybody needs its embedding; while that is not decided nobody does.
@@ -111,6 +121,11 @@ class _Entry:
     told: bool = False
     # Whether it is known what is wanted; else the first claim will say.
     decided: bool = True
+    # Whether its claimant may yet be asked to look into its prefix cache, whether it is being
+    # asked, and until when offers wait for that.
+    askable: bool = True
+    asking: bool = False
+    patient_until: float = 0.0
     # Of its first claim that had its items: those in the prefix cache, those that were here.
     covered: int = 0
     cached: int = 0
@@ -167,6 +182,8 @@ class Ledger:
         self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
         self._waiting: dict[str, _Entry] = {}
         self._outcomes: list[Outcome] = []
+        # Keys of items that requests went on with, so that the prefix cache may have them.
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._notices: list[Notice] = []
         # Items that rely on what is cached, by key.
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
@@ -213,6 +230,7 @@ class Ledger:
                 consumers=message.consumers,
                 deadline=now + message.ttl_s,
                 decided=not message.layouts,
+                askable=not message.layouts and message.consumers == 1,
             )
             self._next_age += 1
             for number, item in enumerate(entry.items):
@@ -241,9 +259,15 @@ class Ledger:
             entry.claims[claimant] = message
             covered = frozenset(message.covered)
             for number, item in enumerate(entry.items):
-                item.wanted |= number not in covered
+                wanted = number not in covered
+                item.wanted = wanted if entry.asking else item.wanted or wanted
+            if entry.asking:
+                entry.asking, entry.patient_until = False, 0.0
+                self._turns += 1
             entry.decided = True
             self._tell_needed(ticket, entry)
+            if entry.patient_until:
+                self._ask_prefix(ticket, entry, now)
             self._settle(ticket, now)
 
     def offer(
@@ -259,6 +283,9 @@ class Ledger:
         if reason is not None:
             if entry is not None:
                 self._stop_waiting(message.ticket, entry, message.item)
+            if entry is not None and reason == wire.DECLINE_COVERED:
+                # Another sample of the request may need it yet.
+                entry.items[message.item].asked = False
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
@@ -270,6 +297,8 @@ class Ledger:
             self._tally.add("hits", "offered")
             self._settle(message.ticket, now)
             return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
+        if self._prefix_first(entry, message, now):
+            return wire.Wait(message.ticket, message.item)
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
@@ -376,6 +405,9 @@ class Ledger:
                 self.fail(ticket, DeadlineError(text), now)
                 self._end(ticket)
                 continue
+            if entry.patient_until and now >= entry.patient_until:
+                entry.askable, entry.patient_until = False, 0.0
+                self._turns += 1
             for item in entry.items:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
@@ -432,15 +464,52 @@ class Ledger:
             return wire.DECLINE_DUPLICATE if ended else wire.DECLINE_UNKNOWN
         if message.item >= len(entry.items):
             return wire.DECLINE_UNKNOWN
-        state = entry.items[message.item].state
-        renewed = state is _S.GRANTED and message.renewal
-        if entry.items[message.item].here or renewed:
-            return wire.DECLINE_CACHED if state is _S.CACHED else wire.DECLINE_DUPLICATE
+        item = entry.items[message.item]
+        renewed = item.state is _S.GRANTED and message.renewal
+        if item.here or renewed:
+            return wire.DECLINE_CACHED if item.state is _S.CACHED else wire.DECLINE_DUPLICATE
+        if item.state is _S.PLANNED and entry.decided and not item.wanted:
+            return wire.DECLINE_COVERED
+        return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
+
+    def _too_large(self, entry: _Entry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
-        if others + aligned(message.nbytes) > self.reservations.size:
-            return wire.DECLINE_TOO_LARGE
-        return None
+        return others + aligned(message.nbytes) > self.reservations.size
+
+    def _prefix_first(self, entry: _Entry, message: wire.Offer, now: float) -> bool:
+        """Whether an offer has to wait until the prefix cache was asked about its request.
+
+        That is done where the item has been here before, and takes the layouts of all the
+        request's items, so for a short while only.
+        """
+        item = entry.items[message.item]
+        item.laid = message.key, message.layout
+        if entry.askable and not entry.patient_until and message.key in self._seen:
+            entry.patient_until = now + _LAYOUTS_S
+        if entry.patient_until and not entry.asking:
+            self._ask_prefix(message.ticket, entry, now)
+        hopes = item.state is _S.PLANNED and message.key in self._seen
+        return hopes and now < entry.patient_until
+
+    def _ask_prefix(self, ticket: str, entry: _Entry, now: float) -> None:
+        """Have the claimant look into its prefix cache, if all layouts are known."""
+        laid = [self._laid(item) for item in entry.items]
+        known = tuple(one for one in laid if one is not None)
+        asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
+        if asker is None or not entry.askable or len(known) < len(laid):
+            return
+        del entry.claims[asker]
+        entry.askable, entry.asking = False, True
+        entry.patient_until = now + _PREFIX_S
+        self._outcomes.append(Outcome(asker, laid=known))
+
+    def _laid(self, item: _Item) -> tuple[bytes, wire.Layout] | None:
+        if item.state is _S.CACHED:
+            block = self.reservations.find(item.key)
+            assert block is not None and block.layout is not None
+            return block.key, block.layout
+        return item.laid
 
     def _room(self, entry: _Entry, message: wire.Offer) -> Block | None:
         """Memory for an offer, if it is its turn.
@@ -560,6 +629,9 @@ class Ledger:
             self._end(ticket)
 
     def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+        if claim.prefix:
+            for item in entry.items:
+                self._see(item.key if item.offer is None else item.offer.key)
         if not entry.handed:
             entry.handed = True
             entry.covered = len(claim.covered)
@@ -583,6 +655,14 @@ class Ledger:
             self.reservations.hand(block, claim.first_reader, claim.readers)
             landed.append(wire.Landed(key, layout, block.nbytes, block.slot, block.offset))
         return tuple(landed)
+
+    def _see(self, key: bytes) -> None:
+        """A request with that item goes on; the prefix cache will have it."""
+        if key:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+            while len(self._seen) > _MAX_SEEN:
+                self._seen.popitem(last=False)
 
     def _end(self, ticket: str) -> None:
         entry = self._entries.pop(ticket, None)

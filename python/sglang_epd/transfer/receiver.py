@@ -381,6 +381,10 @@ class Receiver:
         for outcome in self._ledger.take_outcomes():
             assert isinstance(outcome.claimant, tuple)
             peer, claim = outcome.claimant
+            if outcome.laid:
+                keys, layouts = zip(*outcome.laid, strict=True)
+                self._send(self._control, peer, wire.Laid(claim, keys, layouts))
+                continue
             error = outcome.error
             settled = wire.Settled(
                 claim,

@@ -13,7 +13,7 @@ channel's (the processes of one language server).
        | -------- Payload -------> |                              |
        | <------- Ack ------------ |                              |
        | -------- Withdraw ------> |                              |  instead of a Payload
-       |                           | -------- Settled ----------> |
+       |                           | -------- Laid, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: whoever names it may deliver that request's
@@ -50,6 +50,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembered
 DECLINE_CANCELLED = "cancelled"  # nobody waits for it any more
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
+DECLINE_COVERED = "covered"  # the prefix cache has its KV
 DECLINE_CACHED = "cached"  # another request's embedding of that key is here
 DECLINE_TOO_LARGE = "too_large"  # larger than this receiver may ever hold
 
@@ -252,6 +253,8 @@ class Claim(Message, frozen=True, tag="claim"):
         claim: the asker's name for it; unique among its own.
         first_reader, readers: the processes that will read the items.
         covered: items whose KV the asker has, so that it needs no embedding.
+        prefix: whether the asker has a prefix cache to look into, should all layouts become
+            known (`Laid`).
     """
 
     claim: str
@@ -259,6 +262,16 @@ class Claim(Message, frozen=True, tag="claim"):
     first_reader: int
     readers: int
     covered: tuple[int, ...] = ()
+    prefix: bool = False
+
+
+class Laid(Message, frozen=True, tag="laid"):
+    """Receiver: these are the items of a claim, which this server has seen before. The claim
+    is void; another is to say which of them the prefix cache covers."""
+
+    claim: str
+    keys: tuple[bytes, ...]
+    layouts: tuple[Layout, ...]
 
 
 class Again(Message, frozen=True, tag="again"):
@@ -352,6 +365,7 @@ _AnyMessage = (
     | Welcome
     | Expect
     | Claim
+    | Laid
     | Again
     | Settled
     | Needed

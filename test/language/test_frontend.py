@@ -521,5 +521,10 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
             await asyncio.sleep(0)
     with pytest.raises(ProtocolError):
         frontend.again("every", items[1:3], again)
+    with pytest.raises(ProtocolError):
+        frontend.again("every", items[:1], again)
+    # Its key was told by an encoder.
+    fetched = Expect("fetched", 1, 1, TIMEOUT_S, (b"d" * 32,), every.layouts[:1])
+    frontend.again("fetched", items[3:], fetched)
     frontend.cancel_all()
     await asyncio.sleep(0.01)

@@ -133,7 +133,7 @@ class World:
 
     def land(self, rid: str, covered: tuple[int, ...], items: int = 2) -> Any:
         landed = tuple(
-            None if number in covered else Landed(b"k" * 32, LAYOUT, 32, 7 + number, 0)
+            None if number in covered else Landed(bytes([number]) * 32, LAYOUT, 32, 7 + number, 0)
             for number in range(items)
         )
         return self.gate.resolve(rid, Settled("c", landed))
@@ -255,6 +255,16 @@ def test_a_failure_ends_the_request_and_what_it_holds(world):
     world.scheduler.add(world.request("s"), retracted=False)
     assert world.gate.fail("s", DeadlineError("gone"))[1] == "gone"
     assert world.tree.held == 0
+
+
+def test_another_picture_than_the_prompt_was_laid_out_for_ends_the_request(world):
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    landed = tuple(Landed(bytes([key]) * 32, LAYOUT, 32, 7, 0) for key in (0, 9))
+    failure = world.gate.resolve("r", Settled("c", landed))
+    assert failure is not None
+    assert failure[2] is HTTPStatus.BAD_REQUEST
+    assert not world.scheduler.queue
 
 
 def test_requests_with_embeddings_or_without_items_are_not_asked_about(world):

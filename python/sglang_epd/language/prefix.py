@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_epd.errors import EpdError, from_code
+from sglang_epd.errors import EpdError, MediaError, from_code
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader, http_status
 from sglang_epd.transfer.arena import Arena
@@ -215,7 +215,13 @@ class Gate:
         if settled.code:
             # What was read is dropped with this frame.
             return self._fail(request, from_code(settled.code, settled.message))
-        for item, note in bare_items(request):
+        bare = bare_items(request)
+        keys = bare[0][1].resting.expect.keys
+        landed = zip(settled.items, keys, strict=True)
+        if any(item is not None and item.key != key for item, key in landed):
+            # The prompt was laid out for what was at their addresses before.
+            return self._fail(request, MediaError("the request's media changed meanwhile"))
+        for item, note in bare:
             whole = embeddings[note.rows.item]
             if whole is not None:
                 first = note.rows.first

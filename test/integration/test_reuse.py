@@ -272,7 +272,8 @@ def test_salts_share_no_kv(
     assert cached_tokens(client, messages, cache_salt="two") == 0
     before = asked(topology)
     assert cached_tokens(client, messages, cache_salt="one") > length // 2
-    assert cached_tokens(client, messages) == 0
+    # What comes before the picture is the same in every prompt.
+    assert cached_tokens(client, messages) < length // 10
     salted = client.answer(*messages, cache_salt="two")
     assert salted == client.answer(*messages)
     assert (asked(topology) == before) == (role == "language")

@@ -18,6 +18,7 @@ from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
 from integration.test_backends import counted
+from integration.test_forms import IMAGE
 from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology
 
@@ -316,3 +317,26 @@ def test_clients_that_leave_take_nothing_along(
     actual = client.generation(*messages, tokens=TOKENS)
     assert actual.distance(expected(messages)) < TOLERANCE
     topology.check_alive()
+
+
+def test_answers_say_where_their_pictures_came_from(
+    topology: Topology, photographs: Photographs
+) -> None:
+    first, second = (data_url(photo.rotate(50)) for photo in photographs)
+    for role, without_kv in (("language", "language_cache"), ("language@kv", "computed")):
+        client = Client(topology.urls[role])
+        body = {"text": f"{IMAGE}Look.", "image_data": [first]}
+
+        def sources(body: dict[str, Any], client: Client = client) -> dict[str, int]:
+            answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+            return dict(answer["meta_info"]["media_sources"])
+
+        assert sources(body) == {"computed": 1}
+        assert sources(body) == {"kv": 1}
+        flush(topology, role)
+        assert sources(body) == {without_kv: 1}
+        both = {"text": f"{IMAGE}Look.{IMAGE}", "image_data": [first, second]}
+        assert sources(both)["computed"] >= 1
+        assert sources(both) == {"kv": 2}
+    counts = counted(topology.urls["language"], "sglang:epd_dispatch_items", "source")
+    assert counts.keys() >= {"kv", "language_cache", "computed"}

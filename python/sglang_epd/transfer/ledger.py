@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from sglang_epd.errors import (
     DeadlineError,
@@ -24,135 +22,24 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.entries import (
+    Claimant,
+    Entry,
+    Item,
+    ItemState,
+    Notice,
+    Outcome,
+)
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
 
-
-class ItemState(Enum):
-    PLANNED = "planned"
-    GRANTED = "granted"
-    RECEIVED = "received"
-    CACHED = "cached"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
 _S = ItemState
-# A second grant replaces the first when an item is dispatched again because its encoder
-# froze or died after the offer; the first encoder's late payload names the old grant and
-# is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
-# nobody had offered it. What is cached may have to make room for others before it is used.
-TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
-    _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.FAILED, _S.CANCELLED}),
-    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
-    _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
-    _S.CACHED: frozenset({_S.PLANNED, _S.FAILED, _S.CANCELLED}),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
-}
-
 # How long an offer of an item that was here before waits for the layouts of its request's
 # other items, and then for a scheduler, which may be in a forward pass.
 _LAYOUTS_S = 0.5
 _PREFIX_S = 5.0
 _MAX_SEEN = 65_536
-
-# Who claimed; the receiver finds the way back by it.
-Claimant = Hashable
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a claimant is to be told."""
-
-    claimant: Claimant
-    items: tuple[wire.Landed | None, ...] = ()
-    error: EpdError | None = None
-    # Keys and layouts, for it to look into its prefix cache and claim again.
-    laid: tuple[tuple[bytes, wire.Layout], ...] = ()
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What the tokenizer that announced a request is to be told."""
-
-    watcher: Hashable
-    message: wire.Needed
-
-
-@dataclass
-class _Item:
-    # Empty where it is unknown.
-    key: bytes = b""
-    state: ItemState = ItemState.PLANNED
-    # Of what was granted, until it is given back; what is cached is held by nobody.
-    offer: wire.Offer | None = None
-    block: Block | None = None
-    # As its encoder has told.
-    laid: tuple[bytes, wire.Layout] | None = None
-    # Whether an encoder is being asked, as far as the tokenizer was told.
-    asked: bool = False
-    # Whether anybody needs its embedding; while that is not decided nobody does.
-    wanted: bool = True
-
-    @property
-    def here(self) -> bool:
-        return self.state in (_S.RECEIVED, _S.CACHED)
-
-    def move(self, state: ItemState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"item cannot go from {self.state.value} to {state.value}")
-        self.state = state
-
-
-@dataclass
-class _Entry:
-    age: int
-    items: list[_Item]
-    consumers: int
-    deadline: float
-    claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
-    # Items whose offer waits for memory.
-    waiting: set[int] = field(default_factory=set)
-    error: EpdError | None = None
-    # Who announced it, and whether that was told what is needed.
-    watcher: Hashable | None = None
-    told: bool = False
-    # Whether it is known what is wanted; else the first claim will say.
-    decided: bool = True
-    # Whether its claimant may yet be asked to look into its prefix cache, whether it is being
-    # asked, and until when offers wait for that.
-    askable: bool = True
-    asking: bool = False
-    patient_until: float = 0.0
-    # Of its first claim that had its items: those in the prefix cache, those that were here.
-    covered: int = 0
-    cached: int = 0
-    handed: bool = False
-
-    def satisfies(self, claim: wire.Claim) -> bool:
-        """Whether all is here that a claim needs."""
-        covered = frozenset(claim.covered)
-        return all(item.here or number in covered for number, item in enumerate(self.items))
-
-    @property
-    def open_items(self) -> int:
-        """Items that no memory was granted to yet; what is cached may have to be, too."""
-        return sum(item.block is None for item in self.items)
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Where its memory begins and ends."""
-        blocks = [item.block for item in self.items if item.block is not None]
-        return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
-
-    def begins_below(self, offset: int) -> bool:
-        return any(begin < offset for begin, _ in self.places)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(end - begin for begin, end in self.places)
 
 
 class Ledger:
@@ -178,9 +65,9 @@ class Ledger:
         self._tally = tally or Tally()
         self._remembered = remembered
         # In order of age.
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
-        self._waiting: dict[str, _Entry] = {}
+        self._waiting: dict[str, Entry] = {}
         self._outcomes: list[Outcome] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -223,10 +110,10 @@ class Ledger:
         entry = self._entries.get(ticket)
         if entry is None:
             keys = message.keys or (b"",) * message.items
-            entry = self._entries[ticket] = _Entry(
+            entry = self._entries[ticket] = Entry(
                 age=self._next_age,
                 # Items without a key are being sent for.
-                items=[_Item(key, asked=not key, wanted=not message.layouts) for key in keys],
+                items=[Item(key, asked=not key, wanted=not message.layouts) for key in keys],
                 consumers=message.consumers,
                 deadline=now + message.ttl_s,
                 decided=not message.layouts,
@@ -455,7 +342,7 @@ class Ledger:
                 assert entry.error is None, "a failed request is still waited for"
         assert len(self._ended) <= self._remembered
 
-    def _refusal(self, entry: _Entry | None, message: wire.Offer) -> str | None:
+    def _refusal(self, entry: Entry | None, message: wire.Offer) -> str | None:
         error = self._ended.get(message.ticket) if entry is None else entry.error
         if error is not None:
             return wire.DECLINE_CANCELLED
@@ -472,12 +359,12 @@ class Ledger:
             return wire.DECLINE_COVERED
         return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
 
-    def _too_large(self, entry: _Entry, message: wire.Offer) -> bool:
+    def _too_large(self, entry: Entry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
         return others + aligned(message.nbytes) > self.reservations.size
 
-    def _prefix_first(self, entry: _Entry, message: wire.Offer, now: float) -> bool:
+    def _prefix_first(self, entry: Entry, message: wire.Offer, now: float) -> bool:
         """Whether an offer has to wait until the prefix cache was asked about its request.
 
         That is done where the item has been here before, and takes the layouts of all the
@@ -492,7 +379,7 @@ class Ledger:
         hopes = item.state is _S.PLANNED and message.key in self._seen
         return hopes and now < entry.patient_until
 
-    def _ask_prefix(self, ticket: str, entry: _Entry, now: float) -> None:
+    def _ask_prefix(self, ticket: str, entry: Entry, now: float) -> None:
         """Have the claimant look into its prefix cache, if all layouts are known."""
         laid = [self._laid(item) for item in entry.items]
         known = tuple(one for one in laid if one is not None)
@@ -504,14 +391,14 @@ class Ledger:
         entry.patient_until = now + _PREFIX_S
         self._outcomes.append(Outcome(asker, laid=known))
 
-    def _laid(self, item: _Item) -> tuple[bytes, wire.Layout] | None:
+    def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
         if item.state is _S.CACHED:
             block = self.reservations.find(item.key)
             assert block is not None and block.layout is not None
             return block.key, block.layout
         return item.laid
 
-    def _room(self, entry: _Entry, message: wire.Offer) -> Block | None:
+    def _room(self, entry: Entry, message: wire.Offer) -> Block | None:
         """Memory for an offer, if it is its turn.
 
         Requests that hold some of their items while they wait for memory for the others
@@ -541,12 +428,12 @@ class Ledger:
         place = packed, packed + aligned(message.nbytes)
         return self.reservations.grant(message.nbytes, within=place)
 
-    def _stop_waiting(self, ticket: str, entry: _Entry, item: int) -> None:
+    def _stop_waiting(self, ticket: str, entry: Entry, item: int) -> None:
         entry.waiting.discard(item)
         if not entry.waiting:
             self._waiting.pop(ticket, None)
 
-    def _granted(self, message: wire.Payload | wire.Withdraw) -> _Item | None:
+    def _granted(self, message: wire.Payload | wire.Withdraw) -> Item | None:
         entry = self._entries.get(message.ticket)
         if entry is None or not 0 <= message.item < len(entry.items):
             return None
@@ -554,7 +441,7 @@ class Ledger:
         live = item.state is _S.GRANTED and item.block and item.block.grant == message.grant
         return item if live else None
 
-    def _revoke(self, item: _Item, now: float) -> None:
+    def _revoke(self, item: Item, now: float) -> None:
         assert item.block is not None
         self.reservations.revoke(item.block, now)
         item.offer = item.block = None
@@ -573,7 +460,7 @@ class Ledger:
             self.reservations.revoke(item.block, now)
         item.offer = item.block = None
 
-    def _rely(self, ticket: str, number: int, item: _Item) -> None:
+    def _rely(self, ticket: str, number: int, item: Item) -> None:
         item.move(_S.CACHED)
         item.asked = True
         self._relying.setdefault(item.key, set()).add((ticket, number))
@@ -593,7 +480,7 @@ class Ledger:
             entry.items[number].asked = False
             self._tell_needed(ticket, entry)
 
-    def _tell_needed(self, ticket: str, entry: _Entry) -> None:
+    def _tell_needed(self, ticket: str, entry: Entry) -> None:
         """Say which items have to be encoded, if that is news."""
         if entry.watcher is None or not entry.decided:
             return
@@ -628,7 +515,7 @@ class Ledger:
                 self._release(ticket, number, now)
             self._end(ticket)
 
-    def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+    def _hand(self, entry: Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
         if claim.prefix:
             for item in entry.items:
                 self._see(item.key if item.offer is None else item.offer.key)

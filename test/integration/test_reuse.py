@@ -145,6 +145,22 @@ def cached_tokens(client: Client, messages: Messages, **options: Any) -> int:
     return 0 if details is None else int(details["cached_tokens"])
 
 
+def test_a_prefill_server_sends_what_it_has_to_its_decode_server(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> None:
+    """Of all the servers that know the answers it is the first to be asked."""
+    topology = machine.use("qwen2_5")
+    client = Client(topology.urls["router"])
+    for turns in (1, 2, 3):
+        messages = conversation(photographs, turns)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected(messages).tokens
+        assert actual.distance(expected(messages)) < TOLERANCE
+        if turns == 1:
+            before = asked(topology)
+    assert asked(topology) == before
+
+
 @pytest.mark.parametrize("role", SERVERS)
 def test_a_conversation_asks_encoders_in_its_first_turn_only(
     topology: Topology,

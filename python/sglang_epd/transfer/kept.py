@@ -92,13 +92,10 @@ class Kept:
         while self._resting_bytes > self.capacity_bytes:
             yield next(iter(self._resting.values()))
 
-    def victims(self, begin: int, end: int) -> list[Block]:
-        """What may go for room in [begin, end) of the arena, the first to go first."""
-        return [
-            block
-            for block in self._resting.values()
-            if block.offset < end and begin < block.offset + aligned(block.nbytes)
-        ]
+    def victim(self, begin: int, end: int) -> Block | None:
+        """What is to go first for room in [begin, end) of the arena."""
+        resting = self._resting.values()
+        return next((block for block in resting if _overlaps(block, begin, end)), None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself."""
@@ -107,3 +104,7 @@ class Kept:
         assert self._resting.keys() <= self._by_key.keys()
         assert all(key and key == block.key for key, block in self._by_key.items())
         assert all(self._by_key[key] is block for key, block in self._resting.items())
+
+
+def _overlaps(block: Block, begin: int, end: int) -> bool:
+    return block.offset < end and begin < block.offset + aligned(block.nbytes)

@@ -189,7 +189,8 @@ class Reservations:
                 return offset
         if aligned(nbytes) > self.size - self.held_bytes:
             return None
-        for victim in self._kept.victims(*(within or (0, self.size))):
+        place = within or (0, self.size)
+        while (victim := self._kept.victim(*place)) is not None:
             self._evict(victim)
             offset = self._extents.take(nbytes, high=high, within=within)
             if offset is not None:

@@ -446,14 +446,12 @@ def test_what_may_be_covered_goes_on_at_once_and_is_claimed_when_that_is_known(l
     one = request(carried=KNOWN)
     assert leader.pass_on([one]) == [one]
     assert not claims.claims
-    one.mm_inputs = "what this rank has made of it"
     leader.ask("rid", one, KNOWN, (1,), again=False)
     assert list(claims.claims.values()) == [KNOWN]
     assert claims.covered == [(1,)]
     assert leader.waiting == [one]
     claims.settle(0, error=DeadlineError("too late"))
     assert leader.pass_on([]) == [one]
-    assert one.mm_inputs is None, "the other ranks have made their own"
     assert manifest.read_settled(one.encoder_urls, SECRET).code == "DeadlineError"
 
 

@@ -82,6 +82,7 @@ class FakeLeader:
 
     def ask(self, rid, carrier, expect, covered, *, again) -> None:
         assert carrier.rid == rid
+        assert carrier.mm_inputs is None, "each rank makes its own"
         self.asked.append((rid, covered, again))
 
     def forgo(self, rid) -> None:
@@ -116,7 +117,8 @@ class World:
         expect = Expect(f"ticket {rid}", items, 1, 60.0, keys, (LAYOUT,) * items)
         inputs = SimpleNamespace(mm_items=mm_items)
         rows = [Rows(number, 0, ROWS) for number in range(items)]
-        mark(inputs, rows, Resting(SimpleNamespace(rid=rid), expect))
+        carrier = SimpleNamespace(rid=rid, mm_inputs=inputs)
+        mark(inputs, rows, Resting(carrier, expect))
         ids = [0] * (STRIDE * items + 1)
         return SimpleNamespace(rid=rid, multimodal_inputs=inputs, origin_input_ids=ids)
 

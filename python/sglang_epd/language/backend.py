@@ -184,8 +184,6 @@ class Leader:
             expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16), consumers=1)
             self._claims.again(rid, expect)
         if len(covered) < expect.items:
-            # The ranks have laid it out by now; what they made is not to be sent round.
-            request.mm_inputs = None
             self._claim(request, expect, covered, prefix=self._prefix)
             return
         claim = str(next(self._names))

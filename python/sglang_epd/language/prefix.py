@@ -247,6 +247,8 @@ class Gate:
     def _ask(self, request: Any, resting: Resting, missing: set[int]) -> None:
         """Have the missing items sent for, or tell that there are none."""
         again, resting.asked = resting.asked, True
+        # SGLang has its own by now. Kept, they would hold each other.
+        resting.carrier.mm_inputs = None
         if self._leader is None or (again and not missing):
             return
         every = range(resting.expect.items)

@@ -19,7 +19,7 @@ PREFIX = "SGLANG_EPD_"
 # server, the media limits by media/limits.py, the cache folder by scripts/.
 _OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
-_MAY_BE_ZERO = {"min_patches", "url_cache_entries"}
+_MAY_BE_ZERO = {"min_patches", "url_cache_entries", "embedding_cache_mb"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Settings:
         max_body_mb: largest encode request an encoder accepts.
         receive_budget_mb: embeddings that a language server has granted, received or is
             reading take at most this; encoders wait for more.
+        embedding_cache_mb: of the receive budget, what embeddings that nobody uses any more
+            may take until their room is needed.
         grant_timeout_s: how long an encoder may take from a grant to the payload.
         shared_memory: whether an encoder writes into the memory of language servers of
             its own machine, instead of sending over a socket.
@@ -65,6 +67,7 @@ class Settings:
     encoder_timeout_s: float = 60.0
     max_body_mb: int = 512
     receive_budget_mb: int = 2048
+    embedding_cache_mb: int = 1024
     grant_timeout_s: float = 30.0
     encoder_max_items: int = 1024
     encoder_queue_mb: int = 1024
@@ -95,6 +98,7 @@ class Settings:
             "SGLANG_EPD_ENCODER_TIMEOUT_S": ("encoder_timeout_s", float),
             "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
             "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
+            "SGLANG_EPD_EMBEDDING_CACHE_MB": ("embedding_cache_mb", int),
             "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
             "SGLANG_EPD_ENCODER_MAX_ITEMS": ("encoder_max_items", int),
             "SGLANG_EPD_ENCODER_QUEUE_MB": ("encoder_queue_mb", int),

@@ -10,6 +10,8 @@ COUNTERS = {
     "waits": ("", "Offers that had to wait for memory"),
     "grants": ("", "Offers that were granted"),
     "declines": ("reason", "Offers that were declined"),
+    "hits": ("when", "Items whose embedding was here: when announced, or when offered"),
+    "evictions": ("", "Embeddings that had to make room"),
     "withdrawals": ("", "Grants that their encoder gave back"),
     "payloads": ("landing", "Embeddings received, by the way they came"),
     "received_bytes": ("", "Bytes of embeddings received"),
@@ -18,6 +20,7 @@ COUNTERS = {
     "dropped": ("reason", "Messages dropped"),
 }
 DISPATCH_COUNTERS = {
+    "items": ("source", "Items of requests, by where their KV or embedding came from"),
     "retries": ("reason", "Items that were sent again, by what their encoder failed of"),
     "waits": ("", "Times that items waited because no encoder was left to ask"),
     "moves": ("state", "Encoders that came into a state"),
@@ -37,5 +40,6 @@ class Tally:
     def waited(self, seconds: float) -> None:
         """An offer got its answer after waiting that long for memory."""
 
-    def held(self, nbytes: int, waiting: int, quarantined: int) -> None:
-        """Bytes reserved, offers that wait, blocks in quarantine: as they are now."""
+    def held(self, nbytes: int, waiting: int, quarantined: int, kept: int = 0) -> None:
+        """Bytes in use, offers that wait, blocks in quarantine, bytes kept for later: as
+        they are now."""

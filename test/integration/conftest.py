@@ -20,6 +20,7 @@ _ORDER = [
     "test_audio",
     "test_backends",
     "test_budget",
+    "test_reuse",
     "test_chaos",
     "test_rival",
     "test_router",

@@ -93,6 +93,23 @@ def test_embeddings_travel_the_way_that_was_asked_for(
         assert ("remote" in used) or role != "language@mooncake"
 
 
+def test_what_was_sent_once_is_not_sent_again(
+    entry: tuple[Topology, Client], photographs: Photographs
+) -> None:
+    """Nor where another replica has the KV, or none has."""
+    topology, client = entry
+    parts = [image_part(data_url(photo.resize((392, 252)))) for photo in photographs]
+    first = client.generation(user(*parts, text_part("What are these?")), tokens=4)
+    encoder = f"{topology.urls['encoder']}/v1/status"
+    before = requests.get(encoder, timeout=20).json()["finished"]
+    for _ in range(3):
+        again = client.generation(user(*parts, text_part("What are these?")), tokens=4)
+        assert again.distance(first) < TOLERANCE
+    another = user(text_part("Well?"), *reversed(parts))
+    assert client.chat(another).status_code == 200
+    assert requests.get(encoder, timeout=20).json()["finished"] == before
+
+
 def test_samples_and_many_at_once(
     entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
 ) -> None:

@@ -46,12 +46,14 @@ class Topology:
             all encoders, and the router of all prefill and decode servers.
         env: added to every server's environment.
         flags: added to the command lines of a role, or of one server.
+        own_env: added to one server's environment.
     """
 
     model: str
     roles: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
+    own_env: dict[str, dict[str, str]] = field(default_factory=dict)
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -111,7 +113,14 @@ class Topology:
             self.command(role, path),
             log_path=logs / f"{role}.log",
             ready_url=self.urls[role] + self._readiness(role),
-            env={**os.environ, **cache, **_LOOPBACK_MEDIA, **self.env, **(more or {})},
+            env={
+                **os.environ,
+                **cache,
+                **_LOOPBACK_MEDIA,
+                **self.env,
+                **self.own_env.get(role, {}),
+                **(more or {}),
+            },
         )
 
     def command(self, role: str, path: str) -> list[str]:
@@ -257,7 +266,23 @@ TOPOLOGIES = {
     "store": lambda: Topology(
         _TINY,
         ("encoder", "language", "colocated"),
+        {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
         flags={"language": "--disable-radix-cache"},
+    ),
+    "reuse": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "language@kv", "language@miss"),
+        flags={
+            "language": "--enable-metrics --enable-cache-report",
+            "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
+        },
+        own_env={
+            "language@kv": {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
+            "language@miss": {
+                "SGLANG_EPD_EMBEDDING_CACHE_MB": "0",
+                "SGLANG_RADIX_FORCE_MISS": "1",
+            },
+        },
     ),
     # Encoders are asked again for each picture, and soon have too much.
     "chaos": lambda: Topology(

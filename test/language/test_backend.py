@@ -18,10 +18,11 @@ from sglang_epd.errors import (
 from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
-from sglang_epd.wire import Expect, Landed, Settled
+from sglang_epd.wire import Expect, Laid, Landed, Layout, Settled, TensorSpec
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
+LAYOUT = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 
 
 class FakeClaims:
@@ -29,12 +30,20 @@ class FakeClaims:
 
     def __init__(self) -> None:
         self.claims: dict[str, Expect] = {}
+        self.covered: list[tuple[int, ...]] = []
+        self.announced: list[tuple[str, Expect]] = []
         self.abandoned: list[str] = []
         self._settled: list[Settled] = []
 
-    def claim(self, claim: str, expect: Expect) -> None:
+    def claim(
+        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
+    ) -> None:
         assert claim not in self.claims, "each claim has a name of its own"
         self.claims[claim] = expect
+        self.covered.append(covered)
+
+    def again(self, rid: str, expect: Expect) -> None:
+        self.announced.append((rid, expect))
 
     def abandon(self, claim: str) -> None:
         self.abandoned.append(claim)
@@ -42,6 +51,9 @@ class FakeClaims:
     def take(self) -> list[Settled]:
         taken, self._settled = self._settled, []
         return taken
+
+    def lay(self, number: int, keys: tuple, layouts: tuple) -> None:
+        self._settled.append(Laid(list(self.claims)[number], keys, layouts))
 
     def settle(self, number: int, *items: Landed, error: EpdError | None = None) -> None:
         code, message = (error.code, error.message) if error else ("", "")
@@ -423,3 +435,122 @@ def test_a_surprise_in_a_processor_fails_that_request_only(backend, memory, asse
     assert len(said) == 1
     del assembled.error
     assert memory.drops(item) == [1, 0, 0]
+
+
+# Requests that the prefix cache is asked about.
+
+KNOWN = Expect("ticket", 2, 1, 60.0, (b"a" * 32, b"b" * 32), (LAYOUT, LAYOUT))
+
+
+def test_what_may_be_covered_goes_on_at_once_and_is_claimed_when_that_is_known(leader, claims):
+    one = request(carried=KNOWN)
+    assert leader.pass_on([one]) == [one]
+    assert not claims.claims
+    leader.ask("rid", one, KNOWN, (1,), again=False)
+    assert list(claims.claims.values()) == [KNOWN]
+    assert claims.covered == [(1,)]
+    assert leader.waiting == [one]
+    claims.settle(0, error=DeadlineError("too late"))
+    assert leader.pass_on([]) == [one]
+    assert manifest.read_settled(one.encoder_urls, SECRET).code == "DeadlineError"
+
+
+def test_a_request_that_is_covered_waits_for_nothing_and_its_ticket_ends(leader, claims):
+    one = request(carried=KNOWN)
+    leader.pass_on([one])
+    leader.ask("rid", one, KNOWN, (0, 1), again=False)
+    assert not leader.waiting
+    assert claims.covered == [(0, 1)]
+    claims.settle(0)
+    assert leader.pass_on([]) == []
+
+
+def test_what_is_needed_after_all_is_announced_under_a_new_ticket(leader, claims):
+    one = request(carried=KNOWN)
+    leader.pass_on([one])
+    leader.ask("rid", one, KNOWN, (0, 1), again=False)
+    leader.ask("rid", one, KNOWN, (0,), again=True)
+    ((rid, expect),) = claims.announced
+    assert rid == "rid"
+    assert expect.ticket != KNOWN.ticket
+    assert (expect.keys, expect.layouts) == (KNOWN.keys, KNOWN.layouts)
+    assert list(claims.claims.values())[1] == expect
+    leader.abandon(lambda rid: rid == "rid")
+    assert len(claims.abandoned) == 1
+
+
+def test_the_ticket_of_a_request_that_ended_before_it_was_asked_about_ends_too(leader, claims):
+    one = request(carried=KNOWN)
+    leader.pass_on([one])
+    leader.forgo("rid")
+    leader.forgo("rid")
+    leader.forgo("another")
+    assert claims.covered == [(0, 1)]
+
+
+def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
+    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    assert leader.pass_on([one]) == []
+    claims.lay(0, KNOWN.keys, KNOWN.layouts)
+    assert leader.pass_on([]) == [one]
+    assert manifest.read_expect(one.encoder_urls, SECRET) == KNOWN
+    assert not leader.waiting
+    leader.ask("rid", one, KNOWN, (0,), again=False)
+    assert claims.covered == [(), (0,)]
+    claims.settle(1)
+    assert leader.pass_on([]) == [one]
+
+
+def test_a_request_that_was_aborted_when_its_layouts_became_known_ends(leader, claims):
+    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    leader.pass_on([one])
+    leader.abandon(lambda rid: True)
+    claims.lay(0, KNOWN.keys, KNOWN.layouts)
+    assert leader.pass_on([]) == [one]
+    outcome = manifest.read_settled(one.encoder_urls, SECRET)
+    assert outcome.code == "RequestCancelledError"
+    assert claims.covered == [(), (0, 1)], "its ticket is used up"
+    claims.settle(1)
+    assert leader.pass_on([]) == []
+
+
+class FakeGate:
+    def __init__(self) -> None:
+        self.held = {"rid"}
+        self.told: list = []
+
+    def holds(self, rid):
+        return rid in self.held
+
+    def resolve(self, rid, outcome):
+        self.told.append((rid, outcome))
+        return ("req", "no", HTTPStatus.BAD_REQUEST) if outcome.code else None
+
+    def fail(self, rid, error):
+        self.told.append((rid, error))
+        return "req", error.message, HTTPStatus.BAD_REQUEST
+
+
+@pytest.mark.parametrize("error", [None, DeadlineError("too late")])
+def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
+    gate = FakeGate()
+    laid_out = SimpleNamespace(input_ids=[1, 2])
+    backend = Backend(
+        memory.rank(0),
+        0,
+        assemble=None,
+        abortable=None,
+        secret=SECRET,
+        lay_out=lambda request, expect: laid_out,
+        gate=gate,
+    )
+    new = request("new", KNOWN)
+    ready, failed = backend.sort_out([new])
+    assert (ready, failed) == ([new], [])
+    assert new.mm_inputs is laid_out
+    ready, failed = backend.sort_out([request("rid", settled(error=error))])
+    assert not ready, "SGLang has it already"
+    assert bool(failed) == bool(error)
+    forged = request("rid", KNOWN)
+    assert backend.sort_out([forged])[1], "not an outcome"
+    assert len(gate.told) == 2

@@ -1,13 +1,32 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
 import pytest
 
-from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
+from sglang_epd.cache import LayoutCache
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EpdError,
+    ProtocolError,
+    UnavailableError,
+)
+from sglang_epd.language import frontend as frontend_module
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.wire import EncodeItem, Expect, ItemLayout, LayoutReply, ReplyTo
+from sglang_epd.tally import Tally
+from sglang_epd.wire import (
+    EncodeItem,
+    Expect,
+    ItemLayout,
+    Layout,
+    LayoutReply,
+    Needed,
+    ReplyTo,
+    TensorSpec,
+)
 from sglang_epd.wire.http import decode_body
 
 ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]
@@ -21,6 +40,8 @@ class FakeControl:
         self.told: list[tuple] = []
         self.endpoint_error: EpdError | None = None
         self.expect_error: EpdError | None = None
+        self.news: dict[str, asyncio.Queue[Needed]] = {}
+        self.talks = False
 
     async def endpoint(self, timeout_s: float) -> str:
         assert 0 < timeout_s <= TIMEOUT_S
@@ -32,6 +53,14 @@ class FakeControl:
         if self.expect_error:
             raise self.expect_error
         self.told.append(("expect", message))
+
+    @contextmanager
+    def watched(self, ticket: str):
+        """The receiver needs nothing but what it is sent, unless a test says otherwise."""
+        news = self.news.setdefault(ticket, asyncio.Queue())
+        if not self.talks:
+            news.put_nowait(Needed(ticket, over=True))
+        yield news
 
     async def fail(self, ticket: str, error: EpdError) -> None:
         self.told.append(("fail", ticket, error))
@@ -51,9 +80,10 @@ class FakeDispatcher:
         self.gates: dict[str, asyncio.Event] = {}
         self.error: BaseException | None = None
         self.layouts: dict[int, ItemLayout] = {}
+        self.sources: dict[int, str] = {}
 
     async def run(
-        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None
+        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None, note=None
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))
@@ -61,6 +91,8 @@ class FakeDispatcher:
         await self.gates.get(reply_to.ticket, self.go_on).wait()
         if self.error is not None:
             raise self.error
+        for item in items:
+            note(item.item, self.sources.get(item.item, "computed"))
         return self.layouts
 
 
@@ -315,3 +347,184 @@ async def test_even_a_control_channel_that_breaks_is_an_end(
     await idle()
     assert ends == [("rid", "EncodeError")]
     assert "Could not end rid" in caplog.text
+
+
+def key_of(item: EncodeItem) -> bytes:
+    return item.data[:1] * 32 if item.data else b""
+
+
+def layout_of(item: EncodeItem) -> ItemLayout:
+    layout = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
+    return ItemLayout(key_of(item), layout)
+
+
+@pytest.fixture
+def mixed():
+    """Two pictures that were seen before, one that was not, and one behind a URL."""
+    known = LayoutCache()
+    items = [
+        *(EncodeItem(n, "IMAGE", f"image {n + 1} of 4", data=b"abc"[n : n + 1]) for n in range(3)),
+        EncodeItem(3, "IMAGE", "image 4 of 4", url="http://host/d"),
+    ]
+    for item in items[:2]:
+        known.add(key_of(item), layout_of(item).layout)
+    return items, known
+
+
+async def test_only_what_the_receiver_needs_is_sent(dispatcher, control, idle, mixed):
+    items, known = mixed
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
+    ended = []
+    frontend.on_end = lambda rid, error: ended.append((rid, error))
+    dispatcher.layouts = {2: layout_of(items[2])}
+    expect = frontend.start("rid", items, 1)
+    assert expect.keys == (b"a" * 32, b"b" * 32, b"", b"")
+    await dispatcher.started.wait()
+    assert dispatcher.runs[0][1] == items[2:], "these cannot be here"
+    dispatcher.go_on.set()
+    await asyncio.sleep(0.01)
+    assert not ended, "the receiver has not said what it needs"
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (1,)))
+    while not ended:
+        await asyncio.sleep(0)
+    assert [run[1] for run in dispatcher.runs] == [items[2:], items[1:2]]
+    assert ended == [("rid", None)]
+    assert known.find(b"c" * 32) == layout_of(items[2]).layout, "it was learnt"
+    # It had to make room before the scheduler came for it.
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (0,)))
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket, over=True))
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert dispatcher.runs[-1][1] == items[:1]
+    assert ended == [("rid", None)], "told once"
+
+
+async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(
+    dispatcher, control, mixed
+):
+    items, known = mixed
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
+    board = Board()
+    slot = board.open(7, TIMEOUT_S)
+    expect = frontend.start("rid", items[:2], 1, slot)
+    while expect.ticket not in control.news:
+        await asyncio.sleep(0)
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    async with asyncio.timeout(5):
+        while not slot.settled:
+            await asyncio.sleep(0)
+    told = decode_body(slot.body, LayoutReply, 1 << 20)
+    assert told.items == [layout_of(item) for item in items[:2]]
+    assert not dispatcher.runs
+    frontend.cancel_all()
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert ("cancel", expect.ticket) in control.told
+
+
+async def test_everything_is_sent_where_the_receiver_says_nothing(
+    dispatcher, control, mixed, monkeypatch
+):
+    items, known = mixed
+    monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
+    frontend.start("rid", items[:2], 1)
+    async with asyncio.timeout(5):
+        await dispatcher.started.wait()
+    assert dispatcher.runs[0][1] == items[:2]
+    frontend.cancel_all()
+    await asyncio.sleep(0.01)
+
+
+async def test_what_is_needed_later_and_fails_ends_the_request(dispatcher, control, mixed):
+    items, known = mixed
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
+    expect = frontend.start("rid", items[:1], 1)
+    while expect.ticket not in control.news:
+        await asyncio.sleep(0)
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    await asyncio.sleep(0.01)
+    dispatcher.error = UnavailableError("no encoder")
+    dispatcher.go_on.set()
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (0,)))
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert control.told[-1] == ("fail", expect.ticket, dispatcher.error)
+
+
+async def test_an_encoder_that_tells_another_key_is_not_believed(dispatcher, control, idle, mixed):
+    items, known = mixed
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
+    dispatcher.layouts = {0: ItemLayout(b"z" * 32, layout_of(items[2]).layout)}
+    dispatcher.go_on.set()
+    frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")], 1)
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert known.find(b"z" * 32) is None
+
+
+async def test_where_items_came_from_is_counted_and_told(dispatcher, control, mixed):
+    items, known = mixed
+    control.talks = True
+    tally = Tally()
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, tally=tally)
+    dispatcher.sources = {2: "cached", 3: "coalesced"}
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", items, 1)
+    await dispatcher.started.wait()
+    assert frontend.account("rid") is None
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    last = Needed(expect.ticket, over=True, covered=1, cached=1)
+    control.news[expect.ticket].put_nowait(last)
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    sources = {"kv": 1, "language_cache": 1, "encoder_cache": 1, "coalesced": 1}
+    assert frontend.account("rid") == sources
+    assert tally.counts == {("items", source): items for source, items in sources.items()}
+
+
+async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_known(
+    dispatcher, control, mixed, monkeypatch
+):
+    items, known = mixed
+    monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
+    control.talks = True
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, ask_prefix=True)
+    some = frontend.start("some", items, 1)
+    assert some.keys
+    assert not some.layouts
+    every = frontend.start("every", items[:2], 1)
+    assert every.layouts == tuple(layout_of(item).layout for item in items[:2])
+    while every.ticket not in control.news:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    sent = {run[0].ticket for run in dispatcher.runs}
+    assert every.ticket not in sent, "the scheduler may take longer"
+    # It had them, and lost them.
+    again = Expect("again", 2, 1, TIMEOUT_S, every.keys, every.layouts)
+    frontend.again("every", items[:2], again)
+    while "again" not in control.news:
+        await asyncio.sleep(0)
+    control.news["again"].put_nowait(Needed("again", (0, 1)))
+    dispatcher.go_on.set()
+    async with asyncio.timeout(5):
+        while dispatcher.runs[-1][0].ticket != "again":
+            await asyncio.sleep(0)
+    with pytest.raises(ProtocolError):
+        frontend.again("every", items[1:3], again)
+    with pytest.raises(ProtocolError):
+        frontend.again("every", items[:1], again)
+    # Its key was told by an encoder.
+    fetched = Expect("fetched", 1, 1, TIMEOUT_S, (b"d" * 32,), every.layouts[:1])
+    frontend.again("fetched", items[3:], fetched)
+    frontend.cancel_all()
+    await asyncio.sleep(0.01)

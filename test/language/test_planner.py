@@ -12,8 +12,10 @@ from PIL import Image
 
 from sglang_epd.errors import MediaError, MediaTypeError
 from sglang_epd.language import planner
-from sglang_epd.language.planner import plan
-from sglang_epd.wire import EncodeRequest, ReplyTo
+from sglang_epd.language.planner import content_key, plan
+from sglang_epd.media import digest
+from sglang_epd.namespace import embedding_key
+from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo
 from sglang_epd.wire.http import decode_body, encode_body
 from sglang_epd.wire.messages import MAX_ITEMS
 
@@ -166,3 +168,38 @@ def test_there_is_a_limit_to_the_items_of_a_request():
     assert len(plan(request([b"x"] * MAX_ITEMS))) == MAX_ITEMS
     with pytest.raises(MediaError, match=f"at most {MAX_ITEMS}.*{MAX_ITEMS + 1}"):
         plan(request([b"x"] * (MAX_ITEMS + 1)))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    data=st.binary(min_size=1, max_size=64),
+    modality=st.sampled_from(["IMAGE", "VIDEO", "AUDIO"]),
+    options=st.dictionaries(st.text(max_size=8), JSON, max_size=3),
+)
+def test_the_key_is_the_one_that_an_encoder_makes_of_what_it_is_sent(data, modality, options):
+    item = EncodeItem(0, modality, "item 1 of 1", data=data, options=options)
+    request = EncodeRequest("r", "id", 1.0, ReplyTo("tcp://host:1", "t"), [item])
+    (sent,) = decode_body(encode_body(request), EncodeRequest, 1 << 20).items
+    # As `encoder.service` does it.
+    assert sent.data is not None
+    expected = embedding_key("id", digest(sent.data), sent.modality, sent.options)
+    assert content_key(item, "id") == expected
+    assert content_key(item, "other") != expected
+
+
+def test_what_has_to_be_fetched_and_what_cannot_be_described_have_no_key():
+    assert content_key(EncodeItem(0, "IMAGE", "x", url="http://host/x"), "id") == b""
+    odd = EncodeItem(0, "IMAGE", "x", data=b"x", options={"detail": object()})
+    assert content_key(odd, "id") == b""

@@ -47,6 +47,33 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "managers.tokenizer_manager",
         "TokenizerManager._handle_abort_finish_reason",
     ): "async self out state is_stream",
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (
+        "self obj request"
+    ),
+    ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
+        "self req is_retracted"
+    ),
+    ("seams/prefix", "managers.scheduler", "Scheduler.flush_cache"): "self empty_cache",
+    ("seams/prefix", "managers.scheduler", "Scheduler._release_aborted_request"): "self req",
+    (
+        "seams/prefix",
+        "disaggregation.prefill",
+        "SchedulerDisaggregationPrefillMixin.release_aborted_prefill_waiting_req",
+    ): "self req",
+    ("seams/prefix", "managers.schedule_policy", "PrefillAdder.add_one_req"): (
+        "self req has_chunked_req truncation_align_size"
+    ),
+    ("seams/prefix", "managers.schedule_batch", "ScheduleBatch.check_decode_mem"): (
+        "self selected_indices"
+    ),
+    ("seams/prefix", "managers.schedule_batch", "Req._compute_max_prefix_len"): "self input_len",
+    ("seams/prefix", "mem_cache.common", "_req_radix_key"): (
+        "tree_cache req token_ids max_prefix_len"
+    ),
+    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.match_prefix"): (
+        "self params"
+    ),
+    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.unlock"): "self lock",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),
@@ -161,6 +188,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
             "get_device",
             "get_disagg",
             "get_exec",
+            "get_memory",
             "get_mm",
             "get_model",
             "get_observability",
@@ -209,6 +237,20 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "MooncakeTransferEngine",
     ): "hostname engine",
     ("seams/scheduler", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
+    ("seams/prefix", "managers.scheduler", "Scheduler"): (
+        "tree_cache waiting_queue disagg_prefill_bootstrap_queue"
+    ),
+    ("seams/prefix", "managers.schedule_policy", "PrefillAdder"): "can_run_list",
+    ("seams/prefix", "managers.schedule_policy", "AddReqResult"): "CONTINUE NO_TOKEN",
+    ("seams/prefix", "managers.schedule_batch", "Req"): (
+        "rid session positional_embed_overrides origin_input_ids output_ids prefix_len "
+        "multimodal_inputs"
+    ),
+    ("seams/prefix", "mem_cache.base_prefix_cache", "MatchPrefixParams"): "key req",
+    ("seams/prefix", "mem_cache.base_prefix_cache", "MatchResult"): (
+        "device_prefix_len last_device_node"
+    ),
+    ("flags", "arg_groups.fields.memory", "Memory"): "disable_radix_cache",
     ("seams/prompt", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): (
         "mm_tokens _tokenizer"
     ),
@@ -262,6 +304,19 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "time_stats_json=time_stats_json, on_dispatch_error=",
         "if dispatch_ready is not None:",
         "await self._handle_abort_finish_reason( out, state, is_stream )",
+        "state = self.rid_to_state[obj.rid] return self._stream_one_response(",
+    ],
+    ("seams/prefix", "managers.scheduler", "Scheduler._get_new_batch_prefill_raw"): [
+        "req.init_next_round_input(self.tree_cache)",
+        "res = adder.add_one_req( req,",
+        "if res != AddReqResult.CONTINUE:",
+    ],
+    ("seams/prefix", "managers.schedule_policy", "PrefillAdder.add_one_req"): [
+        "self._commit_prefill_admission(req, admission, mamba_gap_reserve)",
+    ],
+    ("seams/prefix", "managers.mm_schedule", "get_embedding_chunk"): [
+        "elif extend_start_index > end: start_index += end - start + 1",
+        "embedding_chunk = embedding[start_index:end_index]",
     ],
     (
         "seams/tokenizer",

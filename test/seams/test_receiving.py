@@ -144,6 +144,7 @@ class CountingTally(Tally):
 
 def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "3")
+    monkeypatch.setenv("SGLANG_EPD_EMBEDDING_CACHE_MB", "2")
     monkeypatch.setenv("SGLANG_EPD_GRANT_TIMEOUT_S", "7.5")
     made = start()
     assert made.running
@@ -152,6 +153,7 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     assert type(tally) is Tally
     assert made.options == {
         "budget_bytes": 3 << 20,
+        "cache_bytes": 2 << 20,
         "readers": 3,
         "grant_ttl_s": 7.5,
         "engine": None,

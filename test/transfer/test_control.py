@@ -224,3 +224,33 @@ async def test_nothing_is_left_after_close(receiver, control_path, resources):
     assert len(asyncio.all_tasks()) <= tasks + 1
     assert after[1] == before[1]
     assert after[0] - before[0] <= 5  # the receiver's ends, which close a moment later
+
+
+async def test_a_second_request_for_the_same_item_needs_no_encoder(
+    start_receiver, connect, control_path
+):
+    receiver = start_receiver(cache_bytes=1 << 20)
+    control = Control(control_path)
+    encoder = connect(receiver)
+    key = b"\0" * 32  # as `Peer.offer` calls item 0
+    try:
+        arena = await control.arena(PATIENCE_S)
+        for ticket, needed in (("t", (0,)), ("u", ())):
+            expect = wire.Expect(ticket, 1, 1, 60.0, (key,))
+            with control.watched(ticket) as news:
+                async with asyncio.timeout(PATIENCE_S):
+                    await control.expect(expect)
+                    assert await news.get() == wire.Needed(ticket, needed)
+                    if needed:
+                        await asyncio.to_thread(lambda: encoder.deliver(encoder.grant("t")))
+                    settled = await control.claim(expect, 0)
+                    assert torch.equal(arena.read(settled.items[0], 0), EMBEDDING)
+                    cached = 0 if needed else 1
+                    assert await news.get() == wire.Needed(ticket, over=True, cached=cached)
+            del settled
+            await until_free(receiver)
+        assert receiver.tally.counts["payloads", "inline"] == 1
+        assert receiver.tally.counts["hits", "expected"] == 1
+        assert receiver._reservations.kept_bytes
+    finally:
+        control.close()

@@ -23,8 +23,9 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
+from sglang_epd.transfer.entries import TRANSITIONS, Item, ItemState
 from sglang_epd.transfer.extents import ALIGNMENT
-from sglang_epd.transfer.ledger import TRANSITIONS, ItemState, Ledger, _Item
+from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import QUARANTINE_S, Block, Reservations
 from sglang_epd.wire import messages
 
@@ -619,7 +620,7 @@ def deliver(ledger: Ledger, item: int = 0, pages: int = 1, ticket: str = "t") ->
 @pytest.mark.parametrize("before", ItemState)
 @pytest.mark.parametrize("after", ItemState)
 def test_only_the_transitions_of_the_table_are_possible(before, after):
-    item = _Item(state=before)
+    item = Item(state=before)
     if after in TRANSITIONS[before]:
         item.move(after)
         assert item.state is after

@@ -90,6 +90,19 @@ to_encoders = st.one_of(
     st.builds(wire.Decline, ticket=tickets, item=numbers, reason=st.text(max_size=8)),
     st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
 )
+described_expects = st.builds(
+    lambda ticket, told, complete: wire.Expect(
+        ticket,
+        len(told),
+        1,
+        1.0,
+        tuple(key for key, _ in told),
+        tuple(layout for _, layout in told) if complete else (),
+    ),
+    ticket=tickets,
+    told=st.lists(st.tuples(keys, layouts), min_size=1, max_size=3),
+    complete=st.booleans(),
+)
 within_a_server = st.one_of(
     st.just(wire.Hello()),
     st.builds(
@@ -107,11 +120,29 @@ within_a_server = st.one_of(
         expect=expects,
         first_reader=st.integers(0, 2**31),
         readers=st.integers(1, 2**31),
+        covered=st.sampled_from([(), (0,)]),
+        prefix=st.booleans(),
+    ),
+    described_expects,
+    st.builds(wire.Again, rid=st.text(max_size=8), expect=described_expects),
+    st.builds(
+        wire.Laid,
+        claim=st.text(max_size=8),
+        keys=st.lists(keys, max_size=2).map(tuple),
+        layouts=st.lists(layouts, max_size=2).map(tuple),
+    ),
+    st.builds(
+        wire.Needed,
+        ticket=tickets,
+        items=st.lists(numbers, max_size=3).map(tuple),
+        over=st.booleans(),
+        covered=numbers,
+        cached=numbers,
     ),
     st.builds(
         wire.Settled,
         claim=st.text(max_size=8),
-        items=st.lists(landed, max_size=2).map(tuple),
+        items=st.lists(st.none() | landed, max_size=2).map(tuple),
         code=st.text(max_size=8),
         message=st.text(max_size=8),
     ),

@@ -103,6 +103,23 @@ def test_a_missing_field_is_refused(message, data):
         wire.decode_message(frame_of(body))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Expect("t", 2, 1, 1.0, (b"k" * 32,)),
+        wire.Expect("t", 1, 1, 1.0, (b"short",)),
+        wire.Expect("t", 1, 1, 1.0, (b"",), (OFFER.layout,)),
+        wire.Expect("t", 1, 1, 1.0, (b"k" * 32,), (OFFER.layout,) * 2),
+        wire.Claim("c", EXPECT, 0, 1, covered=(1,)),
+        wire.Claim("c", EXPECT, 0, 1, covered=(-1,)),
+        wire.Again("r", wire.Expect("t", 0, 1, 1.0)),
+    ],
+)
+def test_announcements_that_contradict_themselves_are_refused(message):
+    with pytest.raises(ProtocolError):
+        wire.decode_message(wire.encode_message(message))
+
+
 def test_an_oversized_message_is_refused():
     frame = wire.encode_message(wire.Cancel("x" * messages.MAX_HEADER_BYTES))
     with pytest.raises(ProtocolError, match="limit"):

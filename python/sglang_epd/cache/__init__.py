@@ -5,6 +5,7 @@
 """
 
 from sglang_epd.cache.embeddings import EmbeddingCache, Entry
+from sglang_epd.cache.layouts import LayoutCache
 from sglang_epd.cache.urls import Remembered, UrlMemory
 
-__all__ = ["EmbeddingCache", "Entry", "Remembered", "UrlMemory"]
+__all__ = ["EmbeddingCache", "Entry", "LayoutCache", "Remembered", "UrlMemory"]

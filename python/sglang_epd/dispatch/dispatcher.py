@@ -71,6 +71,7 @@ class _Run:
     deadline: float
     among: Collection[str] | None
     progress: dict[int, _Progress]
+    note: Callable[[int, str], None]
     layouts: dict[int, ItemLayout] = field(default_factory=dict)
     # When it began to wait for an encoder; None while it has one.
     stranded_at: float | None = None
@@ -145,12 +146,14 @@ class Dispatcher:
         items: Sequence[EncodeItem],
         deadline: float,
         among: Collection[str] | None = None,
+        note: Callable[[int, str], None] = lambda _item, _source: None,
     ) -> dict[int, ItemLayout]:
         """Have every item delivered.
 
         Args:
             deadline: on the clock of `time.monotonic`.
             among: encoders that may be asked; None for all.
+            note: told of each item that was delivered how its encoder came by it.
 
         Returns:
             The layouts by item number, of those items whose encoder told a valid one.
@@ -161,7 +164,7 @@ class Dispatcher:
         """
         works = self._describe(items)
         progress = {item.item: _Progress(work) for item, work in zip(items, works, strict=True)}
-        run = _Run(reply_to, deadline, among, progress)
+        run = _Run(reply_to, deadline, among, progress, note)
         self._budget.sent(len(items))
         tasks = self._launch(run, items, None)
         try:
@@ -290,6 +293,8 @@ class Dispatcher:
             failure = _error_of(url, item, outcome)
             if failure is None:
                 assert outcome is not None
+                if outcome.state == "delivered":
+                    run.note(item.item, outcome.source)
                 layout = _layout_of(url, item, outcome)
                 if layout is not None:
                     run.layouts[item.item] = layout

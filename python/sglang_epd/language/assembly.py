@@ -50,6 +50,21 @@ class LaidOut(Protocol):
 
 Item = TypeVar("Item", bound=LaidOut)
 
+
+@dataclass(frozen=True)
+class Rows:
+    """Where an item of SGLang's has its embedding from.
+
+    Attributes:
+        item: number of the request's item.
+        first, count: which of its rows.
+    """
+
+    item: int
+    first: int
+    count: int
+
+
 # Modality -> the processor's name for its grids, and whether they are flattened.
 _GRIDS = {
     "IMAGE": ("img_grid_thw", False),
@@ -104,6 +119,37 @@ def lay_out(
     for mm_item in output.mm_items:
         mm_item.precomputed_embeddings = None
     return output
+
+
+def lay_out_bare(
+    processor: Processor,
+    prompt: str | list[int],
+    items: Sequence[LaidOut],
+    modalities: dict[str, Any],
+) -> tuple[Any, list[Rows]]:
+    """As `assemble`, of items whose embeddings may not be needed.
+
+    Each of the output's items holds an embedding without rows. That is enough where the
+    item's KV is in the prefix cache: SGLang takes no row of what lies before the part of
+    the prompt that it computes, as long as every item of the request has some tensor.
+
+    Returns:
+        The output, and where each of its items would have its rows from.
+
+    Raises:
+        MediaError: the prompt and the items do not match.
+    """
+    output, pieces = _lay_out(processor, prompt, items, modalities)
+    rows = []
+    for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
+        spec = owner.layout.embedding
+        mm_item.precomputed_embeddings = torch.empty(
+            (0, spec.shape[1]), dtype=getattr(torch, spec.dtype)
+        )
+        # By identity: one picture may be there twice.
+        number = next(number for number, item in enumerate(items) if item is owner)
+        rows.append(Rows(number, first, count))
+    return output, rows
 
 
 def _lay_out(

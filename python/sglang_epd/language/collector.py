@@ -30,7 +30,9 @@ class Collector:
         settled = await self._control.claim(expect, _READER)
         # Nothing is awaited here: cancelled, it would leave the items to nobody.
         items = [
-            ReceivedItem(item.key, item.layout, arena.read(item, _READER)) for item in settled.items
+            ReceivedItem(item.key, item.layout, arena.read(item, _READER))
+            for item in settled.items
+            if item is not None
         ]
         if settled.code:
             # The error's trace will hold this frame.

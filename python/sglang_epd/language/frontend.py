@@ -1,9 +1,11 @@
 """The tokenizer process: plans a request, announces it, and has it encoded.
 
-One background task a request. It ends when every item was delivered or the request
-failed; the scheduler learns of the latter over the control channel. It is cancelled
-when the client goes away. What the encoders say of the items' layouts is kept for the
-decode server, where there is one (`layouts`).
+One background task a request. It asks encoders for what is not on this server already:
+an item whose layout is known may be, and the receiver says which of those are needed. It
+ends when the receiver needs nothing more or the request has failed; the scheduler learns
+of the latter over the control channel. It is cancelled when the client goes away. What
+the encoders say of the items' layouts is kept, and told the decode server where there is
+one (`layouts`).
 """
 
 from __future__ import annotations
@@ -12,25 +14,75 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
+
+from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
-from sglang_epd.errors import EncodeError, EpdError, RequestCancelledError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EpdError,
+    ProtocolError,
+    RequestCancelledError,
+)
 from sglang_epd.language.layouts import Slot
+from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect, ReplyTo
+from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo, encode_message
+from sglang_epd.wire.messages import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
 # The receiver sits in the same host's scheduler, which is up before any request.
 _RECEIVER_TIMEOUT_S = 20.0
+# What encoders call the ways in which they come by an embedding, and users are told.
+_SOURCES = {"cached": "encoder_cache", "stored": "store", "": "computed"}
+# Of so many requests it is known where their items came from.
+_MAX_ACCOUNTS = 4096
+# Dispatch ends at the deadline by itself, and says what it lacked.
+_GRACE_S = 2.0
+# If the receiver does not say by then what is needed, everything is.
+_WORD_TIMEOUT_S = 1.0
+# The same where a scheduler is asked first, which may be in a forward pass.
+_SCHEDULER_TIMEOUT_S = 5.0
 
 
 @dataclass
 class _Live:
     ticket: str
     task: asyncio.Task[EpdError | None]
+    # Whether `on_end` was called.
+    told: bool = False
+
+
+@dataclass
+class _Request:
+    """One request on its way.
+
+    Attributes:
+        layouts: of the items, as far as they are known.
+        unheard: whether the receiver has yet to say what it needs.
+        over: whether it needs nothing any more.
+    """
+
+    rid: str
+    items: list[EncodeItem]
+    keys: list[bytes]
+    layouts: dict[int, ItemLayout]
+    expect: Expect
+    slot: Slot | None
+    among: Collection[str] | None
+    deadline: float
+    unheard: bool = False
+    over: bool = False
+    sent: int = 0
+    # Where encoders had items from, by number.
+    sources: dict[int, str] = field(default_factory=dict)
+    tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
 
 
 class Frontend:
@@ -40,12 +92,31 @@ class Frontend:
         dispatcher: how items reach encoders.
         control: the channel to this server's receiver.
         request_timeout_s: one deadline for all of a request's items.
+        key: the key of an item; empty where it cannot be told.
+        known: layouts that encoders have told.
+        ask_prefix: whether schedulers look into the prefix cache before anything is sent.
+        tally: counts where items come from.
     """
 
-    def __init__(self, dispatcher: Dispatcher, control: Control, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        control: Control,
+        request_timeout_s: float,
+        key: Callable[[EncodeItem], bytes] = lambda _item: b"",
+        known: LayoutCache | None = None,
+        *,
+        ask_prefix: bool = False,
+        tally: Tally | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
         self._control = control
         self._timeout_s = request_timeout_s
+        self._key = key
+        self._known = LayoutCache() if known is None else known
+        self._ask_prefix = ask_prefix
+        self._tally = tally or Tally()
+        self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Live] = {}
         # Called with a request's id and what it failed with, None where all was delivered;
         # once for each request that was started.
@@ -72,19 +143,71 @@ class Frontend:
             slot: where a decode server learns the layouts, or that there will be none.
             among: encoders that may be asked; None for all.
         """
+        keys = [self._key(item) for item in items]
+        layouts = self._recall(items, keys)
+        expect = self._announcement(items, keys, layouts, consumers)
+        deadline = time.monotonic() + self._timeout_s
+        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline))
+        return expect
+
+    def again(self, rid: str, items: list[EncodeItem], expect: Expect) -> None:
+        """Have items encoded that were thought not to be needed, under a new announcement.
+
+        Must be called in the event loop.
+
+        Raises:
+            ProtocolError: it is not of these items.
+        """
+        keys = [self._key(item) for item in items]
+        # What has to be fetched has a key that an encoder told.
+        told = zip(keys, expect.keys, strict=False)
+        if len(keys) != expect.items or any(key not in (b"", known) for key, known in told):
+            raise ProtocolError("the request's media are not those that it was announced with")
+        layouts = self._recall(items, keys)
+        deadline = time.monotonic() + expect.ttl_s
+        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline))
+
+    def _announcement(
+        self,
+        items: Sequence[EncodeItem],
+        keys: Sequence[bytes],
+        layouts: dict[int, ItemLayout],
+        consumers: int,
+    ) -> Expect:
         expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
-        task = asyncio.get_running_loop().create_task(
-            self._run(rid, items, expect, slot, among), name=f"encode {rid}"
+        if not layouts:
+            return expect
+        # Without a layout an embedding is not here either: such items are sent at once.
+        known = tuple(
+            key if item.item in layouts else b"" for item, key in zip(items, keys, strict=True)
         )
-        self._live[rid] = _Live(expect.ticket, task)
+        expect = msgspec.structs.replace(expect, keys=known)
+        if not self._ask_prefix or len(layouts) < len(items):
+            return expect
+        told = tuple(layouts[item.item].layout for item in items)
+        full = msgspec.structs.replace(expect, layouts=told)
+        return full if len(encode_message(full)) <= MAX_HEADER_BYTES else expect
+
+    def _begin(self, request: _Request) -> None:
+        rid, slot, ticket = request.rid, request.slot, request.expect.ticket
+        task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+        self._live[rid] = _Live(ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda task: self._forget(rid, expect.ticket, task))
+        task.add_done_callback(lambda task: self._forget(rid, ticket, task))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
                 lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
             )
-        return expect
+
+    def account(self, rid: str) -> dict[str, int] | None:
+        """How many of a request's items came from where, once all have come.
+
+        From "kv" (the prefix cache), the "language_cache", an "encoder_cache", were
+        "coalesced" with another request's at an encoder, or "computed" there; None where it
+        is not known (yet).
+        """
+        return self._accounts.get(rid)
 
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
@@ -94,55 +217,153 @@ class Frontend:
 
     def _forget(self, rid: str, ticket: str, task: asyncio.Task[EpdError | None]) -> None:
         live = self._live.get(rid)
+        told = False
         if live is not None and live.ticket == ticket:
             del self._live[rid]
+            told = live.told
         error: EpdError | None = RequestCancelledError("the request was cancelled")
         if not task.cancelled():
             surprise = task.exception()
             if surprise is not None:
                 logger.error("Could not end %s", rid, exc_info=surprise)
             error = EncodeError("its end is unknown") if surprise else task.result()
-        self.on_end(rid, error)
+        if not told:
+            self.on_end(rid, error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
         for live in self._live.values():
             live.task.cancel()
 
-    async def _run(
-        self,
-        rid: str,
-        items: list[EncodeItem],
-        expect: Expect,
-        slot: Slot | None,
-        among: Collection[str] | None,
-    ) -> EpdError | None:
-        started = time.monotonic()
-        deadline = started + expect.ttl_s
+    def _recall(self, items: Sequence[EncodeItem], keys: Sequence[bytes]) -> dict[int, ItemLayout]:
+        found = {}
+        for item, key in zip(items, keys, strict=True):
+            layout = self._known.find(key) if key else None
+            if layout is not None:
+                found[item.item] = ItemLayout(key, layout)
+        return found
+
+    async def _run(self, request: _Request) -> EpdError | None:
+        expect = request.expect
         try:
-            endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
-            await self._control.expect(expect)
-            reply_to = ReplyTo(endpoint, expect.ticket)
-            layouts = await self._dispatcher.run(reply_to, items, deadline, among)
-            if slot is not None:
-                slot.learnt([layouts.get(item.item) for item in items])
-            elapsed_ms = (time.monotonic() - started) * 1e3
-            logger.info("Encoded %d items of %s in %.1f ms", len(items), rid, elapsed_ms)
+            with self._control.watched(expect.ticket) as news:
+                endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
+                await self._control.expect(expect)
+                await self._serve(request, ReplyTo(endpoint, expect.ticket), news)
         except asyncio.CancelledError:
-            logger.info("Cancelled %d items of %s", len(items), rid)
+            logger.info("Cancelled %d items of %s", len(request.items), request.rid)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
         except EpdError as error:
-            logger.warning("Could not encode %s: %s (%s)", rid, error, error.code)
-            return await self._fail(expect, slot, error)
+            logger.warning("Could not encode %s: %s (%s)", request.rid, error, error.code)
+            return await self._fail(request, error)
         except Exception:
-            logger.exception("Could not encode %s", rid)
+            logger.exception("Could not encode %s", request.rid)
             unknown = EncodeError("the request's media could not be dispatched")
-            return await self._fail(expect, slot, unknown)
+            return await self._fail(request, unknown)
+        finally:
+            for task in request.tasks:
+                task.cancel()
+            await asyncio.gather(*request.tasks, return_exceptions=True)
         return None
 
-    async def _fail(self, expect: Expect, slot: Slot | None, error: EpdError) -> EpdError:
-        if slot is not None:
-            slot.failed(error)
-        await self._control.fail(expect.ticket, error)
+    async def _serve(
+        self, request: _Request, reply_to: ReplyTo, news: asyncio.Queue[Needed]
+    ) -> None:
+        """Send what is needed, when it is, until nothing can be needed any more."""
+        started = time.monotonic()
+        keys = request.expect.keys or (b"",) * len(request.items)
+        self._send(request, reply_to, [number for number, key in enumerate(keys) if not key])
+        request.unheard = any(keys)
+        word_by = started + (_SCHEDULER_TIMEOUT_S if request.expect.layouts else _WORD_TIMEOUT_S)
+        delivered = False
+        last = Needed(request.expect.ticket)
+        word = asyncio.create_task(news.get())
+        try:
+            while not request.over or request.tasks:
+                if not delivered and not request.tasks and not request.unheard:
+                    delivered = True
+                    self._delivered(request, started)
+                now = time.monotonic()
+                limit = word_by if request.unheard else request.deadline + _GRACE_S
+                waiting = {word, *request.tasks} if not request.over else request.tasks
+                done, _ = await asyncio.wait(
+                    waiting,
+                    timeout=max(0.0, limit - now),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in [task for task in request.tasks if task.done()]:
+                    request.tasks.discard(task)
+                    self._learn(request, task.result())
+                if word in done:
+                    message = word.result()
+                    request.unheard, request.over = False, message.over
+                    last = message
+                    self._send(request, reply_to, message.items)
+                    word = asyncio.create_task(news.get())
+                elif not done and request.unheard:
+                    logger.warning("The receiver does not say what %s needs", request.rid)
+                    request.unheard = False
+                    self._send(
+                        request, reply_to, [number for number, key in enumerate(keys) if key]
+                    )
+                elif not done and not delivered:
+                    raise DeadlineError("the request's media were not delivered in time")
+                elif not done:
+                    return  # nobody came for them, and the receiver has ended the request
+            if not delivered:
+                self._delivered(request, started)
+            self._account(request, last)
+        finally:
+            word.cancel()
+
+    def _send(self, request: _Request, reply_to: ReplyTo, numbers: Sequence[int]) -> None:
+        if not numbers:
+            return
+        every = len(numbers) == len(request.items)
+        items = request.items if every else [request.items[number] for number in numbers]
+        request.sent += len(items)
+        run = self._dispatcher.run(
+            reply_to, items, request.deadline, request.among, request.sources.__setitem__
+        )
+        request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
+
+    def _learn(self, request: _Request, layouts: dict[int, ItemLayout]) -> None:
+        for number, told in layouts.items():
+            if request.keys[number] not in (b"", told.key):
+                logger.warning("%s: an encoder tells another key", request.items[number].label)
+                continue
+            self._known.add(told.key, told.layout)
+        request.layouts |= layouts
+
+    def _delivered(self, request: _Request, started: float) -> None:
+        """All of a request's items are at the receiver."""
+        if request.slot is not None:
+            layouts = [request.layouts.get(item.item) for item in request.items]
+            request.slot.learnt(layouts)
+        elapsed_ms = (time.monotonic() - started) * 1e3
+        total = len(request.items)
+        logger.info(
+            "Delivered %d items of %s in %.1f ms, %d by encoders",
+            *(total, request.rid, elapsed_ms, request.sent),
+        )
+        live = self._live.get(request.rid)
+        if live is not None and live.ticket == request.expect.ticket:
+            live.told = True
+            self.on_end(request.rid, None)
+
+    def _account(self, request: _Request, last: Needed) -> None:
+        """Note where the items of a request came from, now that all have."""
+        counts = Counter(_SOURCES.get(source, source) for source in request.sources.values())
+        counts += Counter({"kv": last.covered, "language_cache": last.cached})
+        for source, items in counts.items():
+            self._tally.add("items", source, amount=items)
+        self._accounts[request.rid] = dict(counts)
+        while len(self._accounts) > _MAX_ACCOUNTS:
+            self._accounts.popitem(last=False)
+
+    async def _fail(self, request: _Request, error: EpdError) -> EpdError:
+        if request.slot is not None:
+            request.slot.failed(error)
+        await self._control.fail(request.expect.ticket, error)
         return error

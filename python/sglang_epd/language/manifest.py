@@ -39,7 +39,7 @@ def read_expect(encoder_urls: list[str] | None, secret: bytes) -> Expect:
     Raises:
         ProtocolError: there is none of this server's.
     """
-    message = _read(encoder_urls, secret, MAX_HEADER_BYTES)
+    message = read(encoder_urls, secret, MAX_HEADER_BYTES)
     if not isinstance(message, Expect):
         raise ProtocolError("the request carries something else than a manifest")
     return message
@@ -51,13 +51,20 @@ def read_settled(encoder_urls: list[str] | None, secret: bytes) -> Settled:
     Raises:
         ProtocolError: there is none of this server's.
     """
-    message = _read(encoder_urls, secret, MAX_CONTROL_BYTES)
+    message = read(encoder_urls, secret)
     if not isinstance(message, Settled):
         raise ProtocolError("the request carries something else than an outcome")
     return message
 
 
-def _read(encoder_urls: list[str] | None, secret: bytes, max_bytes: int) -> Message:
+def read(
+    encoder_urls: list[str] | None, secret: bytes, max_bytes: int = MAX_CONTROL_BYTES
+) -> Message:
+    """What a request carries, whatever it is.
+
+    Raises:
+        ProtocolError: there is none of this server's.
+    """
     if not encoder_urls:
         raise ProtocolError("the request carries no manifest")
     try:

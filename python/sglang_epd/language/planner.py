@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from sglang_epd.errors import MediaError
-from sglang_epd.media import parse_source
+from sglang_epd.errors import MediaError, ProtocolError
+from sglang_epd.media import digest, parse_source
+from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
 
@@ -57,6 +58,20 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
 def modalities(request: MultimodalRequest) -> list[str]:
     """The modality of each of the request's items, in the order of `plan`."""
     return [modality for modality, _ in _entries(request)]
+
+
+def content_key(item: EncodeItem, identity: str) -> bytes:
+    """The key that an encoder of that identity will give an item.
+
+    Empty where only who fetches it can tell, or the item's options have no key. Hashes
+    inline bytes (some 3 GB a second).
+    """
+    if item.data is None:
+        return b""
+    try:
+        return embedding_key(identity, digest(item.data), item.modality, item.options)
+    except ProtocolError:
+        return b""
 
 
 def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:

@@ -27,6 +27,7 @@ class PrometheusTally(Tally):
             "bytes": _gauge("held_bytes", "Bytes granted, received or being read"),
             "waiting": _gauge("waiting_offers", "Offers that wait for memory"),
             "quarantined": _gauge("quarantined_blocks", "Revoked grants still being written to"),
+            "kept": _gauge("kept_bytes", "Bytes of embeddings that are kept for who asks again"),
         }
 
     def add(self, name: str, kind: str = "", amount: int = 1) -> None:
@@ -37,10 +38,11 @@ class PrometheusTally(Tally):
     def waited(self, seconds: float) -> None:
         self._wait_seconds.observe(seconds)
 
-    def held(self, nbytes: int, waiting: int, quarantined: int) -> None:
+    def held(self, nbytes: int, waiting: int, quarantined: int, kept: int = 0) -> None:
         self._gauges["bytes"].set(nbytes)
         self._gauges["waiting"].set(waiting)
         self._gauges["quarantined"].set(quarantined)
+        self._gauges["kept"].set(kept)
 
 
 def _gauge(name: str, text: str) -> Gauge:

@@ -84,6 +84,7 @@ def start(readers: int) -> None:
             address,
             rundir.control_path(),
             budget_bytes=settings.receive_budget_mb << 20,
+            cache_bytes=settings.embedding_cache_mb << 20,
             readers=readers,
             grant_ttl_s=settings.grant_timeout_s,
             engine=engine,

@@ -19,12 +19,14 @@ from typing import Any
 
 import zmq
 
-from sglang_epd.language.assembly import ReceivedItem, assemble
+from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
-from sglang_epd.seams import receiving, rundir
+from sglang_epd.language.prefix import Gate, Resting, mark
+from sglang_epd.seams import prefix, receiving, rundir
 from sglang_epd.seams.embeddings import give_back_early
 from sglang_epd.seams.prompt import robust_placeholders
 from sglang_epd.transfer.claims import Claims
+from sglang_epd.wire import Expect, ItemLayout
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +40,16 @@ class SchedulerSeam:
     Args:
         backend: makes requests of what the leader passes on.
         leader: on the rank that takes requests in; None on the others.
+        gate: where requests wait that the prefix cache was asked about.
     """
 
     # For the CPU platform: no need to poll for embeddings.
     wakes_idle_scheduler = True
 
-    def __init__(self, backend: Backend, leader: Leader | None) -> None:
+    def __init__(self, backend: Backend, leader: Leader | None, gate: Gate | None = None) -> None:
         self._backend = backend
         self._leader = leader
+        self._gate = gate
 
     @property
     def waiting_list(self) -> list[Any]:
@@ -57,6 +61,8 @@ class SchedulerSeam:
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:
         """On every rank: the requests that can go on, and those that failed."""
+        if self._gate is not None:
+            self._gate.tidy()
         return self._backend.sort_out(recv_reqs)
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
@@ -76,7 +82,7 @@ def create_backend(
         _select_mm_processor_prompt,
     )
     from sglang.srt.managers.schedule_batch import Modality
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_memory, get_parallel
 
     host = SimpleNamespace(scheduler=scheduler, mm_processor=None)
     MMReceiverBase._init_mm_processor(
@@ -89,6 +95,15 @@ def create_backend(
         prompt = _select_mm_processor_prompt(request, processor)
         return assemble(processor, prompt, items, modalities)
 
+    def make_bare_inputs(request: Any, expect: Expect) -> Any:
+        prompt = _select_mm_processor_prompt(request, processor)
+        items = [
+            ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
+        ]
+        output, rows = lay_out_bare(processor, prompt, items, modalities)
+        mark(output, rows, Resting(request, expect))
+        return output
+
     ranks = receiving.ranks(get_parallel())
     if ranks.reader == 0:
         receiving.start(ranks.readers)
@@ -96,19 +111,23 @@ def create_backend(
     arena = claims.connect(_CONNECT_S)
     leader = None
     if ranks.leads:
-        leader = Leader(claims, rundir.secret())
+        prefix_cache = not get_memory().disable_radix_cache
+        leader = Leader(claims, rundir.secret(), prefix=prefix_cache)
         # SGLang's Rust server brings a sleeper without one, which wakes once a second.
         if hasattr(scheduler.idle_sleeper, "poller"):
             scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
     give_back_early()
+    gate = prefix.install(scheduler, leader, arena, ranks.reader)
     backend = Backend(
         arena,
         ranks.reader,
         assemble=make_inputs,
         abortable=lambda request: MMReceiverBase.create_req(host, request),
         secret=rundir.secret(),
+        lay_out=make_bare_inputs,
+        gate=gate,
     )
-    return SchedulerSeam(backend, leader)
+    return SchedulerSeam(backend, leader, gate)
 
 
 def pull_and_pass_on(original: Any, request_receiver: Any) -> list[Any] | None:

@@ -4,15 +4,17 @@ Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
 `send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
-`abort_request(rid)` when a request is over early; and
+`abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
+yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -22,13 +24,19 @@ from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.dispatch.pool import Pool, State
 from sglang_epd.dispatch.work import Costs, describe
-from sglang_epd.errors import EncodeError, EpdError, MediaError, ProtocolError
+from sglang_epd.errors import (
+    EncodeError,
+    EpdError,
+    MediaError,
+    ProtocolError,
+    RequestCancelledError,
+)
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.language.planner import plan
+from sglang_epd.language.planner import content_key, plan
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import adaptive, discovery, headers, receiving, rundir
@@ -60,6 +68,8 @@ class TokenizerSeam:
         # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         self._processor: Any = None
+        # SGLang's object of a request that is live, by its id (`seams/bootstrap.py`).
+        self.live: Callable[[str], Any] = lambda _rid: None
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -88,6 +98,17 @@ class TokenizerSeam:
             expect = self.frontend.start(prompt.rid, items, consumers, slot, among)
             prompt.need_wait_for_mm_inputs = True
             prompt.encoder_urls = manifest.write(expect, rundir.secret())
+
+    def send_again(self, rid: str, expect: Expect) -> None:
+        """A scheduler needs items of a live request after all.
+
+        Raises:
+            EpdError: they are not there any more.
+        """
+        request = self.live(rid)
+        if request is None:
+            raise RequestCancelledError("the request is over")
+        self.frontend.again(rid, plan(request), expect)
 
     async def recv_mm_data(
         self,
@@ -161,7 +182,7 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_model
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_model
 
     settings = Settings.from_env()
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
@@ -176,11 +197,24 @@ def create_frontend(
         receiving.start(readers=1)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
-    frontend = Frontend(dispatcher, control, timeout_s)
+    # Where the tokenizer receives, and where a prompt may be encoded here, the scheduler
+    # hears of a request when its items are there.
+    to_scheduler = get_disagg().encoder_transfer_backend != "zmq_to_tokenizer"
+    adapts = get_disagg().enable_adaptive_dispatch_to_encoder
+    frontend = Frontend(
+        dispatcher,
+        control,
+        timeout_s,
+        key=lambda item: content_key(item, identity),
+        ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
+        tally=tally,
+    )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
     seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
+    control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
+    hook(_MODULE, "TokenizerManager._wait_one_response", _tell_sources, "around")
     method = "TokenizerManager._handle_abort_finish_reason"
     hook(_MODULE, method, _answer_before_streaming, "around")
     return seam
@@ -222,6 +256,25 @@ def _cancel_at_encoders(
         manager.mm_receiver.frontend.cancel_all()
     elif rid:
         manager.mm_receiver.frontend.cancel(rid)
+
+
+def _tell_sources(original: Any, manager: Any, obj: Any, *args: Any, **options: Any) -> Any:
+    """Around `_wait_one_response`: answers of a request with media say where that came from."""
+    answers = original(manager, obj, *args, **options)
+    if not obj.contains_mm_input():
+        return answers
+    return _with_sources(answers, manager.mm_receiver.frontend, obj.rid)
+
+
+async def _with_sources(
+    answers: AsyncGenerator[dict[str, Any]], frontend: Frontend, rid: str
+) -> AsyncGenerator[dict[str, Any]]:
+    async with contextlib.aclosing(answers):
+        async for answer in answers:
+            account = frontend.account(rid)
+            if account is not None:
+                answer["meta_info"]["media_sources"] = account
+            yield answer
 
 
 async def _answer_before_streaming(

@@ -20,6 +20,7 @@ import re
 import secrets
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -162,10 +163,15 @@ class Arena:
         """Before a slot is used again."""
         self._drops[slot] = 0
 
-    def give_back(self) -> None:
-        """Return the memory of all payloads to the system; nobody may be using any."""
-        with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_REMOVE, self.data_offset, len(self.data))
+    def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Return the memory of payloads to the system; nobody may be using any there.
+
+        Args:
+            ranges: [begin, end) of `data`, aligned.
+        """
+        for begin, end in ranges:
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)
 
     def close(self) -> None:
         """Close the file that `create` made, so that nobody else can map it.

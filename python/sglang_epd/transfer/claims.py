@@ -49,24 +49,41 @@ class Claims:
             raise ProtocolError(f"expected Welcome, got {type(reply).__name__}")
         return Arena.open(Address(reply.path, reply.size, reply.seal, reply.readers))
 
-    def claim(self, claim: str, expect: wire.Expect) -> None:
-        """Ask for a ticket's items; `take` will return the outcome under this name."""
-        self._send(wire.Claim(claim, expect, self._first_reader, self._readers))
+    def claim(
+        self,
+        claim: str,
+        expect: wire.Expect,
+        covered: tuple[int, ...] = (),
+        *,
+        prefix: bool = False,
+    ) -> None:
+        """Ask for a ticket's items; `take` will return the outcome under this name.
+
+        Args:
+            covered: items that are not needed; they come as None.
+            prefix: whether to be told of layouts first, where the prefix cache may have them.
+        """
+        readers = self._first_reader, self._readers
+        self._send(wire.Claim(claim, expect, *readers, covered, prefix))
+
+    def again(self, rid: str, expect: wire.Expect) -> None:
+        """Have the tokenizer send for items of a request that it had sent for before."""
+        self._send(wire.Again(rid, expect))
 
     def abandon(self, claim: str) -> None:
         """The items are not wanted any more; their outcome comes all the same."""
         self._send(wire.Abandon(claim))
 
-    def take(self) -> list[wire.Settled]:
-        """What has settled since the last call; never blocks."""
-        settled: list[wire.Settled] = []
+    def take(self) -> list[wire.Settled | wire.Laid]:
+        """What has become of claims since the last call; never blocks."""
+        settled: list[wire.Settled | wire.Laid] = []
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return settled
             message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
-            if not isinstance(message, wire.Settled):
+            if not isinstance(message, wire.Settled | wire.Laid):
                 raise ProtocolError(f"{type(message).__name__} from the receiver")
             settled.append(message)
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
@@ -32,8 +34,12 @@ class Control:
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None
         self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
+        self._needed: dict[str, asyncio.Queue[wire.Needed]] = {}
         self._names = itertools.count()
         self._arena: Arena | None = None
+        # Called with a request's id and a new announcement of its items; raises an EpdError
+        # where they cannot be sent for.
+        self.on_again: Callable[[str, wire.Expect], None] = lambda _rid, _expect: None
 
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
@@ -54,6 +60,15 @@ class Control:
             address = Address(welcome.path, welcome.size, welcome.seal, welcome.readers)
             self._arena = Arena.open(address)
         return self._arena
+
+    @contextmanager
+    def watched(self, ticket: str) -> Iterator[asyncio.Queue[wire.Needed]]:
+        """What the receiver says of a ticket, from before it is announced."""
+        news = self._needed[ticket] = asyncio.Queue()
+        try:
+            yield news
+        finally:
+            del self._needed[ticket]
 
     async def expect(self, message: wire.Expect) -> None:
         """Announce a request before any encoder is asked for its items.
@@ -124,10 +139,22 @@ class Control:
                         self._welcome.set_result(message)
                 elif isinstance(message, wire.Settled):
                     self._on_settled(message)
+                elif isinstance(message, wire.Needed):
+                    # Of a request that has ended here nothing is needed.
+                    if message.ticket in self._needed:
+                        self._needed[message.ticket].put_nowait(message)
+                elif isinstance(message, wire.Again):
+                    await self._again(message)
                 else:
                     raise ProtocolError(f"{type(message).__name__} from the receiver")
             except ProtocolError as error:
                 logger.warning("Dropped a message of the receiver: %s", error)
+
+    async def _again(self, message: wire.Again) -> None:
+        try:
+            self.on_again(message.rid, message.expect)
+        except EpdError as error:
+            await self.fail(message.expect.ticket, error)
 
     def _on_settled(self, message: wire.Settled) -> None:
         if message.claim not in self._claims:
@@ -141,7 +168,8 @@ class Control:
     def _give_back(self, message: wire.Settled, reader: int) -> None:
         assert self._arena is not None
         for item in message.items:
-            self._arena.drop(item.slot, reader)
+            if item is not None:
+                self._arena.drop(item.slot, reader)
 
     async def _tell(self, message: wire.Fail | wire.Cancel | wire.Abandon) -> None:
         try:

@@ -29,6 +29,11 @@ class Extents:
         """Bytes in use, alignment included."""
         return sum(self._taken.values())
 
+    @property
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """What is not in use, as [begin, end) in order."""
+        return list(self._free)
+
     def take(
         self, nbytes: int, *, high: bool = False, within: tuple[int, int] | None = None
     ) -> int | None:

@@ -1,6 +1,8 @@
 """What a language server expects, has granted and has received.
 
-One entry a request (by ticket), one record an item. Synchronous and without a clock:
+One entry a request (by ticket), one record an item. An item whose embedding is here for
+another request's sake is not received again: it is taken when the request is, and asked
+of an encoder after all if it had to make room before. Synchronous and without a clock:
 the caller passes `now` in seconds of any monotonic clock.
 
 Owns the decision to grant, decline or let wait, who claims a request, and when an entry
@@ -12,8 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from sglang_epd.errors import (
     DeadlineError,
@@ -22,89 +22,24 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.entries import (
+    Claimant,
+    Entry,
+    Item,
+    ItemState,
+    Notice,
+    Outcome,
+)
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
 
-
-class ItemState(Enum):
-    PLANNED = "planned"
-    GRANTED = "granted"
-    RECEIVED = "received"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
 _S = ItemState
-# A second grant replaces the first when an item is dispatched again because its encoder
-# froze or died after the offer; the first encoder's late payload names the old grant and
-# is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
-# nobody had offered it.
-TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
-    _S.PLANNED: frozenset({_S.GRANTED, _S.FAILED, _S.CANCELLED}),
-    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
-    _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
-}
-
-# Who claimed; the receiver finds the way back by it.
-Claimant = Hashable
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a claimant is to be told."""
-
-    claimant: Claimant
-    items: tuple[wire.Landed, ...] = ()
-    error: EpdError | None = None
-
-
-@dataclass
-class _Item:
-    state: ItemState = ItemState.PLANNED
-    offer: wire.Offer | None = None
-    block: Block | None = None
-
-    def move(self, state: ItemState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"item cannot go from {self.state.value} to {state.value}")
-        self.state = state
-
-
-@dataclass
-class _Entry:
-    age: int
-    items: list[_Item]
-    consumers: int
-    deadline: float
-    claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
-    # Items whose offer waits for memory.
-    waiting: set[int] = field(default_factory=set)
-    error: EpdError | None = None
-
-    @property
-    def complete(self) -> bool:
-        return all(item.state is _S.RECEIVED for item in self.items)
-
-    @property
-    def open_items(self) -> int:
-        """Items that no memory was granted to yet."""
-        return sum(item.block is None for item in self.items)
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Where its memory begins and ends."""
-        blocks = [item.block for item in self.items if item.block is not None]
-        return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
-
-    def begins_below(self, offset: int) -> bool:
-        return any(begin < offset for begin, _ in self.places)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(end - begin for begin, end in self.places)
+# How long an offer of an item that was here before waits for the layouts of its request's
+# other items, and then for a scheduler, which may be in a forward pass.
+_LAYOUTS_S = 0.5
+_PREFIX_S = 5.0
+_MAX_SEEN = 65_536
 
 
 class Ledger:
@@ -130,10 +65,16 @@ class Ledger:
         self._tally = tally or Tally()
         self._remembered = remembered
         # In order of age.
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
-        self._waiting: dict[str, _Entry] = {}
+        self._waiting: dict[str, Entry] = {}
         self._outcomes: list[Outcome] = []
+        # Keys of items that requests went on with, so that the prefix cache may have them.
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._notices: list[Notice] = []
+        # Items that rely on what is cached, by key.
+        self._relying: dict[bytes, set[tuple[str, int]]] = {}
+        reservations.on_evict = self._on_evict
         self._next_age = 0
         # Grows when an offer that waits may be answered otherwise.
         self._turns = 0
@@ -156,17 +97,36 @@ class Ledger:
         entry = self._entries.get(ticket)
         return -1 if entry is None else entry.age
 
-    def expect(self, message: wire.Expect, now: float) -> None:
-        """Open an entry; nothing happens if the ticket is open or has ended."""
-        if message.ticket in self._entries or message.ticket in self._ended:
+    def expect(self, message: wire.Expect, now: float, watcher: Hashable | None = None) -> None:
+        """Open an entry; nothing happens if the ticket has ended.
+
+        Args:
+            watcher: who is to be told which items are needed.
+        """
+        ticket = message.ticket
+        if ticket in self._ended:
+            self._notify(watcher, wire.Needed(ticket, over=True))
             return
-        self._entries[message.ticket] = _Entry(
-            age=self._next_age,
-            items=[_Item() for _ in range(message.items)],
-            consumers=message.consumers,
-            deadline=now + message.ttl_s,
-        )
-        self._next_age += 1
+        entry = self._entries.get(ticket)
+        if entry is None:
+            keys = message.keys or (b"",) * message.items
+            entry = self._entries[ticket] = Entry(
+                age=self._next_age,
+                # Items without a key are being sent for.
+                items=[Item(key, asked=not key, wanted=not message.layouts) for key in keys],
+                consumers=message.consumers,
+                deadline=now + message.ttl_s,
+                decided=not message.layouts,
+                askable=not message.layouts and message.consumers == 1,
+            )
+            self._next_age += 1
+            for number, item in enumerate(entry.items):
+                if item.key and self.reservations.find(item.key) is not None:
+                    self._rely(ticket, number, item)
+                    self._tally.add("hits", "expected")
+        if watcher is not None:
+            entry.watcher = watcher
+            self._tell_needed(ticket, entry)
 
     def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
         """Somebody asks for a ticket's items.
@@ -184,6 +144,17 @@ class Ledger:
             self._outcomes.append(Outcome(claimant, error=error))
         else:
             entry.claims[claimant] = message
+            covered = frozenset(message.covered)
+            for number, item in enumerate(entry.items):
+                wanted = number not in covered
+                item.wanted = wanted if entry.asking else item.wanted or wanted
+            if entry.asking:
+                entry.asking, entry.patient_until = False, 0.0
+                self._turns += 1
+            entry.decided = True
+            self._tell_needed(ticket, entry)
+            if entry.patient_until:
+                self._ask_prefix(ticket, entry, now)
             self._settle(ticket, now)
 
     def offer(
@@ -199,9 +170,22 @@ class Ledger:
         if reason is not None:
             if entry is not None:
                 self._stop_waiting(message.ticket, entry, message.item)
+            if entry is not None and reason == wire.DECLINE_COVERED:
+                # Another sample of the request may need it yet.
+                entry.items[message.item].asked = False
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
+        own_key = item.key in (b"", message.key)
+        if item.state is _S.PLANNED and own_key and self.reservations.find(message.key):
+            self._stop_waiting(message.ticket, entry, message.item)
+            item.key = message.key
+            self._rely(message.ticket, message.item, item)
+            self._tally.add("hits", "offered")
+            self._settle(message.ticket, now)
+            return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
+        if self._prefix_first(entry, message, now):
+            return wire.Wait(message.ticket, message.item)
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
@@ -231,8 +215,12 @@ class Ledger:
             self.reservations.settle_late(message.grant, message.ticket)
             return False
         assert item.block is not None
+        assert item.offer is not None
         item.move(_S.RECEIVED)
-        self.reservations.fill(item.block)
+        # A key that is not the item's own would be found by other requests.
+        key = item.offer.key if item.key in (b"", item.offer.key) else b""
+        if self.reservations.fill(item.block, key, item.offer.layout) and self._waiting:
+            self._turns += 1
         self._tally.add("received_bytes", amount=item.block.nbytes)
         self._settle(message.ticket, now)
         return True
@@ -262,8 +250,8 @@ class Ledger:
         if entry is None or entry.error is not None:
             return
         ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
-        for item in entry.items:
-            self._release(item, now)
+        for number, item in enumerate(entry.items):
+            self._release(ticket, number, now)
             item.move(ended)
         entry.error = error
         entry.waiting.clear()
@@ -292,7 +280,7 @@ class Ledger:
         """End the entries past their deadline, and the grants past theirs."""
         for ticket, entry in list(self._entries.items()):
             if now >= entry.deadline:
-                missing = sum(item.state is not _S.RECEIVED for item in entry.items)
+                missing = sum(item.wanted and not item.here for item in entry.items)
                 text = (
                     f"{missing} of {len(entry.items)} multimodal items had not arrived "
                     "from the encoders at the request's deadline"
@@ -304,6 +292,9 @@ class Ledger:
                 self.fail(ticket, DeadlineError(text), now)
                 self._end(ticket)
                 continue
+            if entry.patient_until and now >= entry.patient_until:
+                entry.askable, entry.patient_until = False, 0.0
+                self._turns += 1
             for item in entry.items:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
@@ -315,9 +306,25 @@ class Ledger:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def take_notices(self) -> list[Notice]:
+        """What tokenizers are to be told, each handed out once."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
         self.reservations.check_integrity()
+        relying = {
+            (ticket, number)
+            for ticket, entry in self._entries.items()
+            for number, item in enumerate(entry.items)
+            if item.state is _S.CACHED
+        }
+        listed = [pair for pairs in self._relying.values() for pair in pairs]
+        assert relying == set(listed), "lost count of who relies on the cache"
+        assert len(listed) == len(set(listed)), "an item relies on two keys"
+        assert all(self._relying.values()), "a key that nobody relies on is listed"
+        assert all(self.reservations.find(key) for key in self._relying), "relied on what is gone"
         blocks = set()
         for ticket, entry in self._entries.items():
             assert ticket not in self._ended, "an open ticket is also ended"
@@ -330,12 +337,12 @@ class Ledger:
                 if item.block is not None:
                     assert item.block.grant not in blocks, "two items hold one block"
                     blocks.add(item.block.grant)
-            if entry.claims:
-                assert not entry.complete, "a complete request is still waited for"
+            for claim in entry.claims.values():
+                assert not entry.satisfies(claim), "a complete request is still waited for"
                 assert entry.error is None, "a failed request is still waited for"
         assert len(self._ended) <= self._remembered
 
-    def _refusal(self, entry: _Entry | None, message: wire.Offer) -> str | None:
+    def _refusal(self, entry: Entry | None, message: wire.Offer) -> str | None:
         error = self._ended.get(message.ticket) if entry is None else entry.error
         if error is not None:
             return wire.DECLINE_CANCELLED
@@ -344,16 +351,54 @@ class Ledger:
             return wire.DECLINE_DUPLICATE if ended else wire.DECLINE_UNKNOWN
         if message.item >= len(entry.items):
             return wire.DECLINE_UNKNOWN
-        state = entry.items[message.item].state
-        if state is _S.RECEIVED or (state is _S.GRANTED and message.renewal):
-            return wire.DECLINE_DUPLICATE
+        item = entry.items[message.item]
+        renewed = item.state is _S.GRANTED and message.renewal
+        if item.here or renewed:
+            return wire.DECLINE_CACHED if item.state is _S.CACHED else wire.DECLINE_DUPLICATE
+        if item.state is _S.PLANNED and entry.decided and not item.wanted:
+            return wire.DECLINE_COVERED
+        return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
+
+    def _too_large(self, entry: Entry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
-        if others + aligned(message.nbytes) > self.reservations.size:
-            return wire.DECLINE_TOO_LARGE
-        return None
+        return others + aligned(message.nbytes) > self.reservations.size
 
-    def _room(self, entry: _Entry, message: wire.Offer) -> Block | None:
+    def _prefix_first(self, entry: Entry, message: wire.Offer, now: float) -> bool:
+        """Whether an offer has to wait until the prefix cache was asked about its request.
+
+        That is done where the item has been here before, and takes the layouts of all the
+        request's items, so for a short while only.
+        """
+        item = entry.items[message.item]
+        item.laid = message.key, message.layout
+        if entry.askable and not entry.patient_until and message.key in self._seen:
+            entry.patient_until = now + _LAYOUTS_S
+        if entry.patient_until and not entry.asking:
+            self._ask_prefix(message.ticket, entry, now)
+        hopes = item.state is _S.PLANNED and message.key in self._seen
+        return hopes and now < entry.patient_until
+
+    def _ask_prefix(self, ticket: str, entry: Entry, now: float) -> None:
+        """Have the claimant look into its prefix cache, if all layouts are known."""
+        laid = [self._laid(item) for item in entry.items]
+        known = tuple(one for one in laid if one is not None)
+        asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
+        if asker is None or not entry.askable or len(known) < len(laid):
+            return
+        del entry.claims[asker]
+        entry.askable, entry.asking = False, True
+        entry.patient_until = now + _PREFIX_S
+        self._outcomes.append(Outcome(asker, laid=known))
+
+    def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
+        if item.state is _S.CACHED:
+            block = self.reservations.find(item.key)
+            assert block is not None and block.layout is not None
+            return block.key, block.layout
+        return item.laid
+
+    def _room(self, entry: Entry, message: wire.Offer) -> Block | None:
         """Memory for an offer, if it is its turn.
 
         Requests that hold some of their items while they wait for memory for the others
@@ -383,12 +428,12 @@ class Ledger:
         place = packed, packed + aligned(message.nbytes)
         return self.reservations.grant(message.nbytes, within=place)
 
-    def _stop_waiting(self, ticket: str, entry: _Entry, item: int) -> None:
+    def _stop_waiting(self, ticket: str, entry: Entry, item: int) -> None:
         entry.waiting.discard(item)
         if not entry.waiting:
             self._waiting.pop(ticket, None)
 
-    def _granted(self, message: wire.Payload | wire.Withdraw) -> _Item | None:
+    def _granted(self, message: wire.Payload | wire.Withdraw) -> Item | None:
         entry = self._entries.get(message.ticket)
         if entry is None or not 0 <= message.item < len(entry.items):
             return None
@@ -396,14 +441,17 @@ class Ledger:
         live = item.state is _S.GRANTED and item.block and item.block.grant == message.grant
         return item if live else None
 
-    def _revoke(self, item: _Item, now: float) -> None:
+    def _revoke(self, item: Item, now: float) -> None:
         assert item.block is not None
         self.reservations.revoke(item.block, now)
         item.offer = item.block = None
         self._turns += 1
 
-    def _release(self, item: _Item, now: float) -> None:
+    def _release(self, ticket: str, number: int, now: float) -> None:
         """The item's memory is not wanted any more, whatever state it is in."""
+        item = self._entries[ticket].items[number]
+        if item.state is _S.CACHED:
+            self._stop_relying(ticket, number, item.key)
         if item.block is None:
             return
         if item.state is _S.RECEIVED:
@@ -412,31 +460,96 @@ class Ledger:
             self.reservations.revoke(item.block, now)
         item.offer = item.block = None
 
+    def _rely(self, ticket: str, number: int, item: Item) -> None:
+        item.move(_S.CACHED)
+        item.asked = True
+        self._relying.setdefault(item.key, set()).add((ticket, number))
+
+    def _stop_relying(self, ticket: str, number: int, key: bytes) -> None:
+        relying = self._relying[key]
+        relying.remove((ticket, number))
+        if not relying:
+            del self._relying[key]
+
+    def _on_evict(self, key: bytes) -> None:
+        """An embedding had to make room: whoever relied on it needs an encoder after all."""
+        self._tally.add("evictions")
+        for ticket, number in self._relying.pop(key, ()):
+            entry = self._entries[ticket]
+            entry.items[number].move(_S.PLANNED)
+            entry.items[number].asked = False
+            self._tell_needed(ticket, entry)
+
+    def _tell_needed(self, ticket: str, entry: Entry) -> None:
+        """Say which items have to be encoded, if that is news."""
+        if entry.watcher is None or not entry.decided:
+            return
+        needed = [
+            number
+            for number, item in enumerate(entry.items)
+            if item.state is _S.PLANNED and item.wanted and not item.asked
+        ]
+        if needed or not entry.told:
+            entry.told = True
+            for number in needed:
+                entry.items[number].asked = True
+            self._notify(entry.watcher, wire.Needed(ticket, tuple(needed)))
+
+    def _notify(self, watcher: Hashable | None, message: wire.Needed) -> None:
+        if watcher is not None:
+            self._notices.append(Notice(watcher, message))
+
     def _settle(self, ticket: str, now: float) -> None:
         """Tell the outcome, if there is one, to everybody who claimed it."""
         entry = self._entries[ticket]
-        if entry.error is None and not entry.complete:
-            return
-        for claimant, claim in entry.claims.items():
+        for claimant, claim in list(entry.claims.items()):
+            if entry.error is None and not entry.satisfies(claim):
+                continue
             items = () if entry.error else self._hand(entry, claim)
             self._outcomes.append(Outcome(claimant, items, entry.error))
-        entry.consumers -= len(entry.claims)
-        entry.claims.clear()
+            del entry.claims[claimant]
+            entry.consumers -= 1
         if entry.consumers <= 0:
-            for item in entry.items:
-                self._release(item, now)
+            # Not again when the entry is ended: what was received is in its readers' hands.
+            for number in range(len(entry.items)):
+                self._release(ticket, number, now)
             self._end(ticket)
 
-    def _hand(self, entry: _Entry, claim: wire.Claim) -> tuple[wire.Landed, ...]:
-        landed = []
-        for item in entry.items:
-            assert item.block is not None and item.offer is not None
-            block, offer = item.block, item.offer
-            self.reservations.hand(block, claim.first_reader, claim.readers)
-            landed.append(
-                wire.Landed(offer.key, offer.layout, block.nbytes, block.slot, block.offset)
+    def _hand(self, entry: Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+        if claim.prefix:
+            for item in entry.items:
+                self._see(item.key if item.offer is None else item.offer.key)
+        if not entry.handed:
+            entry.handed = True
+            entry.covered = len(claim.covered)
+            entry.cached = sum(
+                item.state is _S.CACHED and number not in claim.covered
+                for number, item in enumerate(entry.items)
             )
+        landed: list[wire.Landed | None] = []
+        for number, item in enumerate(entry.items):
+            if number in claim.covered:
+                landed.append(None)
+                continue
+            if item.state is _S.CACHED:
+                block = self.reservations.find(item.key)
+                assert block is not None and block.layout is not None
+                key, layout = block.key, block.layout
+            else:
+                block = item.block
+                assert block is not None and item.offer is not None
+                key, layout = item.offer.key, item.offer.layout
+            self.reservations.hand(block, claim.first_reader, claim.readers)
+            landed.append(wire.Landed(key, layout, block.nbytes, block.slot, block.offset))
         return tuple(landed)
+
+    def _see(self, key: bytes) -> None:
+        """A request with that item goes on; the prefix cache will have it."""
+        if key:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+            while len(self._seen) > _MAX_SEEN:
+                self._seen.popitem(last=False)
 
     def _end(self, ticket: str) -> None:
         entry = self._entries.pop(ticket, None)
@@ -445,6 +558,8 @@ class Ledger:
         self._waiting.pop(ticket, None)
         self._turns += 1
         self._remember(ticket, entry.error)
+        over = wire.Needed(ticket, over=True, covered=entry.covered, cached=entry.cached)
+        self._notify(entry.watcher, over)
 
     def _remember(self, ticket: str, error: EpdError | None) -> None:
         self._ended[ticket] = error

@@ -77,7 +77,9 @@ class Receiver:
         bind_host: address the payload socket listens on.
         advertise_host: address encoders are told to dial.
         control_path: Unix socket path of the control channel.
-        budget_bytes: embeddings granted, received or being read take at most this.
+        budget_bytes: embeddings granted, received, being read or kept take at most this.
+        cache_bytes: those of them that nobody uses may take this, as long as nobody needs
+            their room.
         readers: processes that read embeddings, numbered from 0.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
         engine: transfer engine that encoders may write through.
@@ -95,6 +97,7 @@ class Receiver:
         *,
         budget_bytes: int,
         readers: int = 1,
+        cache_bytes: int = 0,
         grant_ttl_s: float = 30.0,
         engine: RemoteMemory | None = None,
         tally: Tally | None = None,
@@ -114,6 +117,7 @@ class Receiver:
             writer_lives=lambda process: (
                 host.lives(process) if host.shares_memory(process) else None
             ),
+            kept_bytes=min(cache_bytes, budget_bytes),
         )
         self._ledger = Ledger(self._reservations, grant_ttl_s, self.tally)
         self._context = zmq.Context()
@@ -140,6 +144,8 @@ class Receiver:
         self._alarm = self._context.socket(zmq.PULL)
         self._alarm.bind(f"inproc://stop-{id(self)}")
 
+        # The last that announced a request; a server has one.
+        self._tokenizer = b""
         self._held: list[_Held] = []
         self._seen_news = -1
         self._next_housekeeping = 0.0
@@ -184,6 +190,9 @@ class Receiver:
             self._keep_house(now)
         self._answer_held(now)
         self._tell_outcomes()
+        for notice in self._ledger.take_notices():
+            assert isinstance(notice.watcher, bytes)
+            self._send(self._control, notice.watcher, notice.message)
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
         for _ in range(_BURST):
@@ -217,7 +226,10 @@ class Receiver:
             )
             self._send(self._control, peer, welcome)
         elif isinstance(message, wire.Expect):
-            self._ledger.expect(message, now)
+            self._tokenizer = peer
+            self._ledger.expect(message, now, watcher=peer)
+        elif isinstance(message, wire.Again):
+            self._send(self._control, self._tokenizer, message)
         elif isinstance(message, wire.Claim):
             if message.first_reader + message.readers > self._readers:
                 raise ProtocolError("claim: there are not that many readers")
@@ -355,17 +367,24 @@ class Receiver:
         self._reservations.reclaim(now)
         self._ledger.expire(now)
         waiting = sum(not held.unknown for held in self._held)
-        self.tally.held(self._reservations.held_bytes, waiting, self._reservations.quarantined)
+        reserved = self._reservations
+        self.tally.held(
+            reserved.held_bytes, waiting, reserved.quarantined, kept=reserved.kept_bytes
+        )
         idle = self._last_payload is not None and now > self._last_payload + _IDLE_S
         # Memory that is registered with a network card is pinned; it stays.
         if idle and not len(self._reservations) and self._engine is None:
-            self._arena.give_back()
+            self._arena.give_back(self._reservations.free_ranges)
             self._last_payload = None
 
     def _tell_outcomes(self) -> None:
         for outcome in self._ledger.take_outcomes():
             assert isinstance(outcome.claimant, tuple)
             peer, claim = outcome.claimant
+            if outcome.laid:
+                keys, layouts = zip(*outcome.laid, strict=True)
+                self._send(self._control, peer, wire.Laid(claim, keys, layouts))
+                continue
             error = outcome.error
             settled = wire.Settled(
                 claim,

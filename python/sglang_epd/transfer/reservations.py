@@ -1,16 +1,17 @@
 """The receive budget: which bytes of the arena are promised to whom.
 
-    GRANTED --> FILLED --> HANDED --> FREE
-       |          |                    ^
-       |          +--------------------|
-       +--> QUARANTINED ---------------|
-       +-------------------------------+
+    GRANTED --> FILLED --> HANDED <--> KEPT --> FREE
+       |          |          |                    ^
+       |          +----------+--------------------|
+       +--> QUARANTINED --------------------------|
+       +------------------------------------------+
 
 A block is granted to one encoder for one item, filled, and handed to the processes that
-read it; it is free again when all of them have dropped it. A granted block that nobody
-wants any more, but that its encoder may still be writing to (shared memory and Mooncake
-write without asking), is quarantined: not reused before the encoder says that it is
-done, or is gone.
+read it; when all of them have dropped it, it is free again, or kept for the next request
+with the same item until its room is needed (`kept`). A granted block that nobody wants
+any more, but that its encoder may still be writing to (shared memory and Mooncake write
+without asking), is quarantined: not reused before the encoder says that it is done, or is
+gone.
 
 Synchronous and without a clock, a socket or memory.
 """
@@ -24,6 +25,8 @@ from enum import Enum
 import numpy as np
 
 from sglang_epd.transfer.extents import Extents, aligned
+from sglang_epd.transfer.kept import Kept
+from sglang_epd.wire.messages import Layout
 
 # A frozen encoder of another machine may go on with a write when it thaws; nothing tells
 # whether it will. After this long its connection is taken for dead.
@@ -34,6 +37,7 @@ class BlockState(Enum):
     GRANTED = "granted"
     FILLED = "filled"
     HANDED = "handed"
+    KEPT = "kept"
     QUARANTINED = "quarantined"
     FREE = "free"
 
@@ -41,8 +45,9 @@ class BlockState(Enum):
 _S = BlockState
 TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
     _S.GRANTED: frozenset({_S.FILLED, _S.QUARANTINED, _S.FREE}),
-    _S.FILLED: frozenset({_S.HANDED, _S.FREE}),
-    _S.HANDED: frozenset({_S.FREE}),
+    _S.FILLED: frozenset({_S.HANDED, _S.KEPT, _S.FREE}),
+    _S.HANDED: frozenset({_S.KEPT, _S.FREE}),
+    _S.KEPT: frozenset({_S.HANDED, _S.FREE}),
     _S.QUARANTINED: frozenset({_S.FREE}),
     _S.FREE: frozenset(),
 }
@@ -59,7 +64,8 @@ class Block:
         writer: the process that may write to it without asking, or "" if unknown.
         landing: the way the payload is to come: inline, shared or remote.
         expected: how often each reader will drop it.
-        closed: nobody else will be handed it.
+        closed: the request that it was granted to will not hand it out again.
+        key, layout: what it holds, once it is filled.
     """
 
     grant: int
@@ -74,6 +80,8 @@ class Block:
     state: BlockState = BlockState.GRANTED
     expected: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     closed: bool = False
+    key: bytes = b""
+    layout: Layout | None = None
 
     @property
     def foreign(self) -> bool:
@@ -96,6 +104,7 @@ class Reservations:
         drops: slots [n] to how often each reader has dropped each: [n, readers].
         reset: prepares a slot for its next use.
         writer_lives: whether a process runs; None where that cannot be seen.
+        kept_bytes: what may stay when nobody uses it; it goes when its room is needed.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Reservations:
         drops: Callable[[np.ndarray], np.ndarray],
         reset: Callable[[int], None],
         writer_lives: Callable[[str], bool | None],
+        kept_bytes: int = 0,
     ) -> None:
         self._extents = Extents(size)
         self._slots = list(range(slots - 1, -1, -1))
@@ -118,7 +128,10 @@ class Reservations:
         self._quarantined: dict[int, Block] = {}
         self._handed: dict[int, Block] = {}
         self._next_grant = 1
-        # Grows whenever something was freed, so that those who wait know when to ask.
+        self._kept = Kept(kept_bytes)
+        # Told the key of each block that had to go.
+        self.on_evict: Callable[[bytes], None] = lambda _key: None
+        # Grows whenever something may be taken, so that those who wait know when to ask.
         self.freed = 0
 
     @property
@@ -128,11 +141,22 @@ class Reservations:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are not free."""
-        return self._extents.taken_bytes
+        """Bytes that are granted, filled or read."""
+        return self._extents.taken_bytes - self._kept.resting_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that nobody uses, kept for who may want them again."""
+        return self._kept.resting_bytes
+
+    @property
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Where nothing lies, as [begin, end)."""
+        return self._extents.free_ranges
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """Blocks that are in use."""
+        return len(self._blocks) - self._kept.resting
 
     @property
     def quarantined(self) -> int:
@@ -142,10 +166,11 @@ class Reservations:
     def grant(
         self, nbytes: int, *, high: bool = False, within: tuple[int, int] | None = None
     ) -> Block | None:
-        """Reserve a block where `Extents.take` says, or None if there is no room now."""
-        if not self._slots:
-            return None
-        offset = self._extents.take(nbytes, high=high, within=within)
+        """Reserve a block where `Extents.take` says, or None if there is no room now.
+
+        What is kept goes for it, least recently used first.
+        """
+        offset = self._take(nbytes, high, within)
         if offset is None:
             return None
         slot = self._slots.pop()
@@ -156,6 +181,25 @@ class Reservations:
         self._next_grant += 1
         self._blocks[block.grant] = block
         return block
+
+    def _take(self, nbytes: int, high: bool, within: tuple[int, int] | None) -> int | None:
+        if self._slots:
+            offset = self._extents.take(nbytes, high=high, within=within)
+            if offset is not None:
+                return offset
+        if aligned(nbytes) > self.size - self.held_bytes:
+            return None
+        place = within or (0, self.size)
+        while (victim := self._kept.victim(*place)) is not None:
+            self._evict(victim)
+            offset = self._extents.take(nbytes, high=high, within=within)
+            if offset is not None:
+                return offset
+        return None
+
+    def find(self, key: bytes) -> Block | None:
+        """A block with the embedding of that key, whether it is used or not."""
+        return self._kept.find(key)
 
     def revoke(self, block: Block, now: float) -> None:
         """The grant is void; the block is free as soon as nobody can be writing to it."""
@@ -173,43 +217,67 @@ class Reservations:
         if block is not None and block.ticket == ticket:
             self.free(block)
 
-    def fill(self, block: Block) -> None:
-        """All of the payload is there."""
+    def fill(self, block: Block, key: bytes = b"", layout: Layout | None = None) -> bool:
+        """All of the payload is there, and may be found by its key.
+
+        Returns:
+            Whether it is this block that the key leads to.
+        """
         block.move(_S.FILLED)
+        block.key, block.layout = key, layout
+        return self._kept.add(block)
 
     def hand(self, block: Block, first_reader: int, readers: int) -> None:
         """Some processes are told where it lies; each will drop it once."""
-        if block.state is _S.FILLED:
+        if block.state is _S.KEPT:
+            self._kept.use(block)
+        if block.state is not _S.HANDED:
             block.move(_S.HANDED)
             self._handed[block.grant] = block
         block.expected[first_reader : first_reader + readers] += 1
 
     def close(self, block: Block) -> None:
-        """Nobody else will be handed it."""
-        if block.state is _S.HANDED:
-            block.closed = True
-        else:
-            self.free(block)
+        """The request that it was granted to is done with it."""
+        block.closed = True
+        if block.state is not _S.HANDED:
+            self._retire(block)
 
     def free(self, block: Block) -> None:
         """Give the bytes and the slot back."""
         block.move(_S.FREE)
         self._quarantined.pop(block.grant, None)
         self._handed.pop(block.grant, None)
+        self._kept.forget(block)
         del self._blocks[block.grant]
         self._extents.give(block.offset)
         self._slots.append(block.slot)
         self.freed += 1
 
+    def _retire(self, block: Block) -> None:
+        """Nobody uses it any more."""
+        if not self._kept.holds(block):
+            self.free(block)
+            return
+        block.move(_S.KEPT)
+        self._handed.pop(block.grant, None)
+        self._kept.rest(block)
+        self.freed += 1
+        for victim in self._kept.over():
+            self._evict(victim)
+
+    def _evict(self, block: Block) -> None:
+        self.free(block)
+        self.on_evict(block.key)
+
     def reclaim(self, now: float) -> None:
-        """Free what every reader has dropped and what nobody can be writing to any more."""
+        """Free or keep what every reader has dropped and what nobody can be writing to any more."""
         closed = [block for block in self._handed.values() if block.closed]
         if closed:
             drops = self._drops(np.array([block.slot for block in closed]))
             expected = np.stack([block.expected for block in closed])
             done = (drops == expected).all(axis=1)
             for block in (block for block, is_done in zip(closed, done, strict=True) if is_done):
-                self.free(block)
+                self._retire(block)
         for block in list(self._quarantined.values()):
             lives = self._writer_lives(block.writer) if block.writer else None
             if lives is False or (now >= block.until and not lives):
@@ -218,7 +286,9 @@ class Reservations:
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
         self._extents.check_integrity()
-        assert self.held_bytes == sum(aligned(block.nbytes) for block in self._blocks.values())
+        self._kept.check_integrity()
+        taken = sum(aligned(block.nbytes) for block in self._blocks.values())
+        assert self.held_bytes + self.kept_bytes == taken
         slots = [block.slot for block in self._blocks.values()]
         assert len(set(slots)) == len(slots), "two blocks share a slot"
         assert not set(slots) & set(self._slots), "a slot is both used and free"
@@ -227,3 +297,6 @@ class Reservations:
             assert block.state is not _S.FREE, "a free block is kept"
             assert (block.state is _S.QUARANTINED) == (grant in self._quarantined)
             assert (block.state is _S.HANDED) == (grant in self._handed)
+        kept = [block for block in self._blocks.values() if block.state is _S.KEPT]
+        assert len(kept) == self._kept.resting
+        assert all(self._kept.holds(block) and block.closed for block in kept)

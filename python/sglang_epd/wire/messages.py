@@ -5,13 +5,15 @@ channel's (the processes of one language server).
        |                           | <------- Hello ------------- |
        |                           | -------- Welcome ----------> |
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
+       |                           | -------- Needed -----------> |  what is not here already
        |                           | <------- Claim ------------- |  whoever the items are for
+       |                           | <------- Again ------------> |  scheduler to tokenizer
        | -------- Offer ---------> |                              |
        | <- Wait, Grant, Decline - |                              |
        | -------- Payload -------> |                              |
        | <------- Ack ------------ |                              |
        | -------- Withdraw ------> |                              |  instead of a Payload
-       |                           | -------- Settled ----------> |
+       |                           | -------- Laid, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: whoever names it may deliver that request's
@@ -48,6 +50,8 @@ MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembered
 DECLINE_CANCELLED = "cancelled"  # nobody waits for it any more
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
+DECLINE_COVERED = "covered"  # the prefix cache has its KV
+DECLINE_CACHED = "cached"  # another request's embedding of that key is here
 DECLINE_TOO_LARGE = "too_large"  # larger than this receiver may ever hold
 
 # Errors of an Ack, both of which leave the item open.
@@ -228,12 +232,18 @@ class Expect(Message, frozen=True, tag="expect"):
         consumers: how many scheduler requests will claim it (n > 1 sampling sends
             the prompt once to warm the prefix and once a sample).
         ttl_s: seconds from now until the request's deadline.
+        keys: of each item; empty where it is unknown, or where the item is being sent
+            for already. Of the others a `Needed` says whether to. None for no item.
+        layouts: of each item, where all are known: the prefix cache is asked before anything
+            is sent, and a `Needed` follows the first claim.
     """
 
     ticket: str
     items: int
     consumers: int
     ttl_s: float
+    keys: tuple[bytes, ...] = ()
+    layouts: tuple[Layout, ...] = ()
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -242,12 +252,38 @@ class Claim(Message, frozen=True, tag="claim"):
     Attributes:
         claim: the asker's name for it; unique among its own.
         first_reader, readers: the processes that will read the items.
+        covered: items whose KV the asker has, so that it needs no embedding.
+        prefix: whether the asker has a prefix cache to look into, should all layouts become
+            known (`Laid`).
     """
 
     claim: str
     expect: Expect
     first_reader: int
     readers: int
+    covered: tuple[int, ...] = ()
+    prefix: bool = False
+
+
+class Laid(Message, frozen=True, tag="laid"):
+    """Receiver: these are the items of a claim, which this server has seen before. The claim
+    is void; another is to say which of them the prefix cache covers."""
+
+    claim: str
+    keys: tuple[bytes, ...]
+    layouts: tuple[Layout, ...]
+
+
+class Again(Message, frozen=True, tag="again"):
+    """Scheduler to the tokenizer, through the receiver: a request's items are needed after
+    all, and are announced herewith.
+
+    Attributes:
+        rid: SGLang's id of the request.
+    """
+
+    rid: str
+    expect: Expect
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -268,13 +304,33 @@ class Landed(msgspec.Struct, frozen=True):
 class Settled(Message, frozen=True, tag="settled"):
     """Receiver: a claim has its items, or an error (`code` not empty).
 
-    Where both are there, the items are to be read by nobody, and given back.
+    An item that the claim covers itself is None. Where both an error and items are there,
+    the items are to be read by nobody, and given back.
     """
 
     claim: str
-    items: tuple[Landed, ...] = ()
+    items: tuple[Landed | None, ...] = ()
     code: str = ""
     message: str = ""
+
+
+class Needed(Message, frozen=True, tag="needed"):
+    """Receiver to the tokenizer: have these items encoded.
+
+    The first answers an `Expect`; another follows where an item that was here had to make
+    room before it was used.
+
+    Attributes:
+        over: the request needs nothing any more.
+        covered, cached: of a request that is over, how many items its first claim had in
+            the prefix cache, and how many were here for another's sake.
+    """
+
+    ticket: str
+    items: tuple[int, ...] = ()
+    over: bool = False
+    covered: int = 0
+    cached: int = 0
 
 
 class Abandon(Message, frozen=True, tag="abandon"):
@@ -309,7 +365,10 @@ _AnyMessage = (
     | Welcome
     | Expect
     | Claim
+    | Laid
+    | Again
     | Settled
+    | Needed
     | Abandon
     | Fail
     | Cancel
@@ -343,6 +402,10 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
         _check_expect(message.expect)
         if message.first_reader < 0 or message.readers <= 0:
             raise ProtocolError("claim: readers out of range")
+        if any(not 0 <= item < message.expect.items for item in message.covered):
+            raise ProtocolError("claim: covers items that the request does not have")
+    elif isinstance(message, Again):
+        _check_expect(message.expect)
     elif isinstance(message, Payload) and message.offset < 0:
         raise ProtocolError("payload: negative offset")
     return message
@@ -353,6 +416,12 @@ def _check_expect(expect: Expect) -> None:
         0 < expect.items <= MAX_ITEMS and expect.consumers > 0 and 0 < expect.ttl_s < float("inf")
     ):
         raise ProtocolError("expect: items, consumers or ttl out of range")
+    if expect.keys and len(expect.keys) != expect.items:
+        raise ProtocolError(f"expect: {len(expect.keys)} keys of {expect.items} items")
+    if expect.layouts and not (len(expect.layouts) == expect.items and all(expect.keys)):
+        raise ProtocolError("expect: layouts are told of all items and with keys, or of none")
+    if any(len(key) not in (0, KEY_BYTES) for key in expect.keys):
+        raise ProtocolError("expect: a key of the wrong length")
 
 
 def _check_offer(offer: Offer) -> None:

@@ -1,0 +1,261 @@
+"""Requests whose prompts rest on the prefix cache, on every rank.
+
+Where the layouts of all of a request's items are known, its prompt is laid out, with the
+items' keys as their identities, before any embedding is there: the radix tree then says
+which items' KV this server has. Those need no embedding; the request waits for the others
+only, or for nothing.
+
+Every rank decides by itself, because asking a tree and locking its nodes changes it, and
+the trees of ranks that run a request together must stay the same. They decide alike: they
+see the same requests in the same tick. Only the rank that leads talks to the receiver.
+
+What was matched is locked until the prefill has taken it. The locks yield: as soon as a
+request is not admitted, or a running one cannot go on, for want of memory, all of them are
+let go, because requests that wait must not keep memory from those that could run. So a
+match may be lost; then the request is taken out of the queue again, its items are sent
+for, and it goes on when they are there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_epd.errors import EpdError, MediaError, from_code
+from sglang_epd.language.assembly import Rows
+from sglang_epd.language.backend import Failure, Leader, http_status
+from sglang_epd.transfer.arena import Arena
+from sglang_epd.wire import Expect, Settled
+
+logger = logging.getLogger(__name__)
+
+_MARK = "_sglang_epd_bare"
+
+
+@dataclass(eq=False)
+class Resting:
+    """A request that may need no embeddings.
+
+    Attributes:
+        carrier: the request as the scheduler received it; it carries outcomes to the ranks.
+        expect: how its items were announced.
+        asked: whether its ticket was claimed; a second time takes a new one.
+        lost: whether it lost its match; from then on it rests on no other.
+    """
+
+    carrier: Any
+    expect: Expect
+    asked: bool = False
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Bare:
+    """An item of SGLang's without rows; `rows` says where it would have them from."""
+
+    resting: Resting
+    rows: Rows
+
+
+class Tree(Protocol):
+    """What is needed of SGLang's radix tree."""
+
+    def match(self, request: Any) -> tuple[int, Any]:
+        """Tokens of the prompt whose KV is on the device, and the node they end at."""
+
+    def lock(self, node: Any) -> Any: ...
+
+    def unlock(self, lock: Any) -> None: ...
+
+
+class Queue(Protocol):
+    """What is needed of SGLang's scheduler."""
+
+    def add(self, request: Any, *, retracted: bool) -> None:
+        """Take a request in (again)."""
+
+    def remove(self, request: Any) -> bool:
+        """Take one out of the waiting queue; False if it is not there."""
+
+    def waiting(self) -> Collection[str]:
+        """Ids of all requests that wait to be prefilled, wherever."""
+
+    def discard(self, request: Any) -> None:
+        """Give back what a request that will not run holds."""
+
+
+def mark(output: Any, rows: list[Rows], resting: Resting) -> None:
+    """Note in a bare output's items where their rows would come from.
+
+    On the tensors, which stay with their items through all that SGLang makes of a request.
+    """
+    for item, its_rows in zip(output.mm_items, rows, strict=True):
+        setattr(item.precomputed_embeddings, _MARK, Bare(resting, its_rows))
+
+
+def bare_items(request: Any) -> list[tuple[Any, Bare]]:
+    """A request's items that have no rows."""
+    inputs = request.multimodal_inputs
+    if inputs is None:
+        return []
+    found = []
+    for item in inputs.mm_items:
+        note = getattr(item.precomputed_embeddings, _MARK, None)
+        if note is not None:
+            found.append((item, note))
+    return found
+
+
+def end(item: Any) -> int:
+    """How much of the prompt is past an item's last token."""
+    return int(max(last for _, last in item.offsets)) + 1
+
+
+class Gate:
+    """Lets requests pass whose items are covered, and holds the others.
+
+    Args:
+        tree: this rank's radix tree.
+        queue: this rank's scheduler.
+        leader: on the rank that leads; None on the others.
+        arena, reader: where items land, and this rank's number among its readers.
+    """
+
+    def __init__(
+        self, tree: Tree, queue: Queue, leader: Leader | None, arena: Arena, reader: int
+    ) -> None:
+        self._tree = tree
+        self._queue = queue
+        self._leader = leader
+        self._arena = arena
+        self._reader = reader
+        self._locks: dict[str, Any] = {}
+        # By id: the request, and whether it had been retracted.
+        self._parked: dict[str, tuple[Any, bool]] = {}
+        self._lost: list[Any] = []
+
+    def __len__(self) -> int:
+        """Requests that wait for items here."""
+        return len(self._parked)
+
+    @property
+    def locks(self) -> int:
+        """Matches that are held."""
+        return len(self._locks)
+
+    def admit(self, request: Any, *, retracted: bool = False) -> bool:
+        """Before a request is queued; False if it is held here until its items have landed."""
+        bare = bare_items(request)
+        if not bare:
+            if self._leader is not None:
+                self._leader.forgo(request.rid)
+            return True
+        self._unlock(request.rid)
+        resting = bare[0][1].resting
+        length, node = (0, None) if resting.lost else self._tree.match(request)
+        missing = {note.rows.item for item, note in bare if end(item) > length}
+        if length:
+            self._locks[request.rid] = self._tree.lock(node)
+        self._ask(request, resting, missing)
+        if not missing:
+            return True
+        self._parked[request.rid] = request, retracted
+        return False
+
+    def may_run(self, request: Any, prefix_len: int) -> bool:
+        """Before a request is prefilled from `prefix_len` on; False if it has lost its match.
+
+        It is not to be run then, and leaves the queue before the next batch is made.
+        """
+        bare = bare_items(request)
+        if all(end(item) <= prefix_len for item, _ in bare):
+            return True
+        bare[0][1].resting.lost = True
+        if not any(one is request for one in self._lost):
+            self._lost.append(request)
+        return False
+
+    def taken(self, request: Any) -> None:
+        """The prefill holds the match itself from now on."""
+        self._unlock(request.rid)
+
+    def let_go(self) -> None:
+        """Memory is needed: nothing is locked any more."""
+        for rid in list(self._locks):
+            self._unlock(rid)
+
+    def tidy(self) -> None:
+        """Once a tick: requests that have lost their match wait here, and matches of
+        requests that wait nowhere any more are let go."""
+        lost, self._lost = self._lost, []
+        for request in lost:
+            # Not if it was aborted meanwhile.
+            if self._queue.remove(request):
+                logger.info("The prefix of %s is gone: its media are sent for", request.rid)
+                self._queue.add(request, retracted=False)
+        if self._locks:
+            live = {*self._queue.waiting(), *self._parked}
+            for rid in [rid for rid in self._locks if rid not in live]:
+                self._unlock(rid)
+
+    def holds(self, rid: str) -> bool:
+        """Whether a request of that id waits here."""
+        return rid in self._parked
+
+    def resolve(self, rid: str, settled: Settled) -> Failure | None:
+        """A request's items have landed, or will not: it goes on, or fails."""
+        request, retracted = self._parked.pop(rid)
+        embeddings: list[torch.Tensor | None] = [
+            None if item is None else self._arena.read(item, self._reader) for item in settled.items
+        ]
+        if settled.code:
+            # What was read is dropped with this frame.
+            return self._fail(request, from_code(settled.code, settled.message))
+        bare = bare_items(request)
+        keys = bare[0][1].resting.expect.keys
+        landed = zip(settled.items, keys, strict=True)
+        if any(item is not None and item.key != key for item, key in landed):
+            # The prompt was laid out for what was at their addresses before.
+            return self._fail(request, MediaError("the request's media changed meanwhile"))
+        for item, note in bare:
+            whole = embeddings[note.rows.item]
+            if whole is not None:
+                first = note.rows.first
+                item.precomputed_embeddings = whole[first : first + note.rows.count]
+        self._queue.add(request, retracted=retracted)
+        return None
+
+    def fail(self, rid: str, error: EpdError) -> Failure:
+        """A request that waits here cannot go on."""
+        request, _ = self._parked.pop(rid)
+        return self._fail(request, error)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the books do not add up."""
+        live = {*self._queue.waiting(), *self._parked}
+        assert set(self._locks) <= live, "a match is held for nobody"
+
+    def _fail(self, request: Any, error: EpdError) -> Failure:
+        self._unlock(request.rid)
+        self._queue.discard(request)
+        return request, error.message, http_status(error)
+
+    def _ask(self, request: Any, resting: Resting, missing: set[int]) -> None:
+        """Have the missing items sent for, or tell that there are none."""
+        again, resting.asked = resting.asked, True
+        # SGLang has its own by now. Kept, they would hold each other.
+        resting.carrier.mm_inputs = None
+        if self._leader is None or (again and not missing):
+            return
+        every = range(resting.expect.items)
+        covered = tuple(number for number in every if number not in missing)
+        self._leader.ask(request.rid, resting.carrier, resting.expect, covered, again=again)
+
+    def _unlock(self, rid: str) -> None:
+        lock = self._locks.pop(rid, None)
+        if lock is not None:
+            self._tree.unlock(lock)

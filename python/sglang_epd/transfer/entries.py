@@ -1,0 +1,134 @@
+"""What a receiver's ledger knows of a request: its items, who claims them, and what it
+says to whom. Decided by `ledger`; here is only what is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sglang_epd.errors import EpdError
+from sglang_epd.transfer.extents import aligned
+from sglang_epd.transfer.reservations import Block
+from sglang_epd.wire import messages as wire
+
+
+class ItemState(Enum):
+    PLANNED = "planned"
+    GRANTED = "granted"
+    RECEIVED = "received"
+    CACHED = "cached"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_S = ItemState
+# A second grant replaces the first when an item is dispatched again because its encoder
+# froze or died after the offer; the first encoder's late payload names the old grant and
+# is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
+# nobody had offered it. What is cached may have to make room for others before it is used.
+TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
+    _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.FAILED, _S.CANCELLED}),
+    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
+    _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
+    _S.CACHED: frozenset({_S.PLANNED, _S.FAILED, _S.CANCELLED}),
+    _S.FAILED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+
+# Who claimed; the receiver finds the way back by it.
+Claimant = Hashable
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a claimant is to be told."""
+
+    claimant: Claimant
+    items: tuple[wire.Landed | None, ...] = ()
+    error: EpdError | None = None
+    # Keys and layouts, for it to look into its prefix cache and claim again.
+    laid: tuple[tuple[bytes, wire.Layout], ...] = ()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What the tokenizer that announced a request is to be told."""
+
+    watcher: Hashable
+    message: wire.Needed
+
+
+@dataclass
+class Item:
+    # Empty where it is unknown.
+    key: bytes = b""
+    state: ItemState = ItemState.PLANNED
+    # Of what was granted, until it is given back; what is cached is held by nobody.
+    offer: wire.Offer | None = None
+    block: Block | None = None
+    # As its encoder has told.
+    laid: tuple[bytes, wire.Layout] | None = None
+    # Whether an encoder is being asked, as far as the tokenizer was told.
+    asked: bool = False
+    # Whether anybody needs its embedding; while that is not decided nobody does.
+    wanted: bool = True
+
+    @property
+    def here(self) -> bool:
+        return self.state in (_S.RECEIVED, _S.CACHED)
+
+    def move(self, state: ItemState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"item cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+@dataclass
+class Entry:
+    age: int
+    items: list[Item]
+    consumers: int
+    deadline: float
+    claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
+    # Items whose offer waits for memory.
+    waiting: set[int] = field(default_factory=set)
+    error: EpdError | None = None
+    # Who announced it, and whether that was told what is needed.
+    watcher: Hashable | None = None
+    told: bool = False
+    # Whether it is known what is wanted; else the first claim will say.
+    decided: bool = True
+    # Whether its claimant may yet be asked to look into its prefix cache, whether it is being
+    # asked, and until when offers wait for that.
+    askable: bool = True
+    asking: bool = False
+    patient_until: float = 0.0
+    # Of its first claim that had its items: those in the prefix cache, those that were here.
+    covered: int = 0
+    cached: int = 0
+    handed: bool = False
+
+    def satisfies(self, claim: wire.Claim) -> bool:
+        """Whether all is here that a claim needs."""
+        covered = frozenset(claim.covered)
+        return all(item.here or number in covered for number, item in enumerate(self.items))
+
+    @property
+    def open_items(self) -> int:
+        """Items that no memory was granted to yet; what is cached may have to be, too."""
+        return sum(item.block is None for item in self.items)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where its memory begins and ends."""
+        blocks = [item.block for item in self.items if item.block is not None]
+        return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
+
+    def begins_below(self, offset: int) -> bool:
+        return any(begin < offset for begin, _ in self.places)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.places)

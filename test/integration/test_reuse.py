@@ -1,0 +1,358 @@
+"""No image is encoded or sent twice, and the answers are one server's all the same."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.test_backends import counted
+from integration.test_forms import IMAGE
+from integration.test_parity import TOLERANCE
+from integration.topology import Machine, Topology
+
+Photographs = list[Image.Image]
+Messages = list[dict[str, Any]]
+
+TOKENS = 8
+_TURNS = 6
+_MODEL = "tiny-qwen2_5-vl"
+# KV and language cache; KV alone, paged, in chunks and scarce; KV that is always lost
+# between the match and the prefill.
+SERVERS = ["language", "language@kv", "language@miss"]
+
+
+def pictures(photos: Photographs, count: int, turn: int = 0) -> Messages:
+    return [
+        image_part(data_url(photos[index % 2].rotate(3 * index + 11 * turn)))
+        for index in range(count)
+    ]
+
+
+def conversation(photos: Photographs, turns: int, look: int = 0) -> Messages:
+    """Four pictures in the first turn, talked about ever after."""
+    messages = [user(*pictures(photos, 4, look), text_part("What do these have in common?"))]
+    for turn in range(1, turns):
+        messages.append({"role": "assistant", "content": f"Something, {turn} times over."})
+        messages.append(user(text_part(f"And what sets number {turn % 4 + 1} apart?")))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def expected(machine: Machine) -> Callable[[Messages], Any]:
+    return lambda messages: machine.reference(_MODEL, messages, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def topology(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> Topology:
+    # The servers that know the answers do not fit in beside these.
+    for messages in _asked(photographs):
+        expected(messages)
+    return machine.use("reuse")
+
+
+def _asked(photos: Photographs) -> list[Messages]:
+    """All that the tests below compare."""
+    return [
+        *(conversation(photos, turns) for turns in range(1, _TURNS + 1)),
+        *(conversation(photos, 2, look) for look in range(1, 7)),
+        *([user(*pictures(photos, 1, look), text_part("What is it?"))] for look in (20, 21)),
+        *(swapped(photos, which) for which in (0, 1)),
+    ]
+
+
+def swapped(photos: Photographs, which: int) -> Messages:
+    """Two conversations that differ in the pixels of one picture only."""
+    return [user(image_part(data_url(photos[which].rotate(40))), text_part("Which one is it?"))]
+
+
+def by_url(messages: Messages, root: str) -> Messages:
+    """The same pictures, each at an address of a server that was handed them."""
+    moved: Messages = copy.deepcopy(messages)
+    for message in moved:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "image_url":
+                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+                name = hashlib.sha256(data).hexdigest()
+                _SERVED[f"/{name}.png"] = data
+                part["image_url"]["url"] = f"{root}/{name}.png"
+    return moved
+
+
+_SERVED: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def picture_server() -> Iterator[str]:
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = _SERVED[self.path]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(topology: Topology) -> int:
+    """Requests that the encoder has answered."""
+    status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
+    return int(status["finished"])
+
+
+def moved(topology: Topology, role: str) -> float:
+    """Bytes of embeddings that a server has received."""
+    return counted(topology.urls[role], "sglang:epd_receiver_received_bytes", "").get("", 0.0)
+
+
+def flush(topology: Topology, role: str) -> None:
+    """Forget the KV, as soon as what clients have left behind has ended."""
+    end = time.monotonic() + 60
+    while True:
+        answer = requests.post(f"{topology.urls[role]}/flush_cache", timeout=60)
+        if answer.status_code == 200:
+            return
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.2)
+
+
+def cached_tokens(client: Client, messages: Messages, **options: Any) -> int:
+    body = client.chat(*messages, max_tokens=4, **options).json()
+    details = body["usage"]["prompt_tokens_details"]
+    return 0 if details is None else int(details["cached_tokens"])
+
+
+def test_a_prefill_server_sends_what_it_has_to_its_decode_server(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> None:
+    """Of all the servers that know the answers it is the first to be asked."""
+    topology = machine.use("qwen2_5")
+    client = Client(topology.urls["router"])
+    for turns in (1, 2, 3):
+        messages = conversation(photographs, turns)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected(messages).tokens
+        assert actual.distance(expected(messages)) < TOLERANCE
+        if turns == 1:
+            before = asked(topology)
+    assert asked(topology) == before
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_a_conversation_asks_encoders_in_its_first_turn_only(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    before: tuple[int, float] = (0, 0.0)
+    for turns in range(1, _TURNS + 1):
+        messages = conversation(photographs, turns)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected(messages).tokens
+        assert actual.prompt_tokens == expected(messages).prompt_tokens
+        assert actual.distance(expected(messages)) < TOLERANCE
+        state = asked(topology), moved(topology, role)
+        if turns == 1:
+            assert state[1] > 0
+        elif role != "language@miss":
+            assert state == before, f"turn {turns} asked an encoder, or moved bytes"
+        else:
+            assert state[0] > before[0], "its match was lost, so the items had to be fetched"
+        before = state
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_pictures_behind_addresses_are_known_when_they_are_offered(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    picture_server: str,
+    role: str,
+) -> None:
+    """What they are is told by an encoder, each time; nothing is sent for it again."""
+    client = Client(topology.urls[role])
+    messages = conversation(photographs, 2, look=3)
+    before = 0.0
+    for turn in range(3):
+        actual = client.generation(*by_url(messages, picture_server), tokens=TOKENS)
+        assert actual.distance(expected(messages)) < TOLERANCE
+        bytes_moved = moved(topology, role)
+        if turn and role != "language@miss":
+            assert bytes_moved == before
+        before = bytes_moved
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_without_its_kv_a_server_has_the_embeddings_or_asks_again(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    messages = conversation(photographs, 2, look=1)
+    client.answer(*messages)
+    before = asked(topology), moved(topology, role)
+    flush(topology, role)
+    actual = client.generation(*messages, tokens=TOKENS)
+    assert actual.distance(expected(messages)) < TOLERANCE
+    after = asked(topology), moved(topology, role)
+    if role == "language":
+        assert after == before
+    else:
+        assert after[0] > before[0]
+        assert after[1] > before[1]
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_answers_stay_right_while_the_kv_cache_is_fought_over(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    """The pool of one of these servers holds two such conversations."""
+    client = Client(topology.urls[role])
+    conversations = [conversation(photographs, 2, look) for look in range(1, 7)]
+
+    def chatter(number: int) -> str:
+        words = " ".join(str(number * 1000 + word) for word in range(200))
+        return client.answer(user(text_part(words)), max_tokens=32)
+
+    def ask(messages: Messages) -> float:
+        actual = client.generation(*messages, tokens=TOKENS)
+        return actual.distance(expected(messages))
+
+    with ThreadPoolExecutor(12) as pool:
+        noise = [pool.submit(chatter, number) for number in range(6)]
+        gaps = [pool.submit(ask, messages) for messages in conversations * 2]
+        assert max(gap.result() for gap in gaps) < TOLERANCE
+        for one in noise:
+            one.result()
+    topology.check_alive()
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_many_ask_about_one_picture_at_once(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    messages = [user(*pictures(photographs, 1, 20), text_part("What is it?"))]
+    for _ in range(2):
+        with ThreadPoolExecutor(24) as pool:
+            answers = pool.map(lambda _: client.generation(*messages, tokens=TOKENS), range(24))
+            assert max(one.distance(expected(messages)) for one in answers) < TOLERANCE
+        flush(topology, role)
+    samples = client.chat(*messages, n=3).json()["choices"]
+    assert len({sample["message"]["content"] for sample in samples}) == 1
+
+
+@pytest.mark.parametrize("role", ["language", "language@kv"])
+def test_salts_share_no_kv(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    messages = [user(*pictures(photographs, 1, 21), text_part("What is it?"))]
+    length = expected(messages).prompt_tokens
+    assert cached_tokens(client, messages, cache_salt="one") == 0
+    assert cached_tokens(client, messages, cache_salt="two") == 0
+    before = asked(topology)
+    assert cached_tokens(client, messages, cache_salt="one") > length // 2
+    # What comes before the picture is the same in every prompt.
+    assert cached_tokens(client, messages) < length // 10
+    salted = client.answer(*messages, cache_salt="two")
+    assert salted == client.answer(*messages)
+    assert (asked(topology) == before) == (role == "language")
+    actual = client.generation(*messages, tokens=TOKENS)
+    assert actual.distance(expected(messages)) < TOLERANCE
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_another_picture_of_the_same_layout_is_another_picture(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    for which in (0, 1, 0, 1):
+        messages = swapped(photographs, which)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.distance(expected(messages)) < TOLERANCE
+    first, second = (expected(swapped(photographs, which)) for which in (0, 1))
+    assert first.prompt_tokens == second.prompt_tokens
+    assert first.top != second.top
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_clients_that_leave_take_nothing_along(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    messages = conversation(photographs, 2, look=2)
+    body = {"model": "default", "messages": messages, "max_tokens": 64}
+    for timeout_s in (0.02, 0.05, 0.1, 0.2, 0.4):
+        flush(topology, role)
+        with pytest.raises(requests.Timeout):
+            url = f"{client.url}/v1/chat/completions"
+            requests.post(url, json=body, timeout=(5.0, timeout_s))
+    actual = client.generation(*messages, tokens=TOKENS)
+    assert actual.distance(expected(messages)) < TOLERANCE
+    topology.check_alive()
+
+
+def test_answers_say_where_their_pictures_came_from(
+    topology: Topology, photographs: Photographs
+) -> None:
+    first, second = (data_url(photo.rotate(50)) for photo in photographs)
+    for role, without_kv in (("language", "language_cache"), ("language@kv", "computed")):
+        client = Client(topology.urls[role])
+        body = {"text": f"{IMAGE}Look.", "image_data": [first]}
+
+        def sources(body: dict[str, Any], client: Client = client) -> dict[str, int]:
+            answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+            return dict(answer["meta_info"]["media_sources"])
+
+        assert sources(body) == {"computed": 1}
+        assert sources(body) == {"kv": 1}
+        flush(topology, role)
+        assert sources(body) == {without_kv: 1}
+        both = {"text": f"{IMAGE}Look.{IMAGE}", "image_data": [first, second]}
+        assert sources(both)["computed"] >= 1
+        assert sources(both) == {"kv": 2}
+    counts = counted(topology.urls["language"], "sglang:epd_dispatch_items", "source")
+    assert counts.keys() >= {"kv", "language_cache", "computed"}

@@ -1,0 +1,367 @@
+"""Requests whose prompts rest on the prefix cache: what is locked is unlocked once, and
+nobody runs without the KV or the embeddings of its items."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_epd.errors import DeadlineError
+from sglang_epd.language.assembly import Rows
+from sglang_epd.language.prefix import Gate, Resting, bare_items, end, mark
+from sglang_epd.wire import Expect, Landed, Layout, Settled, TensorSpec
+
+ROWS, WIDTH = 2, 4
+LAYOUT = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 2, 4]])
+# Text, then an item of two tokens and three of text, again and again.
+STRIDE = 5
+
+
+class FakeTree:
+    """As long a prefix of every prompt as the test says."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.locked: dict[int, int] = {}
+        self._names = itertools.count()
+
+    def match(self, request: Any) -> tuple[int, Any]:
+        return min(self.length, len(request.origin_input_ids) - 1), "node"
+
+    def lock(self, node: Any) -> int:
+        name = next(self._names)
+        self.locked[name] = 1
+        return name
+
+    def unlock(self, lock: int) -> None:
+        self.locked[lock] -= 1
+        assert self.locked[lock] == 0, "unlocked twice"
+
+    @property
+    def held(self) -> int:
+        return sum(self.locked.values())
+
+
+class FakeQueue:
+    """A scheduler with one queue; the gate stands before it as the seam puts it."""
+
+    def __init__(self) -> None:
+        self.gate: Gate | None = None
+        self.queue: list[Any] = []
+        self.discarded: list[str] = []
+
+    def add(self, request: Any, *, retracted: bool) -> None:
+        if self.gate.admit(request, retracted=retracted):
+            self.queue.append(request)
+
+    def remove(self, request: Any) -> bool:
+        there = any(one is request for one in self.queue)
+        self.queue = [one for one in self.queue if one is not request]
+        return there
+
+    def waiting(self) -> set[str]:
+        return {request.rid for request in self.queue}
+
+    def discard(self, request: Any) -> None:
+        self.discarded.append(request.rid)
+
+
+@dataclass
+class FakeLeader:
+    asked: list[tuple[str, tuple[int, ...], bool]] = field(default_factory=list)
+    forgone: list[str] = field(default_factory=list)
+
+    def ask(self, rid, carrier, expect, covered, *, again) -> None:
+        assert carrier.rid == rid
+        assert carrier.mm_inputs is None, "each rank makes its own"
+        self.asked.append((rid, covered, again))
+
+    def forgo(self, rid) -> None:
+        self.forgone.append(rid)
+
+
+class FakeArena:
+    """Reads an embedding full of its slot's number."""
+
+    def read(self, item: Landed, reader: int) -> torch.Tensor:
+        return torch.full((ROWS, WIDTH), float(item.slot))
+
+
+class World:
+    def __init__(self, leads: bool = True) -> None:
+        self.tree, self.scheduler, self.leader = FakeTree(), FakeQueue(), FakeLeader()
+        leader: Any = self.leader if leads else None
+        arena: Any = FakeArena()
+        self.gate = Gate(self.tree, self.scheduler, leader, arena, 0)
+        self.scheduler.gate = self.gate
+
+    def request(self, rid: str, items: int = 2) -> Any:
+        """As SGLang makes it of a bare output."""
+        mm_items = [
+            SimpleNamespace(
+                offsets=[(1 + STRIDE * number, ROWS + STRIDE * number)],
+                precomputed_embeddings=torch.empty((0, WIDTH)),
+            )
+            for number in range(items)
+        ]
+        keys = tuple(bytes([number]) * 32 for number in range(items))
+        expect = Expect(f"ticket {rid}", items, 1, 60.0, keys, (LAYOUT,) * items)
+        inputs = SimpleNamespace(mm_items=mm_items)
+        rows = [Rows(number, 0, ROWS) for number in range(items)]
+        carrier = SimpleNamespace(rid=rid, mm_inputs=inputs)
+        mark(inputs, rows, Resting(carrier, expect))
+        ids = [0] * (STRIDE * items + 1)
+        return SimpleNamespace(rid=rid, multimodal_inputs=inputs, origin_input_ids=ids)
+
+    def prefill(self, request: Any) -> bool:
+        """One candidate of the next batch, as the seam asks about it."""
+        length, _ = self.tree.match(request)
+        if not self.gate.may_run(request, length):
+            return False
+        for item in request.multimodal_inputs.mm_items:
+            assert end(item) <= length or len(item.precomputed_embeddings) == ROWS
+        self.scheduler.remove(request)
+        self.gate.taken(request)
+        return True
+
+    def land(self, rid: str, covered: tuple[int, ...], items: int = 2) -> Any:
+        landed = tuple(
+            None if number in covered else Landed(bytes([number]) * 32, LAYOUT, 32, 7 + number, 0)
+            for number in range(items)
+        )
+        return self.gate.resolve(rid, Settled("c", landed))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_what_is_covered_goes_on_at_once_and_is_locked_until_it_is_prefilled(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    assert world.scheduler.queue == [request]
+    assert world.leader.asked == [("r", (0, 1), False)], "nothing is needed"
+    assert world.tree.held == 1
+    assert world.prefill(request)
+    assert world.tree.held == 0
+
+
+def test_what_is_not_covered_is_asked_for_and_waited_for(world):
+    world.tree.length = STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=True)
+    assert not world.scheduler.queue
+    assert world.leader.asked == [("r", (0,), False)]
+    assert world.gate.holds("r")
+    assert world.tree.held == 1, "what it has is held meanwhile"
+    assert world.land("r", covered=(0,)) is None
+    assert world.scheduler.queue == [request]
+    covered, landed = request.multimodal_inputs.mm_items
+    assert len(covered.precomputed_embeddings) == 0
+    assert torch.equal(landed.precomputed_embeddings, torch.full((ROWS, WIDTH), 8.0))
+    assert len(world.leader.asked) == 1
+    assert world.prefill(request)
+    assert world.tree.held == 0
+
+
+@pytest.mark.parametrize("tokens", range(2 * STRIDE + 1))
+def test_an_item_is_covered_when_its_last_token_is(world, tokens):
+    world.tree.length = tokens
+    world.scheduler.add(world.request("r"), retracted=False)
+    ((_, covered, _),) = world.leader.asked
+    assert covered == tuple(n for n in range(2) if tokens >= ROWS + 1 + STRIDE * n)
+
+
+def test_a_match_that_is_lost_before_the_prefill_is_made_up_for(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    world.tree.length = 0
+    assert not world.prefill(request)
+    assert not world.prefill(request), "asked in every tick until it has left the queue"
+    world.gate.tidy()
+    assert not world.scheduler.queue
+    assert world.leader.asked[1:] == [("r", (), True)], "under a new ticket"
+    assert world.tree.held == 0, "its old match is of no use"
+    world.land("r", covered=())
+    assert world.prefill(request)
+    assert world.tree.held == 0
+
+
+def test_a_tree_that_promises_what_the_prefill_does_not_find_is_believed_once(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    assert not world.gate.may_run(request, 0)
+    world.gate.tidy()
+    assert world.gate.holds("r")
+    assert world.leader.asked[1:] == [("r", (), True)]
+    world.land("r", covered=())
+    assert world.gate.may_run(request, 0)
+
+
+def test_one_that_was_aborted_when_its_match_was_lost_is_not_brought_back(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    world.tree.length = 0
+    world.prefill(request)
+    world.scheduler.remove(request)
+    world.gate.tidy()
+    assert not world.gate.holds("r")
+    assert (world.tree.held, len(world.leader.asked)) == (0, 1)
+
+
+def test_locks_yield_and_are_undone_once(world):
+    world.tree.length = 2 * STRIDE
+    requests = [world.request(f"r{number}") for number in range(3)]
+    for request in requests:
+        world.scheduler.add(request, retracted=False)
+    assert world.tree.held == 3
+    world.gate.let_go()
+    assert world.tree.held == 0
+    for request in requests:
+        assert world.prefill(request), "what was not evicted is still there"
+    world.gate.tidy()
+    assert world.tree.held == 0
+
+
+def test_locks_of_requests_that_were_aborted_in_the_queue_are_undone(world):
+    world.tree.length = 2 * STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    world.scheduler.queue.clear()
+    world.gate.tidy()
+    assert world.tree.held == 0
+
+
+def test_a_failure_ends_the_request_and_what_it_holds(world):
+    world.tree.length = STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    failure = world.gate.resolve("r", Settled("c", (), "DeadlineError", "too late"))
+    assert failure == (request, "too late", HTTPStatus.GATEWAY_TIMEOUT)
+    assert world.scheduler.discarded == ["r"]
+    assert world.tree.held == 0
+    world.scheduler.add(world.request("s"), retracted=False)
+    assert world.gate.fail("s", DeadlineError("gone"))[1] == "gone"
+    assert world.tree.held == 0
+
+
+def test_another_picture_than_the_prompt_was_laid_out_for_ends_the_request(world):
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    landed = tuple(Landed(bytes([key]) * 32, LAYOUT, 32, 7, 0) for key in (0, 9))
+    failure = world.gate.resolve("r", Settled("c", landed))
+    assert failure is not None
+    assert failure[2] is HTTPStatus.BAD_REQUEST
+    assert not world.scheduler.queue
+
+
+def test_requests_with_embeddings_or_without_items_are_not_asked_about(world):
+    text = SimpleNamespace(rid="text", multimodal_inputs=None)
+    assert world.gate.admit(text)
+    assert world.gate.may_run(text, 0)
+    item = SimpleNamespace(precomputed_embeddings=torch.ones(2, 4), offsets=[(0, 1)])
+    whole = SimpleNamespace(rid="whole", multimodal_inputs=SimpleNamespace(mm_items=[item]))
+    assert world.gate.admit(whole)
+    assert world.gate.may_run(whole, 0)
+    assert not bare_items(whole)
+    assert world.leader.forgone == ["text", "whole"]
+    assert not world.leader.asked
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Two ranks see the same: requests come, are prefilled, lose their match, are aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = [World(), World(leads=False)]
+        self.names = itertools.count()
+
+    @property
+    def first(self) -> World:
+        return self.ranks[0]
+
+    def parked(self) -> list[str]:
+        return sorted(self.first.gate._parked)
+
+    @rule(length=st.integers(0, 3 * STRIDE))
+    def change_the_tree(self, length: int) -> None:
+        # What is locked cannot be evicted.
+        for rank in self.ranks:
+            if not rank.tree.held or length > rank.tree.length:
+                rank.tree.length = length
+
+    @rule(items=st.integers(1, 3), retracted=st.booleans())
+    def come(self, items: int, retracted: bool) -> None:
+        rid = f"r{next(self.names)}"
+        for rank in self.ranks:
+            rank.scheduler.add(rank.request(rid, items), retracted=retracted)
+
+    @rule()
+    def need_memory(self) -> None:
+        for rank in self.ranks:
+            rank.gate.let_go()
+
+    @precondition(lambda self: self.first.scheduler.queue)
+    @rule(data=st.data())
+    def prefill(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.first.scheduler.queue) - 1))
+        ran = {rank.prefill(rank.scheduler.queue[index]) for rank in self.ranks}
+        assert len(ran) == 1
+
+    @precondition(lambda self: self.first.scheduler.queue)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.first.scheduler.queue) - 1))
+        for rank in self.ranks:
+            del rank.scheduler.queue[index]
+
+    @rule()
+    def tick(self) -> None:
+        for rank in self.ranks:
+            rank.gate.tidy()
+            rank.gate.check_integrity()
+
+    @precondition(lambda self: self.parked())
+    @rule(data=st.data(), fails=st.booleans())
+    def settle(self, data: st.DataObject, fails: bool) -> None:
+        rid = data.draw(st.sampled_from(self.parked()))
+        covered = [entry[1] for entry in self.first.leader.asked if entry[0] == rid][-1]
+        for rank in self.ranks:
+            if fails:
+                assert rank.gate.resolve(rid, Settled("c", (), "DeadlineError", "no"))
+                continue
+            request, _ = rank.gate._parked[rid]
+            assert rank.land(rid, covered, len(request.multimodal_inputs.mm_items)) is None
+
+    @invariant()
+    def ranks_agree(self) -> None:
+        one, two = self.ranks
+        assert [r.rid for r in one.scheduler.queue] == [r.rid for r in two.scheduler.queue]
+        assert sorted(one.gate._parked) == sorted(two.gate._parked)
+        assert one.tree.held == two.tree.held == one.gate.locks
+
+    def teardown(self) -> None:
+        for rank in self.ranks:
+            rank.scheduler.queue.clear()
+            for rid in list(rank.gate._parked):
+                rank.gate.fail(rid, DeadlineError("over"))
+            rank.gate.tidy()
+            assert rank.tree.held == 0, "a lock was left"
+
+
+TestGate = GateMachine.TestCase
+TestGate.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

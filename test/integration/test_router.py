@@ -30,7 +30,7 @@ def test_every_server_takes_part_and_the_answer_is_one_servers(
         recent = requests.get(f"{topology.urls[encoder]}/v1/status", timeout=20).json()["recent"]
         assert [item for item in recent if item["state"] == "delivered"]
     for prefill in ("prefill", "prefill@2"):
-        assert "Encoded 2 items" in topology.servers[prefill].log_path.read_text()
+        assert "Delivered 2 items" in topology.servers[prefill].log_path.read_text()
 
 
 def test_a_bad_image_is_that_requests_error(

@@ -192,6 +192,9 @@ _FULL = ("encoder", "language", "colocated", "prefill", "decode", "router")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
 _CACHE = "--enable-prefix-mm-cache"
+# Encoders are asked again for each picture.
+_NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
+_NO_PREFIXES = "--disable-radix-cache"
 
 
 def _backend(name: str) -> dict[str, str]:
@@ -202,7 +205,7 @@ def _backend(name: str) -> dict[str, str]:
 TOPOLOGIES = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
-        _TINY, _FULL, flags={"language": "--enable-metrics", "encoder": _CACHE}
+        _TINY, _FULL, _NOTHING_KEPT, {"language": "--enable-metrics", "encoder": _CACHE}
     ),
     "qwen3": lambda: Topology(
         "tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}, {"encoder": _CACHE}
@@ -237,9 +240,9 @@ TOPOLOGIES = {
         _TINY,
         ("encoder", "encoder@2", "prefill", "prefill@2", "decode", "router"),
         # By affinity an image has one encoder; here each has to take part.
-        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin"},
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT},
         # SGLang's router as it is in production.
-        flags={"router": "--policy round_robin"},
+        flags={"router": "--policy round_robin", "prefill": _NO_PREFIXES},
     ),
     "small_budget": lambda: Topology(
         _TINY,
@@ -251,23 +254,29 @@ TOPOLOGIES = {
     "towers": lambda: Topology(
         _TINY,
         ("encoder@replicas", "encoder@ranks", "language"),
-        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin"},
-        flags={"encoder@replicas": "--dp-size 2", "encoder@ranks": "--tp-size 2"},
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT},
+        flags={
+            "encoder@replicas": "--dp-size 2",
+            "encoder@ranks": "--tp-size 2",
+            "language": _NO_PREFIXES,
+        },
     ),
     "adaptive": lambda: Topology(
         _TINY,
         ("encoder", "language", "colocated"),
         # A picture of 224 px has 256 patches, one of 448 px 1024.
-        {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on"},
-        flags={"language": "--enable-adaptive-dispatch-to-encoder --enable-metrics"},
+        {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on", **_NOTHING_KEPT},
+        flags={
+            "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES}"
+        },
     ),
     "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.
     "store": lambda: Topology(
         _TINY,
         ("encoder", "language", "colocated"),
-        {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
-        flags={"language": "--disable-radix-cache"},
+        _NOTHING_KEPT,
+        flags={"language": _NO_PREFIXES},
     ),
     "reuse": lambda: Topology(
         _TINY,
@@ -284,12 +293,12 @@ TOPOLOGIES = {
             },
         },
     ),
-    # Encoders are asked again for each picture, and soon have too much.
+    # Encoders soon have too much.
     "chaos": lambda: Topology(
         _TINY,
         ("encoder", "encoder@2", "language"),
-        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "4"},
-        {"language": "--disable-radix-cache"},
+        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "4", **_NOTHING_KEPT},
+        {"language": _NO_PREFIXES},
     ),
     "two_encoders": lambda: Topology(
         _TINY,
@@ -298,9 +307,10 @@ TOPOLOGIES = {
             "SGLANG_EPD_TOKEN": TOKEN,
             "SGLANG_EPD_ENCODER_WAIT_S": "5",
             "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
+            **_NOTHING_KEPT,
         },
         # All of them have to know of both encoders.
-        {"language": "--tokenizer-worker-num 2"},
+        {"language": f"--tokenizer-worker-num 2 {_NO_PREFIXES}"},
     ),
 }
 

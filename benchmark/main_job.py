@@ -45,7 +45,8 @@ class Arm:
 
 
 ARMS = (
-    Arm("sglang-epd", {}, ("encoder", "language")),
+    # Pictures repeat, and each is to be encoded.
+    Arm("sglang-epd", {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}, ("encoder", "language")),
     Arm("in-tree EPD", {"SGLANG_EPD": "off"}, ("encoder", "language")),
     Arm("colocated", {}, ("colocated",)),
 )

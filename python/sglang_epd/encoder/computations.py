@@ -525,12 +525,12 @@ class Computations:
             self._tell(hold, error)
 
     @staticmethod
-    def _tell(hold: Hold, error: EpdError) -> None:
+    def _tell(hold: Hold, error: EpdError | MediaNeededError) -> None:
         # An exception of its own for each: one that is kept keeps the frames it went
         # through, and what they hold.
         for future in (hold._known, hold._done):
             if not future.done():
-                future.set_exception(type(error)(error.message))
+                future.set_exception(type(error)(str(error)))
                 future.exception()
 
     def _end(self, work: Work, state: State) -> None:

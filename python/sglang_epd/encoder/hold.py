@@ -14,15 +14,17 @@ import torch
 from sglang_epd.cache import Entry
 from sglang_epd.encoder.scheduling import Job
 from sglang_epd.encoder.work import Work
-from sglang_epd.errors import EncodeError
 from sglang_epd.wire import Layout
 
 if TYPE_CHECKING:
     from sglang_epd.encoder.computations import Computations
 
 
-class MediaNeededError(EncodeError):
-    """An embedding that was there when it was asked for without media has gone since."""
+class MediaNeededError(Exception):
+    """An embedding that was there when it was asked for without media has gone since.
+
+    Whoever asked asks again, with the media: it goes no further.
+    """
 
 
 class Hold:

@@ -63,13 +63,21 @@ class Generation:
 
 
 class Client:
-    """One server's APIs."""
+    """One server's APIs.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        headers: sent with every request.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self.url = url
+        self._headers = headers or {}
 
-    def post(self, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
-        return requests.post(f"{self.url}{path}", json=body, timeout=TIMEOUT_S, **options)
+    def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> requests.Response:
+        shown = {**self._headers, **(headers or {})}
+        return requests.post(f"{self.url}{path}", json=body, headers=shown, timeout=TIMEOUT_S)
 
     def chat(self, *messages: dict[str, Any], **options: Any) -> requests.Response:
         body = {"model": "default", "messages": list(messages), "temperature": 0, "max_tokens": 16}

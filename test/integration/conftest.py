@@ -14,13 +14,14 @@ from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
 # Starting a topology takes most of a minute; what uses the same one runs in a row. Files
-# that are not named use "qwen2_5", or that and "qwen3".
+# that are not named use "qwen2_5", or that and "qwen3". One wants the answers of "qwen2_5",
+# then servers of its own.
+_AFTER_QWEN2_5 = "test_reuse"
 _ORDER = [
     "test_adaptive",
     "test_audio",
     "test_backends",
     "test_budget",
-    "test_reuse",
     "test_chaos",
     "test_rival",
     "test_router",
@@ -42,10 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[bool, int, bool]:
+def _place(item: pytest.Item) -> tuple[bool, int, int]:
     name = item.path.stem
     order = _ORDER.index(name) + 1 if name in _ORDER else 0
-    return "integration" in item.path.parts, order, not order and "[qwen3" in item.name
+    within = 1 if name == _AFTER_QWEN2_5 else 2 * (not order and "[qwen3" in item.name)
+    return "integration" in item.path.parts, order, within
 
 
 @pytest.fixture(scope="session")

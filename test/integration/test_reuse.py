@@ -30,7 +30,11 @@ _TURNS = 6
 _MODEL = "tiny-qwen2_5-vl"
 # KV and language cache; KV alone, paged, in chunks and scarce; KV that is always lost
 # between the match and the prefill.
-SERVERS = ["language", "language@kv", "language@miss"]
+SERVERS = [
+    "language",
+    "language@kv",
+    pytest.param("language@miss", marks=pytest.mark.extended),
+]
 
 
 def pictures(photos: Photographs, count: int, turn: int = 0) -> Messages:

@@ -196,6 +196,7 @@ def damage(files: list[Path]) -> None:
     os.mkfifo(files[5])
 
 
+@pytest.mark.extended
 def test_redis(case: Case, tmp_path: Path, resources: ExitStack) -> None:
     server = resources.enter_context(redis_server(tmp_path))
     fill_and_start_anew(case, f"redis://127.0.0.1:{server.port}")
@@ -206,6 +207,7 @@ def test_redis(case: Case, tmp_path: Path, resources: ExitStack) -> None:
     freeze(case, server, STORED + NEW)
 
 
+@pytest.mark.extended
 def test_mooncake(case: Case, tmp_path: Path, resources: ExitStack) -> None:
     master = resources.enter_context(mooncake_master(tmp_path))
     resources.enter_context(mooncake_node(tmp_path, master, 64 << 20))

@@ -84,6 +84,7 @@ def rogue() -> Iterator[tuple[str, list[str]]]:
     yield f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()
     thread.join()
+    server.server_close()
 
 
 def test_a_rogue_registration_gets_no_image(

@@ -43,6 +43,7 @@ def reference(start):
 
 
 @pytest.mark.servers
+@pytest.mark.extended  # test/integration/test_towers.py compares their answers
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("flags", [("--dp-size", "2"), ("--tp-size", "2")], ids=str)
 def test_workers_make_what_one_process_makes(start, reference, flags):

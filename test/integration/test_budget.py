@@ -43,8 +43,8 @@ def test_more_than_the_budget_fails_at_once_and_nobody_else(
     square = photographs[0].resize((448, 448))
     part = image_part(data_url(square))
     huge = image_part(data_url(photographs[0].resize((1920, 1344))))
-    # No two alike: those may share an embedding.
-    nine = [image_part(data_url(square.rotate(5 * number))) for number in range(9)]
+    # No two alike, because those may share an embedding, and none that was shown before.
+    nine = [image_part(data_url(square.rotate(5 * number + 3))) for number in range(9)]
     for parts in ([huge] * 2, nine):
         answer = client.chat(user(*parts))
         assert answer.status_code == 413, answer.text

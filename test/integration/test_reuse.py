@@ -345,18 +345,29 @@ def test_answers_say_where_their_pictures_came_from(
     first, second = (data_url(photo.rotate(-7)) for photo in photographs)
     for role, without_kv in (("language", "language_cache"), ("language@kv", "computed")):
         client = Client(topology.urls[role])
-        body = {"text": f"{IMAGE}Look.", "image_data": [first]}
+        # More than a page of text after a picture: pages are cached whole.
+        text = " Look at it for a while, and then say in a few words what there is to be seen."
+        body = {"text": f"{IMAGE}{text}", "image_data": [first]}
 
         def sources(body: dict[str, Any], client: Client = client) -> dict[str, int]:
             answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
             return dict(answer["meta_info"]["media_sources"])
 
+        def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:
+            """An answer may be faster than the encoder's word on the layout."""
+            found = [sources(body)]
+            while found[-1] != wanted:
+                assert len(found) < 10, found
+                time.sleep(0.2)
+                found.append(sources(body))
+
         assert sources(body) == {"computed": 1}
-        assert sources(body) == {"kv": 1}
+        soon(body, {"kv": 1})
         flush(topology, role)
-        assert sources(body) == {without_kv: 1}
-        both = {"text": f"{IMAGE}Look.{IMAGE}", "image_data": [first, second]}
+        # Where none is kept, one may still be held by the request before.
+        assert sources(body) in ({without_kv: 1}, {"language_cache": 1})
+        both = {"text": f"{IMAGE}{text}{IMAGE}{text}", "image_data": [first, second]}
         assert sources(both)["computed"] >= 1
-        assert sources(both) == {"kv": 2}
+        soon(both, {"kv": 2})
     counts = counted(topology.urls["language"], "sglang:epd_dispatch_items", "source")
     assert counts.keys() >= {"kv", "language_cache", "computed"}

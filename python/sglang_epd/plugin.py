@@ -11,7 +11,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_epd.seams import bootstrap, decode, discovery, rundir, server_args, vision_weights
+from sglang_epd.seams import (
+    bootstrap,
+    decode,
+    discovery,
+    identities,
+    rundir,
+    server_args,
+    vision_weights,
+)
 from sglang_epd.seams.hooks import hook
 
 SWITCH = "SGLANG_EPD"
@@ -52,10 +60,11 @@ def register() -> None:
     hook(module, "ModelRunner.load_model", vision_weights.release, "after")
 
     # Prefill and decode apart: the decode server asks the prefill server for the layouts.
+    # By its own setting: a server that encodes itself names media as encoders do.
     module = f"{_SRT}.disaggregation.common.conn"
     hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
     module = f"{_SRT}.managers.tokenizer_manager"
-    hook(module, "TokenizerManager.init_disaggregation", decode.set_up, "after")
+    hook(module, "TokenizerManager.init_disaggregation", _set_up_prompts, "after")
 
 
 def _launch_encoder(args: Any) -> None:
@@ -70,6 +79,12 @@ def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     from sglang_epd.seams.scheduler import pull_and_pass_on
 
     return pull_and_pass_on(original, request_receiver)
+
+
+def _set_up_prompts(result: None, manager: Any, **options: Any) -> None:
+    # In this order: what a prefill server does not know SGLang lays out, names included.
+    identities.set_up(manager)
+    decode.set_up(result, manager, **options)
 
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:

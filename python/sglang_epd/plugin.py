@@ -2,7 +2,8 @@
 
 Every target is a function that SGLang calls only under an EPD flag, or our side of it
 returns at once without one, so an installed but unused package changes nothing. The one
-server without such a flag that it serves is the decode server (`seams/decode.py`).
+server without such a flag that it serves is the decode server (`seams/decode.py`), unless
+`SGLANG_EPD_CONTENT_IDENTITY` asks for more (`seams/identities.py`).
 `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched.
 """
 
@@ -18,6 +19,7 @@ from sglang_epd.seams import (
     identities,
     rundir,
     server_args,
+    tracing,
     vision_weights,
 )
 from sglang_epd.seams.hooks import hook
@@ -65,6 +67,9 @@ def register() -> None:
     hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
     module = f"{_SRT}.managers.tokenizer_manager"
     hook(module, "TokenizerManager.init_disaggregation", _set_up_prompts, "after")
+
+    # --language-only: where a request's media came from, in its trace.
+    hook(module, "TokenizerManager.convert_to_span_attrs", tracing.add_sources, "after")
 
 
 def _launch_encoder(args: Any) -> None:

@@ -52,6 +52,9 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (
         "self obj request"
     ),
+    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager.convert_to_span_attrs"): (
+        "self state recv_obj i"
+    ),
     ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
         "self req is_retracted"
     ),
@@ -398,6 +401,15 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "except HTTPException as e: return self.create_error_response( message=e.detail, "
         "err_type=str(e.status_code), status_code=e.status_code )",
         "except ValueError as e:",
+    ],
+    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager._handle_batch_output"): [
+        "span_attrs = ( self.convert_to_span_attrs(state, recv_obj, i) if "
+        "state.time_stats.trace_ctx.tracing_enable else None )",
+        "state.time_stats.set_finished_time( ts=first_output_time, span_attrs=span_attrs )",
+    ],
+    ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_finished_time"): [
+        "attrs = dict(span_attrs) if span_attrs else {}",
+        "self.trace_ctx.trace_req_finish( convert_time_to_realtime_ns(ts), attrs=attrs )",
     ],
     ("seams/identities", "managers.scheduler", "Scheduler._try_apply_padded_mm_input_ids"): [
         "if padded_input_ids is None or recv_req.input_ids is None: return False",

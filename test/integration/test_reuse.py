@@ -179,22 +179,18 @@ def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
         assert actual.tokens == expected(messages).tokens
         assert actual.distance(expected(messages)) < TOLERANCE
         # Four pictures a turn, which the server that has just started counts.
-        until(lambda: sources_of(client.url).get(source) == 4)
+        wait_for_source(client.url, source, 4)
     body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
     answer = client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
     assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
     assert work(url) == {**before, "cached": before.get("cached", 0.0) + 5}
 
 
-def sources_of(url: str) -> dict[str, float]:
-    """Where the items of a language server came from."""
-    return counted(url, "sglang:epd_dispatch_items", "source")
-
-
-def until(condition: Callable[[], object]) -> None:
-    """An answer may be faster than the last word on its items."""
+def wait_for_source(url: str, source: str, items: int) -> None:
+    """Until a language server has counted so many items from there: its answer may be
+    faster than the last word on them."""
     end = time.monotonic() + 10
-    while not condition():
+    while counted(url, "sglang:epd_dispatch_items", "source").get(source) != items:
         assert time.monotonic() < end
         time.sleep(0.05)
 

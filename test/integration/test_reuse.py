@@ -165,6 +165,33 @@ def test_a_prefill_server_sends_what_it_has_to_its_decode_server(
     assert asked(topology) == before
 
 
+def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> None:
+    topology = machine.use("qwen2_5")
+    url, client = topology.urls["encoder"], Client(topology.urls["language"])
+    client.answer(*conversation(photographs, 1))
+    before = work(url)
+    topology.restart("language")
+    for turns, source in ((2, "encoder_cache"), (3, "kv")):
+        messages = conversation(photographs, turns)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected(messages).tokens
+        assert actual.distance(expected(messages)) < TOLERANCE
+        # Four pictures a turn, which the server that has just started has counted.
+        assert counted(client.url, "sglang:epd_dispatch_items", "source")[source] == 4
+    body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
+    answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+    assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
+    assert work(url) == {**before, "cached": before.get("cached", 0.0) + 5}
+
+
+def work(url: str) -> dict[str, float]:
+    """What became of the items that an encoder was asked for, and the seconds of its tower."""
+    seconds = counted(url, "sglang:epd_encoder_busy_seconds", "")
+    return {**counted(url, "sglang:epd_encoder_lookups", "source"), "tower": seconds[""]}
+
+
 @pytest.mark.parametrize("role", SERVERS)
 def test_a_conversation_asks_encoders_in_its_first_turn_only(
     topology: Topology,

@@ -90,18 +90,19 @@ class Topology:
                 time.sleep(0.05)
         server.stop()
 
-    def restart(self, role: str, **env: str) -> None:
-        """End a server, and start it anew with more in its environment.
+    def restart(self, *roles: str, **env: str) -> None:
+        """End servers, and start them anew, together, with more in their environment.
 
         Raises:
-            ServerError: it does not end by itself, or not start.
+            ServerError: one does not end by itself, or not start.
         """
-        self.end(role)
-        old = self.servers[role]
-        new = self._server(role, checkpoint(self.model), old.log_path.parent, env)
-        self.servers[role] = new
-        new.start()
-        self._wait([role])
+        for role in roles:
+            self.end(role)
+        for role in roles:
+            logs = self.servers[role].log_path.parent
+            self.servers[role] = self._server(role, checkpoint(self.model), logs, env)
+            self.servers[role].start()
+        self._wait(list(roles))
 
     def _server(
         self, role: str, path: str, logs: Path, more: Mapping[str, str] | None = None
@@ -276,7 +277,7 @@ TOPOLOGIES = {
         _TINY,
         ("encoder", "language", "colocated"),
         _NOTHING_KEPT,
-        flags={"language": _NO_PREFIXES},
+        flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
     ),
     "reuse": lambda: Topology(
         _TINY,

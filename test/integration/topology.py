@@ -41,7 +41,8 @@ class Topology:
     Args:
         model: name of the checkpoint.
         roles: any of encoder, registering (an encoder that registers itself), language,
-            colocated, prefill, decode, router. Each may be there several times, told
+            colocated, caching (one server that does all, and keeps what it can), prefill,
+            decode, router. Each may be there several times, told
             apart by what follows an "@"; the language and prefill servers are told of
             all encoders, and the router of all prefill and decode servers.
         env: added to every server's environment.
@@ -141,6 +142,7 @@ class Topology:
             "registering": ["--encoder-only"],
             "language": language,
             "colocated": ["--disable-radix-cache"],
+            "caching": ["--enable-cache-report"],
             "prefill": [*language, *prefill],
             "decode": ["--disaggregation-mode", "decode", "--enable-metrics"],
         }[kind]
@@ -293,6 +295,18 @@ TOPOLOGIES = {
                 "SGLANG_RADIX_FORCE_MISS": "1",
             },
         },
+    ),
+    # Both encode themselves, whatever is not named an encoder.
+    "content": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language", "caching"),
+        {
+            "SGLANG_EPD_CONTENT_IDENTITY": "on",
+            "SGLANG_EPD_MIN_PATCHES": "100000",
+            "SGLANG_EPD_ENCODER_HEADER": "on",
+            "SGLANG_VLM_CACHE_SIZE_MB": "100",
+        },
+        {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},
     ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(

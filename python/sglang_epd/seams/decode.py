@@ -32,11 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 def set_up(_result: None, manager: Any, **_options: Any) -> None:
-    """After `init_disaggregation`: both ends of the layouts, where this server is one."""
+    """After `init_disaggregation`: a language server's seam learns of its manager, and both
+    ends of the layouts of each other, where this server is one."""
     from sglang.srt.runtime_context import get_disagg
 
     disagg = get_disagg()
     if disagg.language_only:
+        manager.mm_receiver.attach(manager)
         bootstrap.connect(manager)
     elif (
         disagg.disaggregation_mode == "decode"

@@ -5,8 +5,8 @@ Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
-yields its answers; and
-`_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it.
+yields its answers; and `_handle_abort_finish_reason(out, state, is_stream)` when the
+scheduler ended it. The live requests are in its `rid_to_state`, each with its `obj`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,12 @@ class TokenizerSeam:
         # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         self._processor: Any = None
-        # SGLang's object of a request that is live, by its id (`seams/bootstrap.py`).
-        self.live: Callable[[str], Any] = lambda _rid: None
+        # By id; each has SGLang's object of the request.
+        self._live: dict[str, Any] = {}
+
+    def attach(self, manager: Any) -> None:
+        """Find the live requests of the manager that this is part of."""
+        self._live = manager.rid_to_state
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -105,10 +109,10 @@ class TokenizerSeam:
         Raises:
             EpdError: they are not there any more.
         """
-        request = self.live(rid)
-        if request is None:
+        state = self._live.get(rid)
+        if state is None:
             raise RequestCancelledError("the request is over")
-        self.frontend.again(rid, plan(request), expect)
+        self.frontend.again(rid, plan(state.obj), expect)
 
     async def recv_mm_data(
         self,

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from checkpoints.spec import CheckpointSpec
+from checkpoints.spec import CheckpointSpec, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-
-    from checkpoints.weights import Rule
 
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 

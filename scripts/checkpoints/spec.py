@@ -1,4 +1,4 @@
-"""What a checkpoint is: a frozen description that its family turns into files."""
+"""What a checkpoint is: frozen descriptions that its family turns into files."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ class CheckpointSpec:
     vision: VisionSpec | None = None
     audio: AudioSpec | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters that `pattern` is found in are drawn: `offset` plus standard
+    normal numbers times `deviation`, or times `gain` over the root of a layer's inputs."""
+
+    pattern: str
+    gain: float = 1.0
+    deviation: float | None = None
+    offset: float = 0.0

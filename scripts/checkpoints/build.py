@@ -20,7 +20,7 @@ def build(family: Family, spec: CheckpointSpec, folder: Path) -> None:
     tokenizer = tok.build_tokenizer(family.special_tokens, family.marks, family.named_tokens)
     with no_init_weights():
         model = family.model(spec, tokenizer)
-    randomise(model, family, seed=spec.seed, sayable=tok.word_ids(tokenizer))
+    randomise(family.speaker(model), family, seed=spec.seed, sayable=tok.word_ids(tokenizer))
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
@@ -29,13 +29,13 @@ def build(family: Family, spec: CheckpointSpec, folder: Path) -> None:
     disable_progress_bar()
     model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        _rename_as_published(family, file)
+        _as_published(family, file)
     tokenizer.save_pretrained(folder)
     family.write_processors(spec, tokenizer, folder)
 
 
-def _rename_as_published(family: Family, file: Path) -> None:
+def _as_published(family: Family, file: Path) -> None:
     weights = load_file(file)
-    renamed = {family.published(name): weight for name, weight in weights.items()}
-    if renamed.keys() != weights.keys():
-        save_file(renamed, file, metadata={"format": "pt"})
+    published = dict(family.published(name, weight) for name, weight in weights.items())
+    if any(weights.get(name) is not weight for name, weight in published.items()):
+        save_file(published, file, metadata={"format": "pt"})

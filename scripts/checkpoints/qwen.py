@@ -155,11 +155,12 @@ class Qwen35Vision(Qwen3Vision):
 
 
 def experts(spec: CheckpointSpec) -> dict[str, Any]:
-    """Four experts, of which two are asked for each token."""
+    """Four experts, of which two are asked for each token; none of their matrices is square,
+    so that one turned round is seen."""
     return {
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": spec.text.intermediate_size // 2,
+        "moe_intermediate_size": 3 * spec.text.intermediate_size // 8,
         "norm_topk_prob": True,
     }
 

@@ -9,13 +9,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from checkpoints.families import FAMILIES
+from checkpoints.family import Family
 from integration.client import Client, Generation
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
@@ -202,7 +204,7 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
-TOPOLOGIES = {
+TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
         _TINY, _FULL, _NOTHING_KEPT, {"language": "--enable-metrics", "encoder": _CACHE}
@@ -315,8 +317,33 @@ TOPOLOGIES = {
 }
 
 
+def _family(family: Family) -> dict[str, Callable[[], Topology]]:
+    """A family's servers: those of the default backend, and those of the others."""
+    model = family.specs[0].name
+    roles = ("encoder", "language", "colocated")
+    flags = {role: family.flags for role in roles}
+    others = ("encoder@others", "language@zmq_to_tokenizer", "language@mooncake")
+    own = {
+        "encoder@others": "--encoder-transfer-backend mooncake",
+        "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        "language@mooncake": "--encoder-transfer-backend mooncake",
+    }
+    return {
+        family.name: lambda: Topology(model, roles, flags=flags),
+        f"{family.name}, other backends": lambda: Topology(model, others, flags=flags | own),
+        f"{family.name}, one server": lambda: Topology(model, ("colocated",), flags=flags),
+    }
+
+
+for _one in FAMILIES.values():
+    TOPOLOGIES |= _family(_one)
+
 # Where one server of a checkpoint does everything.
-_REFERENCES = {_TINY: "qwen2_5", "tiny-qwen3-vl": "qwen3", "tiny-qwen2-audio": "audio"}
+_REFERENCES = {family.specs[0].name: family.name for family in FAMILIES.values()} | {
+    _TINY: "qwen2_5",
+    "tiny-qwen3-vl": "qwen3",
+    "tiny-qwen2-audio": "audio",
+}
 
 
 class Machine:

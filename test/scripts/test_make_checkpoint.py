@@ -18,7 +18,7 @@ import make_checkpoint
 import photographs
 import sounds
 from checkpoints.check import Subject, generation, image_dependence, sound_dependence
-from checkpoints.spec import SPECS
+from checkpoints.families import SPECS, family_of
 
 TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
 
@@ -165,7 +165,7 @@ def test_second_call_builds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_equal_specs_give_equal_files(tmp_path: Path) -> None:
     spec = SPECS["tiny-qwen2_5-vl"]
     first = make_checkpoint.ensure(spec.name)
-    checkpoints.build.build(spec, tmp_path)
+    checkpoints.build.build(family_of(spec.name), spec, tmp_path)
     for file in first.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -174,7 +174,7 @@ def test_two_builders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SGLANG_EPD_CACHE", str(tmp_path))
     both_build = threading.Barrier(2, timeout=10)
 
-    def build(_spec: object, folder: Path) -> None:
+    def build(_family: object, _spec: object, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         both_build.wait()
 

@@ -35,7 +35,7 @@ SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("tru
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
-    *(f"encoder/{name}.py" for name in ("engine", "preparing", "towers", "server")),
+    *(f"encoder/{name}.py" for name in ("engine", "loading", "preparing", "towers", "server")),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
 

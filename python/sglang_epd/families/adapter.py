@@ -111,10 +111,9 @@ class Adapter:
         Raises:
             MediaError: the prompt and the pictures do not match.
         """
-        if isinstance(prompt, list):
-            prompt = self.processor._tokenizer.decode(prompt)
-        prompt = self.family.complete(self.processor, prompt, len(expansions))
-        text = insert(prompt, self.family.marks(self.processor), expansions)
+        text: str = prompt if isinstance(prompt, str) else self.processor._tokenizer.decode(prompt)
+        text = self.family.complete(self.processor, text, len(expansions))
+        text = insert(text, self.family.marks(self.processor), expansions)
         return spread(self.family.tokenize(self.processor, text), expansions)
 
     def positions(self, input_ids: list[int], grids: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -91,9 +91,7 @@ def _compare(adapter: Adapter, prompt: str, pictures: Sequence[Seen], theirs: An
             f"is around it ({prompt!r})"
         )
     if constants_of(theirs) != adapter.constants:
-        raise _CannotBeSplitError(
-            "its processor marks pictures in a way that depends on the prompt"
-        )
+        raise _CannotBeSplitError("its processor marks the pictures of each prompt in another way")
     token = pictures[0].expansion.token
     places = sorted(place for item in theirs.mm_items for place in item.offsets)
     # Pictures side by side may be one run to SGLang.

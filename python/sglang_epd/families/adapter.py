@@ -40,7 +40,7 @@ class Seen(NamedTuple):
         items: SGLang's, for the tower.
         expansion: of the picture's mark.
         grid: [t, h, w] in patches; empty where the family has none.
-        output: the processor's, of a prompt that is nothing but the mark.
+        output: the processor's, of a prompt that is hardly more than the mark.
     """
 
     items: list[Any]
@@ -96,7 +96,10 @@ class Adapter:
             EncodeError: what the processor made of it cannot be told to a language server.
             Exception: whatever the processor raises.
         """
-        output = self.process(self.family.mark(self.processor), [picture])
+        # Between special tokens, with which no text merges; SGLang finds no placeholders in
+        # a prompt of nothing else.
+        end = self.processor._tokenizer.eos_token
+        output = self.process(f"{end}{self.family.mark(self.processor)}{end}", [picture])
         items = list(output.mm_items)
         if not items or any(item.modality.name != "IMAGE" or not item.offsets for item in items):
             raise EncodeError("the model's processor does not say where the picture's rows belong")
@@ -174,17 +177,19 @@ class Adapter:
         )
 
     def _expansion(self, output: Any) -> Expansion:
+        tokenizer = self.processor._tokenizer
         ids = list(output.input_ids)
         runs = sorted((first, last) for item in output.mm_items for first, last in item.offsets)
         tokens = {ids[place] for first, last in runs for place in range(first, last + 1)}
         if len(tokens) != 1:
             raise EncodeError("the model's processor has more than one placeholder for pictures")
         (token,) = tokens
-        tokenizer = self.processor._tokenizer
-        before = _common_prefix(ids, self.family.tokenize(self.processor, ""))
-        single = list(ids[before : runs[0][0]])
+        end = tokenizer.eos_token_id
+        opened = ids.index(end) + 1
+        closed = ids.index(end, runs[-1][1] + 1)
+        single = ids[opened : runs[0][0]]
         for number, (_, last) in enumerate(runs):
-            following = runs[number + 1][0] if number + 1 < len(runs) else len(ids)
+            following = runs[number + 1][0] if number + 1 < len(runs) else closed
             single += [token, *ids[last + 1 : following]]
         text = tokenizer.decode(
             single, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -207,11 +212,3 @@ def constants_of(output: Any) -> dict[str, Any]:
             raise MediaError(f"its processor makes {name} of the pictures")
         constants[name] = value
     return constants
-
-
-def _common_prefix(ids: Sequence[int], special: Sequence[int]) -> int:
-    """How many tokens the tokenizer puts before any text."""
-    count = 0
-    while count < min(len(ids), len(special)) and ids[count] == special[count]:
-        count += 1
-    return count

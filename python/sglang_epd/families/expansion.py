@@ -1,7 +1,7 @@
 """What stands in a prompt in place of a picture's mark.
 
-An encoder has SGLang's processor lay out a prompt of nothing but the mark, and tells what
-became of it with the picture's layout. A language server puts that into its own prompt
+An encoder has SGLang's processor lay out a prompt of hardly more than the mark, and tells
+what became of it with the picture's layout. A language server puts that into its own prompt
 and tokenizes the whole, because text next to a picture may merge with what the processor
 writes around it. A run of placeholders is written as one of them until that is done: it
 is a special token, which parts the text in the same way however often it stands there.

@@ -26,11 +26,12 @@ logger = logging.getLogger(__name__)
 # Of several sizes and shapes, so that processors that cut pictures into tiles, or fill
 # up those of one request to a common size, show it.
 _SIZES = ((96, 96), (260, 120), (56, 200), (700, 500))
-# Text on both sides, none at all, and such as merges with what stands round a picture.
+# Text on both sides, none between, and such as merges with what stands round a picture.
+# None both begins and ends with a picture: SGLang finds no run that goes round.
 _PROMPTS = (
     "Here is {0} and there is {1}.",
-    "{0}{1}",
-    "\n{0}\n\n{1} \n",
+    "{0}{1}!",
+    " {1}\n{0}\n\n{1} \n",
     "One: {2}, the first again: {2}; a large one {3}!",
 )
 

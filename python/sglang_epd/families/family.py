@@ -27,6 +27,10 @@ class Family:
         mark: str = processor.mm_tokens.image_token
         return mark
 
+    def written(self, processor: Any) -> str:
+        """A picture as chat templates write it."""
+        return self.mark(processor)
+
     def marks(self, processor: Any) -> re.Pattern[str]:
         """Everything that is read as the mark of a picture."""
         pattern: re.Pattern[str] = processor.mm_tokens.image_token_regex

@@ -70,10 +70,10 @@ def _prove(registered: Any, family: Family) -> Adapter:
     seen = [adapter.see(picture) for picture in pictures]
     adapter.constants = constants_of(seen[0].output)
     adapter.positions_follow_grids = seen[0].output.mrope_positions is not None
-    mark = family.mark(adapter.processor)
+    written = family.written(adapter.processor)
     for prompt in _prompts(adapter):
         order = [int(part[0]) for part in prompt.split("{")[1:]]
-        text = prompt.format(*[mark] * len(pictures))
+        text = prompt.format(*[written] * len(pictures))
         theirs = adapter.process(text, [pictures[number] for number in order])
         _compare(adapter, text, [seen[number] for number in order], theirs)
     return adapter

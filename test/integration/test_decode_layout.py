@@ -3,7 +3,6 @@ that of one server."""
 
 from __future__ import annotations
 
-import http.server
 import io
 import re
 import threading
@@ -18,6 +17,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import QuietHandler, listening, url_of
 from integration.topology import Machine, Topology
 
 TOLERANCE = 1e-3
@@ -39,7 +39,7 @@ class MediaServer:
         self.released = threading.Event()
         owner, asked = self, self.asked
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 asked[self.path] += 1
                 owner.released.wait(owner.slow_s)
@@ -53,26 +53,17 @@ class MediaServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self.released.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self.handler = Handler
+        self.url = ""
 
 
 @pytest.fixture
 def media(photographs: list[Image.Image]) -> Iterator[MediaServer]:
-    server = MediaServer(photographs)
-    yield server
-    server.close()
+    site = MediaServer(photographs)
+    with listening(site.handler) as server:
+        site.url = url_of(server)
+        yield site
+        site.released.set()
 
 
 def one(urls: Urls) -> list[dict[str, Any]]:

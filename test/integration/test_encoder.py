@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.server
 import io
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import QuietHandler, listening, url_of
 from integration.test_parity import TOKENS, TOLERANCE
 from integration.topology import Machine, Topology
 
@@ -41,13 +42,13 @@ class PhotoServer(http.server.ThreadingHTTPServer):
     etag = '"v1"'
     cache_control = "no-cache"
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _PhotoHandler)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._asked: list[str] = []
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/photo.png"
+        return f"{url_of(self)}/photo.png"
 
     def take(self) -> list[str]:
         """What the requests since the last time were conditional on."""
@@ -55,7 +56,7 @@ class PhotoServer(http.server.ThreadingHTTPServer):
         return asked
 
 
-class _PhotoHandler(http.server.BaseHTTPRequestHandler):
+class _PhotoHandler(QuietHandler):
     def do_GET(self) -> None:
         site = self.server
         assert isinstance(site, PhotoServer)
@@ -69,21 +70,15 @@ class _PhotoHandler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def photo_server(new_picture: Image.Image) -> Iterator[PhotoServer]:
     file = io.BytesIO()
     new_picture.save(file, "PNG")
-    with PhotoServer() as server:
+    with listening(_PhotoHandler, PhotoServer) as server:
+        assert isinstance(server, PhotoServer)
         server.photo = file.getvalue()
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def sources(topology: Topology) -> Counter[str]:

@@ -6,10 +6,9 @@ The language server has two tokenizer workers; it and they are ended and come ba
 from __future__ import annotations
 
 import concurrent.futures
-import http.server
+import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import QuietHandler, listening, url_of
 from integration.topology import START_TIMEOUT_S, TOKEN, Machine, Topology
 
 
@@ -68,23 +68,15 @@ def rogue() -> Iterator[tuple[str, list[str]]]:
     """URL of a server that is no encoder of ours, and what it has been asked for."""
     asked: list[str] = []
 
-    class Listener(http.server.BaseHTTPRequestHandler):
+    class Listener(QuietHandler):
         def do_GET(self) -> None:
             asked.append(f"{self.command} {self.path}")
             self.send_error(404)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(Listener) as server:
+        yield url_of(server), asked
 
 
 def test_a_rogue_registration_gets_no_image(
@@ -198,5 +190,10 @@ def test_a_language_server_started_again_finds_the_encoder_that_registers(
 
 def _workers(topology: Topology) -> list[psutil.Process]:
     launcher = psutil.Process(topology.servers["language"].pid)
-    names = [(child, child.cmdline()) for child in launcher.children(recursive=True)]
-    return [child for child, line in names if "tokenizer_worker" in "".join(line)]
+    workers = []
+    for child in launcher.children(recursive=True):
+        # One that was killed stays a zombie, or goes, while we look.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "tokenizer_worker" in "".join(child.cmdline()):
+                workers.append(child)
+    return workers

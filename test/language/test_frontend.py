@@ -36,6 +36,8 @@ TIMEOUT_S = 30.0
 class FakeControl:
     """Notes what the scheduler would be told, in order."""
 
+    name = "this tokenizer"
+
     def __init__(self) -> None:
         self.told: list[tuple] = []
         self.endpoint_error: EpdError | None = None
@@ -504,6 +506,7 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
     assert not some.layouts
     every = frontend.start("every", items[:2], 1)
     assert every.layouts == tuple(layout_of(item).layout for item in items[:2])
+    assert every.announcer == control.name
     while every.ticket not in control.news:
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)

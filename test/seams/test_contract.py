@@ -212,7 +212,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
         "bootstrap_server mm_processor"
     ),
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): "mm_receiver",
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): (
+        "mm_receiver rid_to_state"
+    ),
     ("seams/tokenizer", "managers.tokenizer_manager", "ReqState"): "obj",
     ("seams/scheduler", "managers.io_struct", "TokenizedGenerateReqInput"): (
         "rid input_ids input_text mm_inputs need_wait_for_mm_inputs encoder_urls"
@@ -522,6 +524,16 @@ def test_what_is_created_elsewhere_is_created_there_by_name(sglang):
     created = sglang("disaggregation.encoder.receiver").create_mm_receiver
     for module in ("managers.scheduler", "managers.tokenizer_manager"):
         assert sglang(module).create_mm_receiver is created
+
+
+def test_the_tokenizers_requests_have_a_place_before_its_receiver_is_made(sglang):
+    """`TokenizerSeam.attach` is called right after the second."""
+    manager = sglang("managers.tokenizer_manager").TokenizerManager
+    source = inspect.getsource(manager.__init__)
+    steps = ["self.init_running_status()", "self.init_disaggregation("]
+    assert all(step in source for step in steps)
+    assert sorted(steps, key=source.index) == steps
+    assert "self.rid_to_state" in inspect.getsource(manager.init_running_status)
 
 
 def test_what_waits_is_held_back_before_the_broadcast(sglang):

@@ -41,7 +41,7 @@ def check(sglang, monkeypatch):
     def run(model=TOWER, **changes) -> None:
         config = SimpleNamespace(hf_config=model)
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
-        server_args.check(None, SimpleNamespace(**{**SERVED, **changes}))
+        server_args.check(SimpleNamespace(**{**SERVED, **changes}))
 
     return run
 

@@ -36,6 +36,7 @@ class FakeFrontend:
         self.started: list[tuple] = []
         self.slots: list[Slot | None] = []
         self.cancelled: list[str] = []
+        self.sent_again: list[tuple] = []
 
     def start(self, rid, items, consumers, slot, among=None) -> Expect:
         self.started.append((rid, [item.data for item in items], consumers))
@@ -47,6 +48,9 @@ class FakeFrontend:
 
     def cancel_all(self) -> None:
         self.cancelled.append("all of them")
+
+    def again(self, rid, items, expect) -> None:
+        self.sent_again.append((rid, [item.data for item in items], expect))
 
 
 class FakeCollector:
@@ -113,7 +117,9 @@ async def seam(frontend, collector, monkeypatch):
     for name in ("SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"):
         monkeypatch.setenv(name, "")
     rundir.draw_run_id()
-    return TokenizerSeam(frontend, collector, 60.0)
+    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lambda processor: processor)
+    seam.attach(SimpleNamespace(rid_to_state={}, mm_processor=Processor()))
+    return seam
 
 
 def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
@@ -123,6 +129,19 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
     assert request.need_wait_for_mm_inputs is True
     expect = manifest.read_expect(request.encoder_urls, rundir.secret())
     assert expect == Expect("ticket of rid", 2, 1, 60.0)
+
+
+def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
+    request = Request(images=[b"1", b"2"])
+    live = {"rid": SimpleNamespace(obj=request)}
+    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor()))
+    expect = Expect("another ticket", 2, 1, 60.0)
+    seam.send_again("rid", expect)
+    assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]
+    del live["rid"]
+    with pytest.raises(RequestCancelledError):
+        seam.send_again("rid", expect)
+    assert len(frontend.sent_again) == 1
 
 
 def test_each_sample_and_the_warm_up_wait_for_the_items(seam, frontend):

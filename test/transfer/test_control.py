@@ -226,6 +226,34 @@ async def test_nothing_is_left_after_close(receiver, control_path, resources):
     assert after[0] - before[0] <= 5  # the receiver's ends, which close a moment later
 
 
+async def test_items_are_asked_for_again_where_they_were_announced(
+    receiver, control_path, scheduler
+):
+    """One of several tokenizer processes; another announced something since."""
+    controls = [Control(control_path) for _ in range(2)]
+    asked: list[tuple[int, str, wire.Expect]] = []
+    try:
+        for number, control in enumerate(controls):
+            control.on_again = lambda rid, expect, n=number: asked.append((n, rid, expect))
+            await control.endpoint(PATIENCE_S)
+            await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
+            await asyncio.to_thread(scheduler.flush)
+        lost = [wire.Expect("u", 1, 1, 60.0, announcer=one.name) for one in controls]
+        gone = wire.Expect("v", 1, 1, 60.0, announcer="a process that ended")
+        scheduler.claims.again("gone", gone)
+        for number in (0, 1, 0):
+            scheduler.claims.again("rid", lost[number])
+        async with asyncio.timeout(PATIENCE_S):
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+        # Two tokenizers' answers come in no order of their own.
+        assert sorted(asked) == [(0, "rid", lost[0]), (0, "rid", lost[0]), (1, "rid", lost[1])]
+        assert not receiver.tally.counts.keys() & {("dropped", "peer_not_reading")}
+    finally:
+        for control in controls:
+            control.close()
+
+
 async def test_a_second_request_for_the_same_item_needs_no_encoder(
     start_receiver, connect, control_path
 ):

@@ -91,17 +91,19 @@ to_encoders = st.one_of(
     st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
 )
 described_expects = st.builds(
-    lambda ticket, told, complete: wire.Expect(
+    lambda ticket, told, complete, announcer: wire.Expect(
         ticket,
         len(told),
         1,
         1.0,
         tuple(key for key, _ in told),
         tuple(layout for _, layout in told) if complete else (),
+        announcer,
     ),
     ticket=tickets,
     told=st.lists(st.tuples(keys, layouts), min_size=1, max_size=3),
     complete=st.booleans(),
+    announcer=st.text(min_size=1, max_size=16),
 )
 within_a_server = st.one_of(
     st.just(wire.Hello()),

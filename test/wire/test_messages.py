@@ -112,7 +112,8 @@ def test_a_missing_field_is_refused(message, data):
         wire.Expect("t", 1, 1, 1.0, (b"k" * 32,), (OFFER.layout,) * 2),
         wire.Claim("c", EXPECT, 0, 1, covered=(1,)),
         wire.Claim("c", EXPECT, 0, 1, covered=(-1,)),
-        wire.Again("r", wire.Expect("t", 0, 1, 1.0)),
+        wire.Again("r", wire.Expect("t", 0, 1, 1.0, announcer="a")),
+        wire.Again("r", EXPECT),
     ],
 )
 def test_announcements_that_contradict_themselves_are_refused(message):

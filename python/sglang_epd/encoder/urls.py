@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from yarl import URL
 
 from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
-from sglang_epd.errors import DeadlineError, MediaError
-from sglang_epd.media import Answer, MediaFetcher, MediaSource, display
+from sglang_epd.errors import MediaError
+from sglang_epd.media import Answer, MediaFetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -81,14 +81,8 @@ class UrlReader:
             MediaError: it cannot be read, or may not be, now.
             DeadlineError: the deadline passed first.
         """
-        try:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:  # asyncio.timeout acts at the first wait only
-                raise TimeoutError
-            async with asyncio.timeout(left_s):
-                return await self._read(source, deadline, at_hand)
-        except TimeoutError:
-            raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+        async with reading_until(deadline, source):
+            return await self._read(source, deadline, at_hand)
 
     async def close(self) -> None:
         """Give up what is on its way."""

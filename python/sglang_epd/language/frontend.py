@@ -174,7 +174,13 @@ class Frontend:
         layouts: dict[int, ItemLayout],
         consumers: int,
     ) -> Expect:
-        expect = Expect(secrets.token_urlsafe(16), len(items), consumers, self._timeout_s)
+        expect = Expect(
+            secrets.token_urlsafe(16),
+            len(items),
+            consumers,
+            self._timeout_s,
+            announcer=self._control.name,
+        )
         if not layouts:
             return expect
         # Without a layout an embedding is not here either: such items are sent at once.

@@ -64,7 +64,7 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
     """The key that an encoder of that identity will give an item.
 
     Empty where only who fetches it can tell, or the item's options have no key. Hashes
-    inline bytes (some 3 GB a second).
+    inline bytes.
     """
     if item.data is None:
         return b""

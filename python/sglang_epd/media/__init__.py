@@ -10,7 +10,7 @@ from sglang_epd.media.address import AddressPolicy
 from sglang_epd.media.audio import check_audio
 from sglang_epd.media.container import check_container
 from sglang_epd.media.decode import decode_image
-from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher
+from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
@@ -36,4 +36,5 @@ __all__ = [
     "display",
     "image_size",
     "parse_source",
+    "reading_until",
 ]

@@ -73,6 +73,26 @@ class Answer:
     trail: Trail
 
 
+@asynccontextmanager
+async def reading_until(deadline: float, source: MediaSource) -> AsyncIterator[None]:
+    """The time that a request leaves for reading an item.
+
+    Args:
+        deadline: in seconds of `time.monotonic()`.
+
+    Raises:
+        DeadlineError: it passed first.
+    """
+    try:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:  # asyncio.timeout acts at the first wait only
+            raise TimeoutError
+        async with asyncio.timeout(left_s):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+
+
 class MediaFetcher:
     """Reads media from URLs and allowed local files; one for a process.
 
@@ -153,24 +173,18 @@ class MediaFetcher:
                 `limits.total_timeout_s`.
             DeadlineError: the deadline passed first.
         """
-        try:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:  # asyncio.timeout acts at the first wait only
-                raise TimeoutError
-            async with asyncio.timeout(left_s):
-                if source.url is None:
-                    data = self._check_inline(source)
-                elif source.url[:5].lower() == "file:":
-                    async with self._turn(source):
-                        data = await asyncio.to_thread(read_local, source.url, self._limits)
-                        _check_not_empty(data, source)
-                else:
-                    answer = await self.ask(source)
-                    assert answer.media is not None
-                    return answer.media
-                return FetchedMedia(data, await _digest(data), source)
-        except TimeoutError:
-            raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
+        async with reading_until(deadline, source):
+            if source.url is None:
+                data = self._check_inline(source)
+            elif source.url[:5].lower() == "file:":
+                async with self._turn(source):
+                    data = await asyncio.to_thread(read_local, source.url, self._limits)
+                    _check_not_empty(data, source)
+            else:
+                answer = await self.ask(source)
+                assert answer.media is not None
+                return answer.media
+            return FetchedMedia(data, await _digest(data), source)
 
     async def ask(self, source: MediaSource, known: Trail | None = None) -> Answer:
         """Read an HTTP URL and hash what is there, unless that is known.

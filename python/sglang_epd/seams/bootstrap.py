@@ -3,8 +3,7 @@
 Leans on `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every
 transfer backend's bootstrap server runs in its constructor, before its thread starts to
 serve `self.app` (aiohttp); and on `TokenizerManager.init_disaggregation`, which makes
-first that server, then the multimodal receiver; and on `rid_to_state`, where each live
-request's `obj` is.
+first that server, then the multimodal receiver.
 """
 
 from __future__ import annotations
@@ -38,14 +37,7 @@ def serve_layouts(_result: None, server: Any) -> None:
 
 
 def connect(manager: Any) -> None:
-    """Have the tokenizer's seam find its manager's requests, and write to the board of the
-    server beside it, if it has one."""
-    manager.mm_receiver.live = lambda rid: _request(manager, rid)
+    """Have the tokenizer's seam write to the board of the server beside it, if it has one."""
     board = getattr(manager.bootstrap_server, _BOARD, None)
     if board is not None:
         manager.mm_receiver.layouts = board
-
-
-def _request(manager: Any, rid: str) -> Any:
-    state = manager.rid_to_state.get(rid)
-    return None if state is None else state.obj

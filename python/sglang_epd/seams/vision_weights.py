@@ -21,8 +21,16 @@ from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
-# Attribute names of the tower in the models that SGLang disaggregates.
-_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+# Attribute names of what only an encoder runs, in the models that SGLang serves.
+_TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "audio_tower",
+    # What fits a tower's output to the language model.
+    "multi_modal_projector",
+    "mlp1",
+)
 
 
 class ReleasedTower(nn.Module):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ class Control:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # By this the receiver finds the way back; a server may have several tokenizers.
+        self.name = secrets.token_hex(8)
+        self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
         self._socket.connect(f"ipc://{control_path}")
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None

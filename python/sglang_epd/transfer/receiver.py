@@ -144,8 +144,6 @@ class Receiver:
         self._alarm = self._context.socket(zmq.PULL)
         self._alarm.bind(f"inproc://stop-{id(self)}")
 
-        # The last that announced a request; a server has one.
-        self._tokenizer = b""
         self._held: list[_Held] = []
         self._seen_news = -1
         self._next_housekeeping = 0.0
@@ -226,10 +224,9 @@ class Receiver:
             )
             self._send(self._control, peer, welcome)
         elif isinstance(message, wire.Expect):
-            self._tokenizer = peer
             self._ledger.expect(message, now, watcher=peer)
         elif isinstance(message, wire.Again):
-            self._send(self._control, self._tokenizer, message)
+            self._send(self._control, message.expect.announcer.encode(), message)
         elif isinstance(message, wire.Claim):
             if message.first_reader + message.readers > self._readers:
                 raise ProtocolError("claim: there are not that many readers")

@@ -236,6 +236,8 @@ class Expect(Message, frozen=True, tag="expect"):
             for already. Of the others a `Needed` says whether to. None for no item.
         layouts: of each item, where all are known: the prefix cache is asked before anything
             is sent, and a `Needed` follows the first claim.
+        announcer: the tokenizer process that announced it, to be told should its items be
+            needed after all (`Again`).
     """
 
     ticket: str
@@ -244,6 +246,7 @@ class Expect(Message, frozen=True, tag="expect"):
     ttl_s: float
     keys: tuple[bytes, ...] = ()
     layouts: tuple[Layout, ...] = ()
+    announcer: str = ""
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -275,8 +278,8 @@ class Laid(Message, frozen=True, tag="laid"):
 
 
 class Again(Message, frozen=True, tag="again"):
-    """Scheduler to the tokenizer, through the receiver: a request's items are needed after
-    all, and are announced herewith.
+    """Scheduler to the tokenizer that announced a request, through the receiver: its items
+    are needed after all, and are announced herewith.
 
     Attributes:
         rid: SGLang's id of the request.
@@ -406,6 +409,8 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
             raise ProtocolError("claim: covers items that the request does not have")
     elif isinstance(message, Again):
         _check_expect(message.expect)
+        if not message.expect.announcer:
+            raise ProtocolError("again: it is not said who announced the request")
     elif isinstance(message, Payload) and message.offset < 0:
         raise ProtocolError("payload: negative offset")
     return message

@@ -37,6 +37,8 @@ class Qwen2VL(QwenVision):
                 "num_heads": tower.num_heads,
                 "hidden_size": spec.text.hidden_size,
                 "patch_size": self.patch_size,
+                # As published; SGLang reads it, `transformers` its own `in_channels`.
+                "in_chans": 3,
                 "spatial_merge_size": 2,
                 "temporal_patch_size": 2,
             },

@@ -145,7 +145,12 @@ class Qwen35Vision(Qwen3Vision):
         return {
             "head_dim": spec.text.head_dim,
             "rope_parameters": rope(spec, interleaved=True) | {"rope_theta": 1e7},
+            # Both say the same: SGLang reads the former, `transformers` the latter.
             "full_attention_interval": 4,
+            "layer_types": [
+                "full_attention" if layer % 4 == 3 else "linear_attention"
+                for layer in range(spec.text.num_layers)
+            ],
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
             "linear_num_key_heads": 2,

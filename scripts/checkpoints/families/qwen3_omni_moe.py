@@ -27,9 +27,9 @@ class Qwen3OmniMoe(Qwen3Vision):
         CheckpointSpec(
             "tiny-qwen3-omni-moe",
             TextSpec(3, 128, 256, 2, 2),
-            VisionSpec(4, 64, 128, 2, taps=(0, 2)),
+            VisionSpec(4, 64, 128, 2, taps=(0, 1, 2)),
             AudioSpec(2, 64, 128, 2),
-            seed=1,
+            seed=4,
         ),
     )
     special_tokens = (*Qwen3Vision.special_tokens, _START, _PAD, _END)

@@ -21,8 +21,8 @@ class Qwen3VLMoe(Qwen3Vision):
         CheckpointSpec(
             "tiny-qwen3-vl-moe",
             TextSpec(3, 128, 256, 4, 2),
-            VisionSpec(4, 64, 128, 2, taps=(0, 2)),
-            seed=4,
+            VisionSpec(4, 64, 128, 2, taps=(0, 1, 2)),
+            seed=1,
         ),
     )
 

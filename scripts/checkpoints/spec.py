@@ -42,13 +42,17 @@ class TextSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """One checkpoint. Two equal specs of a family give bit-identical weights (same torch)."""
+    """One checkpoint. Two equal specs of a family give bit-identical weights (same torch).
+
+    `shard_mb` is the most that a file of weights holds; without it there is one file.
+    """
 
     name: str
     text: TextSpec
     vision: VisionSpec | None = None
     audio: AudioSpec | None = None
     seed: int = 0
+    shard_mb: int | None = None
 
 
 @dataclass(frozen=True)

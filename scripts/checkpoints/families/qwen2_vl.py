@@ -21,6 +21,15 @@ class Qwen2VL(QwenVision):
         CheckpointSpec(
             "tiny-qwen2-vl", TextSpec(2, 128, 256, 2, 2), VisionSpec(4, 64, 128, 2), seed=1
         ),
+        # To weigh servers: a language model of ten times its tower, in several files. SGLang
+        # builds it on encoders, too.
+        CheckpointSpec(
+            "heavy-qwen2-vl",
+            TextSpec(16, 1024, 2816, 16, 4),
+            VisionSpec(8, 384, 1536, 6),
+            seed=1,
+            shard_mb=200,
+        ),
     )
 
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:

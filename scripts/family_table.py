@@ -24,6 +24,30 @@ DOCS = Path(__file__).parents[1] / "docs"
 BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
 # The modality of a case is the first of these that its name has.
 _WORDS = {"all three": "mixed", " and ": "mixed", "image": IMAGE, "video": VIDEO, "sound": AUDIO}
+# What in-tree EPD allows and no checkpoint is made of, and why.
+NOT_MADE = {
+    **dict.fromkeys(
+        (
+            "Dots3NoteForCausalLM",
+            "InternS2PreviewForConditionalGeneration",
+            "KimiK3ForConditionalGeneration",
+            "KimiVLForConditionalGeneration",
+            "MiMoV2ForCausalLM",
+            "MuseSparkForConditionalGeneration",
+        ),
+        "`transformers` has no class of it that could be built",
+    ),
+    **dict.fromkeys(
+        (
+            "Glm5NextForConditionalGeneration",
+            "KimiK25ForConditionalGeneration",
+            "MiniMaxM3SparseForConditionalGeneration",
+        ),
+        "nobody has tried: `transformers` has a class of it, whose weights and configuration are "
+        "called otherwise than those that SGLang reads",
+    ),
+    "Qwen2_5OmniForConditionalGeneration": "SGLang 0.5.23 has no class of that name",
+}
 _VERSIONS = ("sglang", "transformers", "torch")
 _HEAD = (
     "# Families\n\n"
@@ -103,6 +127,8 @@ def page(records: dict[str, Any]) -> str:
     if stopped:
         lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
         lines += ["| family | exception |", "|---|---|", *stopped]
+    lines += ["", "Allowed by in-tree EPD, and not made:", ""]
+    lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
     lines += ["", "Versions, of the last run of each:", ""]
     lines += [
         f"- {_title(name)}: " + ", ".join(f"{k} {v}" for k, v in records[name]["versions"].items())

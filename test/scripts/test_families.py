@@ -13,7 +13,8 @@ from checkpoints.families import FAMILIES, SPECS, family_of
 from checkpoints.family import AUDIO, IMAGE, VIDEO, Family
 from checkpoints.spec import Rule
 from checkpoints.weights import randomise
-from family_table import DOCS, add, modality_of, page
+from family_table import DOCS, NOT_MADE, add, modality_of, page
+from sglang_epd.families import IN_TREE
 
 
 def test_names_are_unique_and_lead_back_to_their_family() -> None:
@@ -26,6 +27,12 @@ def test_names_are_unique_and_lead_back_to_their_family() -> None:
         for spec in family.specs:
             assert (spec.vision is not None) == (IMAGE in family.marks)
             assert (spec.audio is not None) == (AUDIO in family.marks)
+
+
+def test_every_architecture_of_in_tree_epd_is_made_or_said_not_to_be() -> None:
+    made = {family.architecture for family in FAMILIES.values()}
+    assert made.isdisjoint(NOT_MADE)
+    assert made | NOT_MADE.keys() >= IN_TREE
 
 
 def test_the_page_is_what_the_results_give() -> None:

@@ -51,16 +51,16 @@ def without_language_model() -> Iterator[None]:
 def _nothing_to_say(hf_config: Any) -> Iterator[None]:
     """The language model's configuration without layers, while the model is built."""
     hf_config = getattr(hf_config, "thinker_config", hf_config)
+    # SGLang writes what is the language model's into the whole model's configuration, too.
+    configs = [hf_config, *(getattr(hf_config, name, None) for name in _TEXT_CONFIGS)]
     changed = []
-    for name in _TEXT_CONFIGS:
-        config = getattr(hf_config, name, None)
-        if config is None:
-            continue
+    for config in configs:
         for field, value in (("num_hidden_layers", 0), ("vocab_size", _VOCABULARY)):
-            changed.append((config, field, getattr(config, field)))
-            setattr(config, field, value)
+            if isinstance(getattr(config, field, None), int):
+                changed.append((config, field, getattr(config, field)))
+                setattr(config, field, value)
     try:
         yield
     finally:
-        for config, field, value in changed:
+        for config, field, value in reversed(changed):
             setattr(config, field, value)

@@ -2,9 +2,10 @@
 `--encoder-only` themselves.
 
 Such a model builds its language model in any case. It is given a configuration in which
-that has no layers and next to no vocabulary, so that the model's own code stays as it is,
-whatever it calls its parts; and of the checkpoint only what is not the language model's
-is read, tensor by tensor.
+that has one layer, the least that SGLang's models take, and next to no vocabulary, so
+that the model's own code stays as it is, whatever it calls its parts. Of the checkpoint
+only what is not the language model's is read, tensor by tensor, and what was built of the
+language model is given back.
 
 Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEncoder` calls
 `model_loader.get_model(model_config=, load_config=, device_config=)`, and on
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What configurations call the language model's.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_LAYERS = 1
 _VOCABULARY = 64
 
 Load = Callable[..., nn.Module]
@@ -36,10 +38,11 @@ def without_language_model(load: Load) -> Load:
     """`model_loader.get_model` for a tower alone."""
 
     def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
-        with _nothing_to_say(model_config.hf_config), _towers_tensors_only():
+        with _nothing_to_say(model_config.hf_config) as configs, _towers_tensors_only():
             model = load(
                 model_config=model_config, load_config=load_config, device_config=device_config
             )
+            _empty(model, configs)
         held = sum(tensor.numel() * tensor.element_size() for tensor in _state(model))
         logger.info("Holds the tower alone: %.1f MiB", held / 2**20)
         return model
@@ -48,18 +51,18 @@ def without_language_model(load: Load) -> Load:
 
 
 @contextmanager
-def _nothing_to_say(hf_config: Any) -> Iterator[None]:
-    """The language model's configuration without layers, while the model is built."""
+def _nothing_to_say(hf_config: Any) -> Iterator[list[Any]]:
+    """The language model's configurations, next to nothing while the model is built."""
     changed = []
     for name in _TEXT_CONFIGS:
         config = getattr(hf_config, name, None)
         if config is None:
             continue
-        for field, value in (("num_hidden_layers", 0), ("vocab_size", _VOCABULARY)):
+        for field, value in (("num_hidden_layers", _LAYERS), ("vocab_size", _VOCABULARY)):
             changed.append((config, field, getattr(config, field)))
             setattr(config, field, value)
     try:
-        yield
+        yield [config for config, field, _ in changed if field == "vocab_size"]
     finally:
         for config, field, value in changed:
             setattr(config, field, value)
@@ -100,6 +103,14 @@ def _read(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 if not of_language_model(name):
                     yield name, file.get_tensor(name)
+
+
+def _empty(model: nn.Module, configs: list[Any]) -> None:
+    """Give back the tensors of the modules that were built from these configurations."""
+    for module in model.modules():
+        if any(getattr(module, "config", None) is config for config in configs):
+            for tensor in _state(module):
+                tensor.data = tensor.data.new_empty(0)
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:

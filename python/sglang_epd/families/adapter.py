@@ -64,6 +64,8 @@ class Adapter:
         self.constants: dict[str, Any] = {}
         # Whether positions of the language model follow the grids of pictures.
         self.positions_follow_grids = False
+        # Whether SGLang's processor takes prompts that are token ids already.
+        self.takes_token_ids = True
 
     @property
     def prefer_tokenized_input(self) -> bool:
@@ -114,7 +116,14 @@ class Adapter:
         Raises:
             MediaError: the prompt and the pictures do not match.
         """
-        text: str = prompt if isinstance(prompt, str) else self.processor._tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            text = prompt
+        elif not self.takes_token_ids:
+            raise MediaError("this model takes prompts with images as text only")
+        elif self._spread_as_it_is(prompt, expansions):
+            return spread(prompt, expansions)
+        else:
+            text = self.processor._tokenizer.decode(prompt)
         text = self.family.complete(self.processor, text, len(expansions))
         text = insert(text, self.family.marks(self.processor), expansions)
         return spread(self.family.tokenize(self.processor, text), expansions)
@@ -174,6 +183,14 @@ class Adapter:
             input_ids=laid.input_ids,
             **self.constants,
             **self.positions(laid.input_ids, grids),
+        )
+
+    def _spread_as_it_is(self, prompt: list[int], expansions: Sequence[Expansion]) -> bool:
+        """SGLang's rule: token ids stay as they are where pictures are placeholders alone."""
+        decode = self.processor._tokenizer.decode
+        alone = all(len(one.runs) == 1 and one.text == decode([one.token]) for one in expansions)
+        return alone and sum(map(prompt.count, {one.token for one in expansions})) == len(
+            expansions
         )
 
     def _expansion(self, output: Any) -> Expansion:

@@ -41,7 +41,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "families/adapter",
         "multimodal.processors.base_processor",
         "BaseMultimodalProcessor.process_mm_data_async",
-    ): "async self image_data audio_data input_text request_obj **kwargs",
+    ): "async self image_data audio_data input_text request_obj kwargs",
     (
         "families/adapter",
         "multimodal.processors.base_processor",

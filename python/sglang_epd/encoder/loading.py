@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 # What configurations call the language model's.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-_LAYERS = 1
-_VOCABULARY = 64
+# Of a language model that says nothing; the id of its padding has to be in its vocabulary.
+_NOTHING = {"num_hidden_layers": 1, "vocab_size": 64, "pad_token_id": 0}
 
 Load = Callable[..., nn.Module]
 
@@ -38,12 +38,12 @@ def without_language_model(load: Load) -> Load:
     """`model_loader.get_model` for a tower alone."""
 
     def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
-        with _nothing_to_say(model_config.hf_config) as configs, _towers_tensors_only():
+        with _nothing_to_say(model_config.hf_config), _towers_tensors_only():
             model = load(
                 model_config=model_config, load_config=load_config, device_config=device_config
             )
-            _empty(model, configs)
-        held = sum(tensor.numel() * tensor.element_size() for tensor in _state(model))
+        _empty(model)
+        held = sum(tensor.numel() * tensor.element_size() for _, tensor in _state(model))
         logger.info("Holds the tower alone: %.1f MiB", held / 2**20)
         return model
 
@@ -51,18 +51,18 @@ def without_language_model(load: Load) -> Load:
 
 
 @contextmanager
-def _nothing_to_say(hf_config: Any) -> Iterator[list[Any]]:
-    """The language model's configurations, next to nothing while the model is built."""
-    changed = []
-    for name in _TEXT_CONFIGS:
-        config = getattr(hf_config, name, None)
-        if config is None:
-            continue
-        for field, value in (("num_hidden_layers", _LAYERS), ("vocab_size", _VOCABULARY)):
-            changed.append((config, field, getattr(config, field)))
+def _nothing_to_say(hf_config: Any) -> Iterator[None]:
+    """The language model's configuration, next to nothing while the model is built."""
+    found = [getattr(hf_config, name, None) for name in _TEXT_CONFIGS]
+    # SGLang may have copied its fields to the whole model's, and some models read those.
+    configs = [config for config in (hf_config, *found) if hasattr(config, "num_hidden_layers")]
+    changed: list[tuple[Any, str, Any]] = []
+    for config in configs:
+        for field, value in _NOTHING.items():
+            changed.append((config, field, getattr(config, field, None)))
             setattr(config, field, value)
     try:
-        yield [config for config, field, _ in changed if field == "vocab_size"]
+        yield
     finally:
         for config, field, value in changed:
             setattr(config, field, value)
@@ -105,14 +105,13 @@ def _read(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, file.get_tensor(name)
 
 
-def _empty(model: nn.Module, configs: list[Any]) -> None:
-    """Give back the tensors of the modules that were built from these configurations."""
-    for module in model.modules():
-        if any(getattr(module, "config", None) is config for config in configs):
-            for tensor in _state(module):
-                tensor.data = tensor.data.new_empty(0)
+def _empty(model: nn.Module) -> None:
+    """Give back the tensors that the language model has all the same."""
+    for name, tensor in _state(model):
+        if of_language_model(name):
+            tensor.data = tensor.data.new_empty(0)
 
 
-def _state(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -83,5 +83,9 @@ class Gemma3(Family):
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": _EMBEDDINGS}
         write_json(folder / "processor_config.json", processor)
 
+    def published(self, name: str) -> str:
+        """What `transformers` 5 writes has one level less."""
+        return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+
 
 FAMILY = Gemma3()

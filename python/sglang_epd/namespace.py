@@ -89,6 +89,14 @@ def of_language_model(name: str) -> bool:
     return any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
 
 
+def of_tower(name: str) -> bool:
+    """Whether a checkpoint's tensor of that name is a tower's, and not of a part of the
+    language model that is called after one."""
+    places = [name.find(mark) for mark in _TOWERS if mark in name]
+    within = [name.find(mark) for mark in _LANGUAGE if mark in name]
+    return bool(places) and min(places) < min(within, default=len(name))
+
+
 def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:
     """(name, dtype, shape, samples' digest) of every tensor outside the language model."""
     for path in sorted(checkpoint.glob("*.safetensors")):

@@ -49,7 +49,7 @@ def register() -> None:
 
     # --language-only: no vision weights in memory.
     module = f"{_SRT}.model_executor.model_runner"
-    hook(module, "ModelRunner.load_model", vision_weights.release, "after")
+    hook(module, "ModelRunner.load_model", vision_weights.load, "around")
 
     # Prefill and decode apart: the decode server asks the prefill server for the layouts.
     module = f"{_SRT}.disaggregation.common.conn"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
@@ -20,22 +22,35 @@ def build(family: Family, spec: CheckpointSpec, folder: Path) -> None:
     tokenizer = tok.build_tokenizer(family.special_tokens, family.marks, family.named_tokens)
     with no_init_weights():
         model = family.model(spec, tokenizer)
-    randomise(model, family, seed=spec.seed, sayable=tok.word_ids(tokenizer))
+    randomise(family.speaker(model), family, seed=spec.seed, sayable=tok.word_ids(tokenizer))
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
     disable_progress_bar()
-    model.save_pretrained(folder)
+    sharded = {} if spec.shard_mb is None else {"max_shard_size": f"{spec.shard_mb}MB"}
+    model.save_pretrained(folder, **sharded)
     for file in folder.glob("*.safetensors"):
-        _rename_as_published(family, file)
+        _as_published(family, file)
+    for index in folder.glob("*.safetensors.index.json"):
+        _index_anew(index)
     tokenizer.save_pretrained(folder)
     family.write_processors(spec, tokenizer, folder)
 
 
-def _rename_as_published(family: Family, file: Path) -> None:
+def _as_published(family: Family, file: Path) -> None:
     weights = load_file(file)
-    renamed = {family.published(name): weight for name, weight in weights.items()}
-    if renamed.keys() != weights.keys():
-        save_file(renamed, file, metadata={"format": "pt"})
+    published = dict(family.published(name, weight) for name, weight in weights.items())
+    if any(weights.get(name) is not weight for name, weight in published.items()):
+        save_file(published, file, metadata={"format": "pt"})
+
+
+def _index_anew(index: Path) -> None:
+    """Say which shard has which weight, under the names that they have now."""
+    shards = {}
+    for file in sorted(index.parent.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            shards |= dict.fromkeys(weights.keys(), file.name)
+    content = json.loads(index.read_text()) | {"weight_map": shards}
+    index.write_text(json.dumps(content, indent=2) + "\n")

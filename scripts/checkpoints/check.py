@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoProcessor
 import photographs
 import sounds
 from checkpoints.families import FAMILIES
-from checkpoints.family import IMAGE
+from checkpoints.family import AUDIO, IMAGE
 
 # A picture, or a sound at 16 kHz: float32 [samples].
 Media = Image.Image | np.ndarray
@@ -57,19 +57,19 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(folder)
         family = FAMILIES[AutoConfig.from_pretrained(folder).model_type]
-        self.hears = IMAGE not in family.marks
+        self.modalities = frozenset(family.marks)
         self.model = family.load(folder)
         self.model.eval()
 
     def prompt(self, media: Sequence[Media], text: str = "What is this?") -> dict:
         """Model inputs for one user turn: the media side by side, then the text."""
-        kind = "audio" if self.hears else "image"
+        kind = IMAGE if all(isinstance(item, Image.Image) for item in media) else AUDIO
         parts = [{"type": kind} for _ in media] + [{"type": "text", "text": text}]
         spelled = self.processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True
         )
-        given: dict = {"audio" if self.hears else "images": list(media) or None}
-        if self.hears:
+        given: dict = {"images": list(media)} if kind == IMAGE else {"audio": list(media)}
+        if kind == AUDIO:
             given["sampling_rate"] = sounds.RATE_HZ
         return dict(self.processor(text=spelled, return_tensors="pt", **given))
 
@@ -121,9 +121,10 @@ def top_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
 def measure(folder: Path) -> Iterator[Measurement]:
     """Yield every figure of the checkpoint in `folder`, the costly ones last."""
     subject = Subject(folder)
-    if subject.hears:
-        clips = {name: sounds.load(name) for name in sounds.NAMES}
+    clips = {name: sounds.load(name) for name in sounds.NAMES}
+    if AUDIO in subject.modalities:
         yield from sound_dependence(subject, clips)
+    if IMAGE not in subject.modalities:
         yield from generation(subject, clips)
         return
     photos = {name: photographs.load(name) for name in ("coffee", "rocket", "astronaut", "cat")}

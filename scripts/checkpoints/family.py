@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from checkpoints.spec import CheckpointSpec
+from checkpoints.spec import CheckpointSpec, Rule
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-
-    from checkpoints.weights import Rule
 
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 
@@ -71,7 +70,7 @@ class Family:
         import torch
         from transformers import AutoModelForMultimodalLM
 
-        return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+        return self.speaker(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32))
 
     def write_processors(
         self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast, folder: Path
@@ -79,10 +78,14 @@ class Family:
         """Write the files that say how media are preprocessed."""
         raise NotImplementedError
 
-    def published(self, name: str) -> str:
-        """The name that a weight has in the family's own repositories, where `transformers`
-        writes another."""
-        return name
+    def speaker(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The part of the whole model that takes media and text and gives text."""
+        return model
+
+    def published(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """A weight as it is in the family's own repositories, where `transformers` writes
+        it otherwise."""
+        return name, weight
 
 
 def text_config(spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

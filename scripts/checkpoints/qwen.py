@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.family import IMAGE, VIDEO, Family
-from checkpoints.spec import CheckpointSpec
+from checkpoints.spec import CheckpointSpec, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -121,6 +121,53 @@ class Qwen3Vision(QwenVision):
             "deepstack_visual_indexes": list(spec.vision.taps),
             "num_position_embeddings": 2304,
         }
+
+
+class Qwen35Vision(Qwen3Vision):
+    """The two Qwen3.5, whose tower gives no features to the language model's layers."""
+
+    norms_add_one = True
+    rules = (
+        # The one norm of a linear attention layer scales by its weight.
+        Rule(r"linear_attn\.norm\.weight", deviation=0.1, offset=1.0),
+        # How fast its states fade, and the steps that fading is measured in.
+        Rule(r"\.A_log$", deviation=0.3),
+        Rule(r"\.dt_bias$", deviation=0.3, offset=-2.0),
+    )
+
+    def vision_config(self, spec: CheckpointSpec) -> dict[str, Any]:
+        config = super().vision_config(spec)
+        del config["deepstack_visual_indexes"]
+        return config
+
+    def linear_attention(self, spec: CheckpointSpec) -> dict[str, Any]:
+        """How its language model differs from Qwen3-VL's."""
+        return {
+            "head_dim": spec.text.head_dim,
+            "rope_parameters": rope(spec, interleaved=True) | {"rope_theta": 1e7},
+            # Both say the same: SGLang reads the former, `transformers` the latter.
+            "full_attention_interval": 4,
+            "layer_types": [
+                "full_attention" if layer % 4 == 3 else "linear_attention"
+                for layer in range(spec.text.num_layers)
+            ],
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "partial_rotary_factor": 1.0,
+        }
+
+
+def experts(spec: CheckpointSpec) -> dict[str, Any]:
+    """Four experts, of which two are asked for each token; none of their matrices is square,
+    so that one turned round is seen."""
+    return {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3 * spec.text.intermediate_size // 8,
+        "norm_topk_prob": True,
+    }
 
 
 def rope(spec: CheckpointSpec, *, interleaved: bool = False) -> dict[str, Any]:

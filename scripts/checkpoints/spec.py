@@ -1,4 +1,4 @@
-"""What a checkpoint is: a frozen description that its family turns into files."""
+"""What a checkpoint is: frozen descriptions that its family turns into files."""
 
 from __future__ import annotations
 
@@ -42,10 +42,25 @@ class TextSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """One checkpoint. Two equal specs of a family give bit-identical weights (same torch)."""
+    """One checkpoint. Two equal specs of a family give bit-identical weights (same torch).
+
+    `shard_mb` is the most that a file of weights holds; without it there is one file.
+    """
 
     name: str
     text: TextSpec
     vision: VisionSpec | None = None
     audio: AudioSpec | None = None
     seed: int = 0
+    shard_mb: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters that `pattern` is found in are drawn: `offset` plus standard
+    normal numbers times `deviation`, or times `gain` over the root of a layer's inputs."""
+
+    pattern: str
+    gain: float = 1.0
+    deviation: float | None = None
+    offset: float = 0.0

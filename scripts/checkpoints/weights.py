@@ -21,14 +21,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from checkpoints.family import Family
+from checkpoints.family import Family
 
 CONSTANT = 3.0
 # Gains: the size of a layer's output for an input of size one.
@@ -56,17 +53,6 @@ _SCORES = re.compile(r"\.(q|k|q_a|q_b)_proj\.")
 _ATTENTION_OUTPUTS = re.compile(r"\.(o_proj|out_proj)\.")
 # What the language model adds to its residual stream.
 _WRITERS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.weight)?$")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the parameters that `pattern` is found in are drawn: `offset` plus standard
-    normal numbers times `deviation`, or times `gain` over the root of a layer's inputs."""
-
-    pattern: str
-    gain: float = 1.0
-    deviation: float | None = None
-    offset: float = 0.0
 
 
 def randomise(model: nn.Module, family: Family, *, seed: int, sayable: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sglang_epd.encoder.loading import without_language_model
@@ -40,18 +40,18 @@ class Model(nn.Module):
 class Loader:
     def __init__(self, files, *, safe=True) -> None:
         self.files, self.safe = files, safe
-
-    Source = SimpleNamespace(
-        init_new=lambda _config, _model: SimpleNamespace(
-            model_or_path="", revision=None, fall_back_to_pt=True, allow_patterns_overrides=None
-        )
-    )
+        self.opened = []
 
     def _prepare_weights(self, *_source):
         return "", self.files, self.safe
 
     def _get_all_weights(self, _config, _model):
-        yield from (WEIGHTS | OF_THE_LANGUAGE_MODEL).items()
+        _, files, safe = self._prepare_weights("")
+        if not safe:
+            yield from (WEIGHTS | OF_THE_LANGUAGE_MODEL).items()
+        for file in files if safe else ():
+            self.opened.append(file)
+            yield from load_file(file).items()
 
 
 @pytest.fixture
@@ -64,9 +64,10 @@ def config():
 def files(tmp_path):
     """A sharded checkpoint."""
     parts = list((WEIGHTS | OF_THE_LANGUAGE_MODEL).items())
-    paths = [str(tmp_path / f"model-{number}-of-2.safetensors") for number in (1, 2)]
-    save_file(dict(parts[:2] + parts[4:]), paths[0])
+    paths = [str(tmp_path / f"model-{number}-of-3.safetensors") for number in (1, 2, 3)]
+    save_file(dict(parts[:2]), paths[0])
     save_file(dict(parts[2:4]), paths[1])
+    save_file(dict(parts[4:]), paths[2])
     return paths
 
 
@@ -75,7 +76,11 @@ def load(monkeypatch, config):
     """Loads a model; returns it, what was read, and the layers that were built."""
     module = ModuleType("loader")
     module.DefaultModelLoader = Loader
+    server = ModuleType("server")
+    encoder = ModuleType("encoder")
+    encoder.server = server
     monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.encoder", encoder)
 
     def run(loader):
         read, built = {}, []
@@ -87,8 +92,10 @@ def load(monkeypatch, config):
             return model
 
         arguments = {"model_config": SimpleNamespace(hf_config=config)}
-        load = without_language_model(sglangs)
-        model = load(**arguments, load_config=None, device_config=None)
+        server.load_model = sglangs
+        with without_language_model():
+            model = server.load_model(**arguments, load_config=None, device_config=None)
+        assert server.load_model is sglangs
         return model, read, built[0]
 
     return run
@@ -96,8 +103,10 @@ def load(monkeypatch, config):
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_only_the_towers_tensors_are_read(load, files, safe):
-    _, read, _ = load(Loader(files, safe=safe))
+    loader = Loader(files, safe=safe)
+    _, read, _ = load(loader)
     assert read.keys() == WEIGHTS.keys()
+    assert loader.opened == (files[:2] if safe else [])
     for name, tensor in WEIGHTS.items():
         assert torch.equal(read[name], tensor)
 

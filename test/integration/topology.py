@@ -353,9 +353,16 @@ class Machine:
         self._name = ""
         self._current: Topology | None = None
         self._references: dict[str, Generation] = {}
+        self._failures: dict[str, ServerError] = {}
 
     def use(self, name: str) -> Topology:
-        """The topology `name`, started if it is not up."""
+        """The topology `name`, started if it is not up; what failed once is not tried again.
+
+        Raises:
+            ServerError: one of its servers does not start.
+        """
+        if name in self._failures:
+            raise ServerError(str(self._failures[name]))
         if self._name != name or self._current is None:
             self.clear()
             logs = Path(tempfile.mkdtemp(prefix=f"sglang-epd-test-{name}-"))
@@ -363,7 +370,8 @@ class Machine:
             self._name = name
             try:
                 self._current.start(logs)
-            except ServerError:
+            except ServerError as error:
+                self._failures[name] = error
                 self.clear()
                 raise
         return self._current

@@ -11,7 +11,8 @@ from torch import nn
 
 from checkpoints.families import FAMILIES, SPECS, family_of
 from checkpoints.family import AUDIO, IMAGE, VIDEO, Family
-from checkpoints.weights import Rule, randomise
+from checkpoints.spec import Rule
+from checkpoints.weights import randomise
 from family_table import DOCS, add, modality_of, page
 
 

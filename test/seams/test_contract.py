@@ -53,14 +53,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "InternVLProcessor._ensure_placeholders_before_assistant",
     ): "self prompt placeholder want",
     ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
-    ("encoder/loading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
-        "self model_config model"
-    ),
-    ("encoder/loading", "model_loader.loader", "DefaultModelLoader.Source.init_new"): (
-        "model_config model"
-    ),
-    ("encoder/loading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
+    ("families/reading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
         "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides"
+    ),
+    ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
+        "self model_config model"
     ),
     ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
         "target hook hook_type source"
@@ -294,7 +291,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "modality precomputed_embeddings"
     ),
     ("language/planner", "utils.common", "ImageData"): "url detail content_hash",
-    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model",
+    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model model_config",
     ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),

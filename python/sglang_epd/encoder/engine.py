@@ -2,13 +2,15 @@
 
 Leans on the in-tree encoder's building blocks, so that a model family is prepared and
 run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` loads it,
-`preparing` has the rest. Of families that it does not know `loading` leaves the language
-model out, and `pictures` prepares by the processor that their language servers use.
+`preparing` has the rest. `loading` leaves the language model out; of families that the
+in-tree encoder does not know `pictures` prepares, by the processor that their language
+servers use.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,9 +27,12 @@ from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.processors import load_processor
 from sglang_epd.families.proof import adapt
+from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits
 from sglang_epd.wire import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
+
+logger = logging.getLogger(__name__)
 
 _DECODE_THREADS = 4
 
@@ -62,12 +67,13 @@ class Engine:
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
         architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
-        if family is not None:
-            server.load_model = without_language_model(server.load_model)
-        self._encoder = server.MMEncoder(
-            server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
-        )
+        with without_language_model():
+            self._encoder = server.MMEncoder(
+                server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
+            )
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
+        self.weights_bytes = held_bytes(self._encoder.model)
+        logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
         self.hf_config = self._encoder.model_config.hf_config
         # SGLang's schedulers do so; its encoder leaves it to the models.

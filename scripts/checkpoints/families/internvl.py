@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints.family import IMAGE, Family, text_config
 from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec, TextSpec, VisionSpec
-from checkpoints.weights import Rule
+from checkpoints.family import Rule
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from checkpoints.qwen import SPECIAL_TOKENS
 from checkpoints.spec import AudioSpec, CheckpointSpec, TextSpec
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 _START, _PAD, _END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
@@ -59,9 +60,9 @@ class Qwen2Audio(Family):
             return_attention_mask=True,
         ).save_pretrained(folder)
 
-    def published(self, name: str) -> str:
+    def published(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
         """What `transformers` 5 writes has one "model" too many, which only it reads."""
-        return name.replace("language_model.model.model.", "language_model.model.")
+        return name.replace("language_model.model.model.", "language_model.model."), weight
 
 
 FAMILY = Qwen2Audio()

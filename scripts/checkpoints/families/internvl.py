@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.family import IMAGE, Family, text_config
 from checkpoints.qwen import write_json
-from checkpoints.spec import CheckpointSpec, TextSpec, VisionSpec
-from checkpoints.family import Rule
+from checkpoints.spec import CheckpointSpec, Rule, TextSpec, VisionSpec
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from families.conftest import BOS, MARK, PAD
+from families.conftest import BOS, BREAK, MARK, PAD
 from sglang_epd.errors import ConfigError, MediaError
 from sglang_epd.families import Family
 from sglang_epd.families.proof import adapt
@@ -100,6 +100,20 @@ def test_token_ids_are_taken_where_one_server_takes_them(processor, pictures):
     adapter = adapt(processor, ARCHITECTURE, Family())
     with pytest.raises(MediaError, match="as text only"):
         adapter.lay_out(ids, expansions)
+
+
+def test_brackets_that_a_user_wrote_are_refused(processor, pictures):
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    expansions = [adapter.see(picture).expansion for picture in pictures]
+    # As where a processor ends each row of a picture with a bracket.
+    adapter.constants["im_end_id"] = processor._tokenizer.id(BREAK)
+    for prompt, refused in ((f"{MARK} {MARK}", False), (f"{MARK}{BREAK}{MARK}", True)):
+        ids = adapter.lay_out(prompt, expansions).input_ids
+        if refused:
+            with pytest.raises(MediaError, match="image marks of its own"):
+                adapter._check_brackets(ids, expansions)
+        else:
+            adapter._check_brackets(ids, expansions)
 
 
 def test_a_family_names_its_differences_in_one_file():

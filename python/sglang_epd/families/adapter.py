@@ -169,6 +169,7 @@ class Adapter:
         if sum(one.rows for one in expansions) != len(rows):
             raise EncodeError("the encoder told of other expansions than embeddings")
         laid = self.lay_out(prompt, expansions)
+        self._check_brackets(laid.input_ids, expansions)
         items = [
             MultimodalDataItem(
                 modality=Modality.IMAGE, offsets=offsets, precomputed_embeddings=part
@@ -184,6 +185,20 @@ class Adapter:
             **self.constants,
             **self.positions(laid.input_ids, grids),
         )
+
+    def _check_brackets(self, input_ids: list[int], expansions: Sequence[Expansion]) -> None:
+        """Where a processor brackets pictures, SGLang finds them by counting brackets: one
+        that a user wrote would give a picture's place in the prefix cache to another.
+
+        Raises:
+            MediaError: the prompt has some of its own.
+        """
+        written = [self.family.tokenize(self.processor, one.text) for one in expansions]
+        for name in ("im_start_id", "im_end_id"):
+            bracket = self.constants.get(name)
+            expected = sum(ids.count(bracket) for ids in written)
+            if expected and input_ids.count(bracket) != expected:
+                raise MediaError("the prompt has image marks of its own")
 
     def _spread_as_it_is(self, prompt: list[int], expansions: Sequence[Expansion]) -> bool:
         """SGLang's rule: token ids stay as they are where pictures are placeholders alone."""

@@ -194,8 +194,8 @@ class Adapter:
             MediaError: the prompt has some of its own.
         """
         written = [self.family.tokenize(self.processor, one.text) for one in expansions]
-        for name in ("im_start_id", "im_end_id"):
-            bracket = self.constants.get(name)
+        brackets = {"im_start_id", "im_end_id"} & self.constants.keys()
+        for bracket in [int(self.constants[name]) for name in brackets]:
             expected = sum(ids.count(bracket) for ids in written)
             if expected and input_ids.count(bracket) != expected:
                 raise MediaError("the prompt has image marks of its own")

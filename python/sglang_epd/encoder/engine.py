@@ -10,6 +10,7 @@ servers use.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,9 @@ class Engine:
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        architecture = model_config_of(server_args).hf_config.architectures[0]
+        # As the checkpoint has it, which a language server compares: models write to theirs.
+        self.hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
+        architecture = self.hf_config.architectures[0]
         family = family_of(architecture)
         with without_language_model():
             self._encoder = server.MMEncoder(
@@ -75,7 +78,6 @@ class Engine:
         self.weights_bytes = held_bytes(self._encoder.model)
         logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
-        self.hf_config = self._encoder.model_config.hf_config
         # SGLang's schedulers do so; its encoder leaves it to the models.
         self._moves_features = family is not None and self._encoder.device != "cpu"
         self._preparer: Preparer | PicturePreparer

@@ -1,9 +1,10 @@
 """Loads a tower without the language model behind it.
 
 Some of SGLang's models know `--encoder-only` and build none; others build it in any case.
-These are given a configuration in which it has no layers and next to no vocabulary, so that
-the model's own code stays as it is, whatever it calls its parts. Of the checkpoint no tensor
-of the language model is read, and files that have no other are not opened.
+These are given a configuration in which it has one layer, the least that SGLang's models
+take, and next to no vocabulary, so that the model's own code stays as it is, whatever it
+calls its parts; what was built of it is given back. Of the checkpoint no tensor of the
+language model is read, and files that have no other are not opened.
 
 Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEncoder` calls
 `model_loader.get_model(model_config=, load_config=, device_config=)`, and on
@@ -23,7 +24,8 @@ from sglang_epd.namespace import of_language_model
 
 # What configurations call the language model's.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-_VOCABULARY = 64
+# Of a language model that says nothing; the id of its padding has to be in its vocabulary.
+_NOTHING = {"num_hidden_layers": 1, "vocab_size": 64, "pad_token_id": 0}
 
 
 @contextmanager
@@ -38,6 +40,7 @@ def without_language_model() -> Iterator[None]:
             model: nn.Module = load(
                 model_config=model_config, load_config=load_config, device_config=device_config
             )
+        _empty(model)
         return model
 
     server.load_model = load_tower
@@ -49,18 +52,25 @@ def without_language_model() -> Iterator[None]:
 
 @contextmanager
 def _nothing_to_say(hf_config: Any) -> Iterator[None]:
-    """The language model's configuration without layers, while the model is built."""
+    """The language model's configuration, next to nothing while the model is built."""
     hf_config = getattr(hf_config, "thinker_config", hf_config)
-    # SGLang writes what is the language model's into the whole model's configuration, too.
-    configs = [hf_config, *(getattr(hf_config, name, None) for name in _TEXT_CONFIGS)]
-    changed = []
+    found = [getattr(hf_config, name, None) for name in _TEXT_CONFIGS]
+    # SGLang may have copied its fields to the whole model's, and some models read those.
+    configs = [config for config in (hf_config, *found) if hasattr(config, "num_hidden_layers")]
+    changed: list[tuple[Any, str, Any]] = []
     for config in configs:
-        for field, value in (("num_hidden_layers", 0), ("vocab_size", _VOCABULARY)):
-            if isinstance(getattr(config, field, None), int):
-                changed.append((config, field, getattr(config, field)))
-                setattr(config, field, value)
+        for field, value in _NOTHING.items():
+            changed.append((config, field, getattr(config, field, None)))
+            setattr(config, field, value)
     try:
         yield
     finally:
         for config, field, value in reversed(changed):
             setattr(config, field, value)
+
+
+def _empty(model: nn.Module) -> None:
+    """Give back the tensors that the language model has all the same."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if of_language_model(name):
+            tensor.data = tensor.data.new_empty(0)

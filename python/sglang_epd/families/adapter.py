@@ -64,6 +64,8 @@ class Adapter:
         self.constants: dict[str, Any] = {}
         # Whether positions of the language model follow the grids of pictures.
         self.positions_follow_grids = False
+        # Whether SGLang's processor takes prompts that are token ids already.
+        self.takes_token_ids = True
 
     @property
     def prefer_tokenized_input(self) -> bool:
@@ -114,7 +116,14 @@ class Adapter:
         Raises:
             MediaError: the prompt and the pictures do not match.
         """
-        text: str = prompt if isinstance(prompt, str) else self.processor._tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            text = prompt
+        elif not self.takes_token_ids:
+            raise MediaError("this model takes prompts with images as text only")
+        elif self._spread_as_it_is(prompt, expansions):
+            return spread(prompt, expansions)
+        else:
+            text = self.processor._tokenizer.decode(prompt)
         text = self.family.complete(self.processor, text, len(expansions))
         text = insert(text, self.family.marks(self.processor), expansions)
         return spread(self.family.tokenize(self.processor, text), expansions)
@@ -160,6 +169,7 @@ class Adapter:
         if sum(one.rows for one in expansions) != len(rows):
             raise EncodeError("the encoder told of other expansions than embeddings")
         laid = self.lay_out(prompt, expansions)
+        self._check_brackets(laid.input_ids, expansions)
         items = [
             MultimodalDataItem(
                 modality=Modality.IMAGE, offsets=offsets, precomputed_embeddings=part
@@ -174,6 +184,28 @@ class Adapter:
             input_ids=laid.input_ids,
             **self.constants,
             **self.positions(laid.input_ids, grids),
+        )
+
+    def _check_brackets(self, input_ids: list[int], expansions: Sequence[Expansion]) -> None:
+        """Where a processor brackets pictures, SGLang finds them by counting brackets: one
+        that a user wrote would give a picture's place in the prefix cache to another.
+
+        Raises:
+            MediaError: the prompt has some of its own.
+        """
+        written = [self.family.tokenize(self.processor, one.text) for one in expansions]
+        brackets = {"im_start_id", "im_end_id"} & self.constants.keys()
+        for bracket in [int(self.constants[name]) for name in brackets]:
+            expected = sum(ids.count(bracket) for ids in written)
+            if expected and input_ids.count(bracket) != expected:
+                raise MediaError("the prompt has image marks of its own")
+
+    def _spread_as_it_is(self, prompt: list[int], expansions: Sequence[Expansion]) -> bool:
+        """SGLang's rule: token ids stay as they are where pictures are placeholders alone."""
+        decode = self.processor._tokenizer.decode
+        alone = all(len(one.runs) == 1 and one.text == decode([one.token]) for one in expansions)
+        return alone and sum(map(prompt.count, {one.token for one in expansions})) == len(
+            expansions
         )
 
     def _expansion(self, output: Any) -> Expansion:

@@ -10,6 +10,7 @@ from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec, TextSpec, VisionSpec
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 _START, _PAD, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -82,6 +83,10 @@ class Gemma3(Family):
         write_json(folder / "preprocessor_config.json", image)
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": _EMBEDDINGS}
         write_json(folder / "processor_config.json", processor)
+
+    def published(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """What `transformers` 5 writes has one level less."""
+        return name.replace("vision_tower.", "vision_tower.vision_model.", 1), weight
 
 
 FAMILY = Gemma3()

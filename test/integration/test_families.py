@@ -127,7 +127,7 @@ def test_log_probabilities_equal_one_servers(
     if case in family.without:
         pytest.skip(family.without[case])
     messages = CASES[case][1]()
-    expected = machine.reference(family.specs[0].name, messages, TOKENS)
+    expected = machine.reference(family.specs[0].name, messages, TOKENS, at=family.name)
     actual = _server(machine, family, backend).generation(*messages, tokens=TOKENS)
     assert actual.prompt_tokens == expected.prompt_tokens
     record_property("distance", actual.distance(expected))

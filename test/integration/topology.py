@@ -339,11 +339,7 @@ for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
 # Where one server of a checkpoint does everything.
-_REFERENCES = {family.specs[0].name: family.name for family in FAMILIES.values()} | {
-    _TINY: "qwen2_5",
-    "tiny-qwen3-vl": "qwen3",
-    "tiny-qwen2-audio": "audio",
-}
+_REFERENCES = {_TINY: "qwen2_5", "tiny-qwen3-vl": "qwen3", "tiny-qwen2-audio": "audio"}
 
 
 class Machine:
@@ -376,16 +372,19 @@ class Machine:
                 raise
         return self._current
 
-    def reference(self, model: str, messages: list[dict[str, Any]], tokens: int) -> Generation:
+    def reference(
+        self, model: str, messages: list[dict[str, Any]], tokens: int, at: str | None = None
+    ) -> Generation:
         """What one colocated server of the checkpoint answers; asked once in a session.
 
-        Starts a topology that has one if need be: call it before `use`.
+        Starts a topology that has one if need be, `at` or the checkpoint's usual: call it
+        before `use`.
         """
         key = json.dumps([model, messages, tokens])
         if key not in self._references:
             current = self._current
             if current is None or current.model != model or "colocated" not in current.roles:
-                current = self.use(_REFERENCES[model])
+                current = self.use(at or _REFERENCES[model])
             server = Client(current.urls["colocated"])
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]

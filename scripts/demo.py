@@ -30,7 +30,7 @@ import openai
 from PIL import Image
 
 import photographs
-from checkpoints.spec import SPECS
+from checkpoints.families import SPECS
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 

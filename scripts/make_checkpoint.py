@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import os
 import shutil
 import sys
@@ -21,9 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoints.spec import SPECS
+from checkpoints.families import SPECS, family_of
 
-# The modules that decide what is in a checkpoint: a change in one makes a new folder.
+# What decides, beside a family's own modules, what is in a checkpoint: a change in one
+# makes a new folder.
 _SOURCES = ("spec.py", "tokenizer.py", "weights.py", "build.py", "chat_template.jinja")
 
 
@@ -49,7 +51,7 @@ def ensure(name: str) -> Path:
     try:
         from checkpoints.build import build
 
-        build(spec, temporary)
+        build(family_of(name), spec, temporary)
         temporary.chmod(0o755)
         try:
             temporary.rename(folder)
@@ -64,8 +66,13 @@ def ensure(name: str) -> Path:
 def _digest(name: str) -> str:
     """Names the content of a checkpoint by the code that makes it."""
     digest = hashlib.sha256(repr(SPECS[name]).encode())
-    for source in _SOURCES:
-        digest.update((Path(__file__).parent / "checkpoints" / source).read_bytes())
+    own = [
+        Path(inspect.getfile(kind))
+        for kind in type(family_of(name)).__mro__
+        if kind.__module__.startswith("checkpoints.")
+    ]
+    for source in [*(Path(__file__).parent / "checkpoints" / file for file in _SOURCES), *own]:
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -3,7 +3,7 @@
     plugin, cli
     seams
     encoder, language
-    dispatch, transfer, cache, store, observability, namespace
+    dispatch, transfer, cache, store, observability, namespace, families
     wire, media, config, errors, trust, deferred, tally
     platform                      stands by itself beside all of them
 
@@ -26,7 +26,7 @@ LAYERS = (
     {"plugin", "cli"},
     {"seams"},
     {"encoder", "language", "sim"},
-    {"dispatch", "transfer", "cache", "store", "observability", "namespace"},
+    {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
     {"wire", "media", "config", "errors", "trust", "deferred", "tally"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
@@ -35,9 +35,9 @@ SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("tru
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
-    *(f"encoder/{name}.py" for name in ("engine", "preparing", "towers", "server")),
+    *(f"encoder/{name}.py" for name in ("engine", "loading", "preparing", "towers", "server")),
 }
-SGLANG_PACKAGES = {"seams", "platform"}
+SGLANG_PACKAGES = {"seams", "platform", "families"}
 
 
 @dataclass(frozen=True)

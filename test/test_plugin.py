@@ -46,7 +46,7 @@ def test_it_hooks_what_it_says(monkeypatch, hooked):
     plugin.register()
     assert hooked == {
         "run_id": "drawn",
-        "sglang.srt.arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation": "after",
+        "sglang.srt.arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation": "around",
         "sglang.srt.disaggregation.encoder.http_server.launch_server": "replace",
         "sglang.srt.disaggregation.encoder.receiver.create_mm_receiver": "replace",
         "sglang.srt.disaggregation.encoder.receiver.EncoderBootstrapServer": "replace",

@@ -84,8 +84,17 @@ def checkpoint_folder(model_path: str, revision: str | None) -> Path:
     return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
 
 
-def _of_language_model(name: str) -> bool:
+def of_language_model(name: str) -> bool:
+    """Whether a checkpoint's tensor of that name is the language model's, not a tower's."""
     return any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
+
+
+def of_tower(name: str) -> bool:
+    """Whether a checkpoint's tensor of that name is a tower's, and not of a part of the
+    language model that is called after one."""
+    places = [name.find(mark) for mark in _TOWERS if mark in name]
+    within = [name.find(mark) for mark in _LANGUAGE if mark in name]
+    return bool(places) and min(places) < min(within, default=len(name))
 
 
 def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -96,7 +105,7 @@ def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:
             header = json.loads(file.read(header_bytes))
             base = 8 + header_bytes
             for name, entry in header.items():
-                if name == "__metadata__" or _of_language_model(name):
+                if name == "__metadata__" or of_language_model(name):
                     continue
                 begin, end = entry["data_offsets"]
                 samples = hashlib.sha256()

@@ -39,9 +39,9 @@ def register() -> None:
         return
     rundir.draw_run_id()
 
-    # Flags: refuse at start-up what would fail later.
+    # Flags: serve models that are not on SGLang's list, refuse what would fail later.
     module = f"{_SRT}.arg_groups.pd_disaggregation_hook"
-    hook(module, "handle_encoder_disaggregation", server_args.check, "after")
+    hook(module, "handle_encoder_disaggregation", server_args.resolve, "around")
 
     # --encoder-only: our server instead of the in-tree one.
     module = f"{_SRT}.disaggregation.encoder.http_server"
@@ -59,7 +59,7 @@ def register() -> None:
 
     # --language-only: no vision weights in memory.
     module = f"{_SRT}.model_executor.model_runner"
-    hook(module, "ModelRunner.load_model", vision_weights.release, "after")
+    hook(module, "ModelRunner.load_model", vision_weights.load, "around")
 
     # Prefill and decode apart: the decode server asks the prefill server for the layouts.
     # By its own setting: a server that encodes itself names media as encoders do.

@@ -15,15 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoProcessor
 
 import photographs
 import sounds
+from checkpoints.families import FAMILIES
+from checkpoints.family import AUDIO, IMAGE
 
 # A picture, or a sound at 16 kHz: float32 [samples].
 Media = Image.Image | np.ndarray
@@ -59,20 +56,20 @@ class Subject:
 
     def __init__(self, folder: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.hears = AutoConfig.from_pretrained(folder).model_type == "qwen2_audio"
-        kind = Qwen2AudioForConditionalGeneration if self.hears else AutoModelForImageTextToText
-        self.model = kind.from_pretrained(folder, dtype=torch.float32)
+        family = FAMILIES[AutoConfig.from_pretrained(folder).model_type]
+        self.modalities = frozenset(family.marks)
+        self.model = family.load(folder)
         self.model.eval()
 
     def prompt(self, media: Sequence[Media], text: str = "What is this?") -> dict:
         """Model inputs for one user turn: the media side by side, then the text."""
-        kind = "audio" if self.hears else "image"
+        kind = IMAGE if all(isinstance(item, Image.Image) for item in media) else AUDIO
         parts = [{"type": kind} for _ in media] + [{"type": "text", "text": text}]
         spelled = self.processor.apply_chat_template(
             [{"role": "user", "content": parts}], add_generation_prompt=True
         )
-        given: dict = {"audio" if self.hears else "images": list(media) or None}
-        if self.hears:
+        given: dict = {"images": list(media)} if kind == IMAGE else {"audio": list(media)}
+        if kind == AUDIO:
             given["sampling_rate"] = sounds.RATE_HZ
         return dict(self.processor(text=spelled, return_tensors="pt", **given))
 
@@ -124,9 +121,10 @@ def top_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
 def measure(folder: Path) -> Iterator[Measurement]:
     """Yield every figure of the checkpoint in `folder`, the costly ones last."""
     subject = Subject(folder)
-    if subject.hears:
-        clips = {name: sounds.load(name) for name in sounds.NAMES}
+    clips = {name: sounds.load(name) for name in sounds.NAMES}
+    if AUDIO in subject.modalities:
         yield from sound_dependence(subject, clips)
+    if IMAGE not in subject.modalities:
         yield from generation(subject, clips)
         return
     photos = {name: photographs.load(name) for name in ("coffee", "rocket", "astronaut", "cat")}
@@ -177,7 +175,12 @@ def sound_dependence(subject: Subject, clips: dict[str, np.ndarray]) -> Iterator
 
 def _deepstack(subject: Subject, photo: Image.Image, whole: torch.Tensor) -> Iterator[Measurement]:
     """What losing the deepstack features would change (Qwen3-VL only)."""
-    mergers = getattr(subject.model.model.visual, "deepstack_merger_list", ())
+    mergers = [
+        merger
+        for name, module in subject.model.named_modules()
+        if name.endswith("deepstack_merger_list")
+        for merger in module.children()
+    ]
     hooks = [merger.register_forward_hook(lambda _m, _i, out: out * 0) for merger in mergers]
     if hooks:
         change = top_difference(whole, subject.next_token([photo]))[0]
@@ -214,11 +217,12 @@ def generation(subject: Subject, media: Mapping[str, Media]) -> Iterator[Measure
 def _timing(subject: Subject, photo: Image.Image) -> Iterator[Measurement]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    images = subject.processor.image_processor([photo.resize((448, 448))], return_tensors="pt")
+    given = subject.prompt([photo.resize((448, 448))])
+    image = {name: given[name] for name in given if name.startswith(("pixel_", "image_"))}
     prompt = {"input_ids": torch.arange(1000)[None] % 1000}
 
     def encode() -> object:
-        return subject.model.model.visual(images["pixel_values"], grid_thw=images["image_grid_thw"])
+        return subject.model.get_image_features(**image)
 
     yield Measurement("vision transformer, 448x448 on one core (ms)", _best_ms(encode))
     yield Measurement(

@@ -1,4 +1,4 @@
-"""A byte-level BPE with Qwen's special tokens, trained on a list of English words.
+"""A byte-level BPE with a family's special tokens, trained on a list of English words.
 
 Every word of `WORDS` becomes one token with its leading space, so that what a random
 model says reads as words; any other text still encodes, byte by byte if need be.
@@ -6,6 +6,8 @@ model says reads as words; any other text still encodes, byte by byte if need be
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,31 +16,6 @@ from transformers import PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
-VISION_START = "<|vision_start|>"
-VISION_END = "<|vision_end|>"
-IMAGE_PAD = "<|image_pad|>"
-VIDEO_PAD = "<|video_pad|>"
-AUDIO_START = "<|audio_bos|>"
-AUDIO = "<|AUDIO|>"
-AUDIO_END = "<|audio_eos|>"
-
-SPECIAL_TOKENS = (
-    END_OF_TEXT,
-    IM_START,
-    IM_END,
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    VISION_START,
-    VISION_END,
-    "<|vision_pad|>",
-    IMAGE_PAD,
-    VIDEO_PAD,
-)
-AUDIO_TOKENS = (AUDIO_START, AUDIO, AUDIO_END)
 
 WORDS = """
 a about above across after again against all alone along already also always among an
@@ -82,13 +59,17 @@ _CORPUS = [f" {word} {word} {word}" for word in WORDS] + [
 _MAX_VOCABULARY = 4096
 
 
-def build_tokenizer(*, audio: bool = False) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    special: Iterable[str], marks: Mapping[str, str], named: Mapping[str, str]
+) -> PreTrainedTokenizerFast:
     """Train the tokenizer; takes a fraction of a second and is deterministic.
 
     Args:
-        audio: add the special tokens of audio, and let a chat hold it in place of pictures.
+        special: tokens beside those that mark turns and the end of a text.
+        marks: what stands for an item in a chat, by the modalities that it may hold.
+        named: attributes of the tokenizer that processors ask for their tokens.
     """
-    special = SPECIAL_TOKENS + AUDIO_TOKENS if audio else SPECIAL_TOKENS
+    special = [END_OF_TEXT, IM_START, IM_END, *special]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -104,8 +85,7 @@ def build_tokenizer(*, audio: bool = False) -> PreTrainedTokenizerFast:
     # Last, as in Qwen's own vocabulary: ordinary tokens keep the low ids.
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     template = Path(__file__).with_name("chat_template.jinja").read_text()
-    if audio:
-        template = "{%- set hears = true -%}\n" + template
+    template = f"{{%- set marks = {json.dumps(dict(marks))} -%}}\n{template}"
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=IM_END,
@@ -114,6 +94,7 @@ def build_tokenizer(*, audio: bool = False) -> PreTrainedTokenizerFast:
         chat_template=template,
         model_max_length=32768,
         clean_up_tokenization_spaces=False,
+        **({"model_specific_special_tokens": dict(named)} if named else {}),
     )
 
 

@@ -33,6 +33,7 @@ class FakeEngine:
     preparers = 4
     dtype = "float32"
     modalities = ("IMAGE", "VIDEO")
+    weights_bytes = 1000
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -23,6 +23,7 @@ _ORDER = [
     "test_budget",
     "test_chaos",
     "test_content",
+    "test_families",
     "test_rival",
     "test_router",
     "test_store",

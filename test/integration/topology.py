@@ -9,13 +9,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from checkpoints.families import FAMILIES
+from checkpoints.family import Family
 from integration.client import Client, Generation
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
@@ -205,7 +207,7 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
-TOPOLOGIES = {
+TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
         _TINY, _FULL, _NOTHING_KEPT, {"language": "--enable-metrics", "encoder": _CACHE}
@@ -330,6 +332,27 @@ TOPOLOGIES = {
 }
 
 
+def _family(family: Family) -> dict[str, Callable[[], Topology]]:
+    """A family's servers: those of the default backend, and those of the others."""
+    model = family.specs[0].name
+    roles = ("encoder", "language", "colocated")
+    flags = {role: family.flags for role in roles}
+    others = ("encoder@others", "language@zmq_to_tokenizer", "language@mooncake")
+    own = {
+        "encoder@others": "--encoder-transfer-backend mooncake",
+        "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        "language@mooncake": "--encoder-transfer-backend mooncake",
+    }
+    return {
+        family.name: lambda: Topology(model, roles, flags=flags),
+        f"{family.name}, other backends": lambda: Topology(model, others, flags=flags | own),
+        f"{family.name}, one server": lambda: Topology(model, ("colocated",), flags=flags),
+    }
+
+
+for _one in FAMILIES.values():
+    TOPOLOGIES |= _family(_one)
+
 # Where one server of a checkpoint does everything.
 _REFERENCES = {_TINY: "qwen2_5", "tiny-qwen3-vl": "qwen3", "tiny-qwen2-audio": "audio"}
 
@@ -341,9 +364,16 @@ class Machine:
         self._name = ""
         self._current: Topology | None = None
         self._references: dict[str, Generation] = {}
+        self._failures: dict[str, ServerError] = {}
 
     def use(self, name: str) -> Topology:
-        """The topology `name`, started if it is not up."""
+        """The topology `name`, started if it is not up; what failed once is not tried again.
+
+        Raises:
+            ServerError: one of its servers does not start.
+        """
+        if name in self._failures:
+            raise ServerError(str(self._failures[name]))
         if self._name != name or self._current is None:
             self.clear()
             logs = Path(tempfile.mkdtemp(prefix=f"sglang-epd-test-{name}-"))
@@ -351,21 +381,25 @@ class Machine:
             self._name = name
             try:
                 self._current.start(logs)
-            except ServerError:
+            except ServerError as error:
+                self._failures[name] = error
                 self.clear()
                 raise
         return self._current
 
-    def reference(self, model: str, messages: list[dict[str, Any]], tokens: int) -> Generation:
+    def reference(
+        self, model: str, messages: list[dict[str, Any]], tokens: int, at: str | None = None
+    ) -> Generation:
         """What one colocated server of the checkpoint answers; asked once in a session.
 
-        Starts a topology that has one if need be: call it before `use`.
+        Starts a topology that has one if need be, `at` or the checkpoint's usual: call it
+        before `use`.
         """
         key = json.dumps([model, messages, tokens])
         if key not in self._references:
             current = self._current
             if current is None or current.model != model or "colocated" not in current.roles:
-                current = self.use(_REFERENCES[model])
+                current = self.use(at or _REFERENCES[model])
             server = Client(current.urls["colocated"])
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -17,8 +18,8 @@ import checkpoints.build
 import make_checkpoint
 import photographs
 import sounds
-from checkpoints.check import Subject, generation, image_dependence, sound_dependence
-from checkpoints.spec import SPECS
+from checkpoints.check import Subject, generation, image_dependence, measure, sound_dependence
+from checkpoints.families import FAMILIES, SPECS, family_of
 
 TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
 
@@ -165,16 +166,34 @@ def test_second_call_builds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_equal_specs_give_equal_files(tmp_path: Path) -> None:
     spec = SPECS["tiny-qwen2_5-vl"]
     first = make_checkpoint.ensure(spec.name)
-    checkpoints.build.build(spec, tmp_path)
+    checkpoints.build.build(family_of(spec.name), spec, tmp_path)
     for file in first.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_shards_and_their_index_have_the_published_names(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPECS["tiny-qwen2-audio"], shard_mb=1)
+    checkpoints.build.build(family_of(spec.name), spec, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    assert "language_model.model.embed_tokens.weight" in index
+    for name, shard in index.items():
+        with safe_open(tmp_path / shard, "pt") as weights:
+            assert name in weights.keys()  # noqa: SIM118
+
+
+@pytest.mark.extended
+@pytest.mark.servers
+@pytest.mark.parametrize("name", [family.specs[0].name for family in FAMILIES.values()])
+def test_a_familys_answers_depend_on_its_media(name: str) -> None:
+    assert [str(m) for m in measure(make_checkpoint.ensure(name)) if not m.passed] == []
 
 
 def test_two_builders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_EPD_CACHE", str(tmp_path))
     both_build = threading.Barrier(2, timeout=10)
 
-    def build(_spec: object, folder: Path) -> None:
+    def build(_family: object, _spec: object, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         both_build.wait()
 

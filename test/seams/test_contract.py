@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_epd.families import IN_TREE
+from sglang_epd.seams import server_args
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
 Find = Callable[[str, str], Any]
@@ -36,6 +38,28 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "SchedulerRequestReceiver._pull_raw_reqs",
     ): "self",
     ("plugin", "model_executor.model_runner", "ModelRunner.load_model"): "self",
+    (
+        "families/adapter",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor.process_mm_data_async",
+    ): "async self image_data audio_data input_text request_obj kwargs",
+    (
+        "families/adapter",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor.compute_mrope_positions",
+    ): "self input_ids mm_items",
+    (
+        "families/internvl",
+        "multimodal.processors.internvl",
+        "InternVLProcessor._ensure_placeholders_before_assistant",
+    ): "self prompt placeholder want",
+    ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
+    ("families/reading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
+        "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides"
+    ),
+    ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
+        "self model_config model"
+    ),
     ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
         "target hook hook_type source"
     ),
@@ -277,7 +301,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "modality precomputed_embeddings"
     ),
     ("language/planner", "utils.common", "ImageData"): "url detail content_hash",
-    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model",
+    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model model_config",
     ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),
@@ -483,6 +507,35 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "img_grid_thw=img_grid_thw, video_grid_thw=video_grid_thw, "
         "audio_seq_lens=audio_feature_lens, )",
     ],
+    ("families/family", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): [
+        "self._tokenizer = _tokenizer_of(self._processor)",
+        "self._tokenizer_auto_adds_specials = len(self._tokenizer.encode(",
+        'bos = getattr(tokenizer, "bos_token", None)',
+        'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
+        "prefer_tokenized_input = False",
+    ],
+    ("families/mistral3", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
+        "self.inner = self._get_sgl_processor_cls(vision_type)(",
+    ],
+    ("families/glm4v", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
+        'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
+        'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
+    ],
+    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor"): [
+        'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
+        "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
+        'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
+    ],
+    ("encoder/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [
+        "self.model = load_model( model_config=self.model_config, load_config=self.load_config, "
+        "device_config=self.device_config, )",
+    ],
+    ("encoder/loading", "model_loader.loader", "DefaultModelLoader.load_model"): [
+        "self._get_all_weights(model_config, model)",
+    ],
+    ("encoder/loading", "utils.common", "make_layers"): [
+        "assert not pp_size or num_hidden_layers >= pp_size",
+    ],
 }
 
 
@@ -562,6 +615,19 @@ def test_the_tokenizers_requests_have_a_place_before_its_receiver_is_made(sglang
     assert all(step in source for step in steps)
     assert sorted(steps, key=source.index) == steps
     assert "self.rid_to_state" in inspect.getsource(manager.init_running_status)
+
+
+def test_sglangs_own_list_of_models_is_the_one_we_know(sglang):
+    check = sglang("arg_groups.pd_disaggregation_hook").handle_encoder_disaggregation
+    listed = {
+        name
+        for constant in check.__code__.co_consts
+        for name in (constant if isinstance(constant, tuple | frozenset) else ())
+        if isinstance(name, str) and name.endswith(("Generation", "CausalLM"))
+    }
+    assert listed == IN_TREE
+    message = server_args._NOT_LISTED.format("{model_arch}")
+    assert f'f"{message} "' in inspect.getsource(check)
 
 
 def test_what_waits_is_held_back_before_the_broadcast(sglang):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import MediaError
-from sglang_epd.seams.prompt import _expand, _token_ids, robust_placeholders
+from sglang_epd.seams import prompt
+from sglang_epd.seams.prompt import _expand, _token_ids, lays_out, robust_placeholders
 
 IMAGE, VIDEO, AUDIO = 101, 102, 103
 NAMES = {
@@ -221,3 +222,17 @@ def test_with_times_too_another_number_is_the_users_error(prompt):
         timed().build_input_ids_with_timestamps(
             prompt, None, None, torch.tensor([[1, 2, 2]]), [[0.5]]
         )
+
+
+def test_a_listed_models_own_processor_lays_out_and_others_have_an_adapter(monkeypatch):
+    listed = SimpleNamespace()
+    assert lays_out(listed, "Qwen2_5_VLForConditionalGeneration") is listed
+    assert callable(listed.build_input_ids)
+
+    asked = []
+    monkeypatch.setattr(prompt, "adapt", lambda *arguments: asked.append(arguments) or "adapter")
+    processor = SimpleNamespace(inner=object())
+    assert lays_out(processor, "Mistral3ForConditionalGeneration") == "adapter"
+    ((registered, architecture, family),) = asked
+    assert (registered, architecture) == (processor, "Mistral3ForConditionalGeneration")
+    assert family.processor(processor) is processor.inner

@@ -42,7 +42,7 @@ def check(sglang, monkeypatch):
     def run(model=TOWER, **changes) -> None:
         config = SimpleNamespace(hf_config=model)
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
-        server_args.check(None, SimpleNamespace(**{**SERVED, **changes}))
+        server_args.check(SimpleNamespace(**{**SERVED, **changes}))
 
     return run
 
@@ -160,3 +160,62 @@ def test_workers_that_name_media_by_content_have_the_plugin(
         monkeypatch.setenv("SGLANG_EPD_CONTENT_IDENTITY", setting)
     check(language_only=False, tokenizer_worker_num=workers)
     assert ("SGLANG_HTTP_SERVER_APP_PATH" in os.environ) == theirs
+
+
+@pytest.fixture
+def resolve(sglang, monkeypatch):
+    """Resolve flags of a model that is not on SGLang's list."""
+    overrides = sglang("arg_groups.overrides")
+    monkeypatch.setattr(overrides, "resolving_view", lambda args: args)
+
+    def run(refusal: str, *, multimodal: bool = True, **changes) -> None:
+        hf_config = SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"], **vars(TOWER))
+        config = SimpleNamespace(hf_config=hf_config, is_multimodal=multimodal)
+        monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
+
+        def original(_args):
+            if refusal:
+                raise ValueError(refusal)
+
+        flags = SimpleNamespace(**{**SERVED, "enable_multimodal": None, **changes})
+        server_args.resolve(original, flags)
+
+    return run
+
+
+NOT_LISTED = (
+    "Model type Gemma3ForConditionalGeneration is not supported for encoder disaggregation. "
+    "Supported architectures: Qwen2VL, and so on."
+)
+
+
+@pytest.mark.parametrize("role", [{}, ENCODER], ids=["language", "encoder"])
+def test_models_that_sglang_does_not_list_are_served(resolve, role):
+    resolve(NOT_LISTED, **role)
+    resolve("", **role)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"multimodal": False}, "--language-only: Gemma3ForConditionalGeneration has no encoder"),
+        ({"multimodal": False, **ENCODER}, "--encoder-only: .*--enable-multimodal may be missing"),
+        (
+            {"enable_adaptive_dispatch_to_encoder": True},
+            "--enable-adaptive-dispatch-to-encoder is not served with Gemma3",
+        ),
+        # Ours, after theirs.
+        ({"pp_size": 2}, "--pp-size 2 with --language-only"),
+    ],
+    ids=str,
+)
+def test_but_not_with_all_flags(resolve, changes, named):
+    with pytest.raises(ConfigError, match=named):
+        resolve(NOT_LISTED, **changes)
+
+
+def test_what_sglang_refuses_for_another_reason_stays_refused(resolve):
+    with pytest.raises(ValueError, match="Cannot set --encoder-only and --language-only"):
+        resolve("Cannot set --encoder-only and --language-only together")
+    with pytest.raises(ValueError, match="Model type Other"):
+        resolve("Model type Other is not supported for encoder disaggregation.")

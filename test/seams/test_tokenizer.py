@@ -117,7 +117,9 @@ async def seam(frontend, collector, monkeypatch):
     for name in ("SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"):
         monkeypatch.setenv(name, "")
     rundir.draw_run_id()
-    return TokenizerSeam(frontend, collector, 60.0)
+    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lambda processor: processor)
+    seam.attach(SimpleNamespace(rid_to_state={}, mm_processor=Processor()))
+    return seam
 
 
 def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
@@ -132,7 +134,7 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
 def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     request = Request(images=[b"1", b"2"])
     live = {"rid": SimpleNamespace(obj=request)}
-    seam.attach(SimpleNamespace(rid_to_state=live))
+    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor()))
     expect = Expect("another ticket", 2, 1, 60.0)
     seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from sglang_epd.families.reading import tensors_other_than
+from sglang_epd.namespace import of_language_model, of_tower
 from sglang_epd.seams import local_rate
-from sglang_epd.seams.vision_weights import ReleasedTower, release
+from sglang_epd.seams.vision_weights import ReleasedTower, load, release, without_blocks
 
 
 class Model(nn.Module):
@@ -19,46 +23,110 @@ class Model(nn.Module):
 
 @pytest.fixture
 def run(sglang, monkeypatch):
-    def run(model: nn.Module, *, language_only: bool = True, adaptive: bool = False) -> None:
+    """What `load` makes of a runner; while SGLang's own function runs, how deep a tower is."""
+
+    def run(model: nn.Module, *, language_only: bool = True, adaptive: bool = False) -> int:
         flags = SimpleNamespace(
             language_only=language_only, enable_adaptive_dispatch_to_encoder=adaptive
         )
-        monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: flags)
-        release(None, SimpleNamespace(model=model))
+        context = sglang("runtime_context")
+        monkeypatch.setattr(context, "get_disagg", lambda: flags)
+        quiet = SimpleNamespace(enable_metrics=False)
+        monkeypatch.setattr(context, "get_observability", lambda: quiet)
+        config = SimpleNamespace(vision_config=SimpleNamespace(depth=4))
+        seen = []
+        load(
+            lambda runner: seen.append(runner.model_config.hf_config.vision_config.depth),
+            SimpleNamespace(model=model, model_config=SimpleNamespace(hf_config=config)),
+        )
+        assert config.vision_config.depth == 4
+        return seen[0]
 
     return run
 
 
-def test_a_language_only_server_gives_its_tower_back(run):
+def test_a_language_only_server_builds_and_keeps_no_tower(run):
     model = Model()
-    run(model)
+    assert run(model) == 0
     assert [name for name, _ in model.named_parameters()] == ["model.weight", "model.bias"]
     with pytest.raises(RuntimeError, match="--language-only"):
         model.visual(None)
 
 
-def test_a_tower_inside_a_thinker_is_found(run):
+def test_a_tower_inside_a_thinker_is_found():
     outer = nn.Module()
     outer.thinker = Model()
-    run(outer)
+    release(outer)
     assert isinstance(outer.thinker.visual, ReleasedTower)
-
-
-def test_once_released_it_stays_released(run):
-    model = Model()
-    run(model)
-    released = model.visual
-    run(model)
-    assert model.visual is released
 
 
 @pytest.mark.parametrize("kept", [{"language_only": False}, {"adaptive": True}])
 def test_a_tower_that_may_be_used_is_kept(run, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(local_rate, "path", lambda: tmp_path / "tower")
     model = Model()
-    run(model, **kept)
+    assert run(model, **kept) == 4
     assert isinstance(model.visual, nn.Linear)
     for _ in range(2):
         model.visual(torch.zeros(3, 4))
     measured = local_rate.read(tmp_path / "tower") > 0
     assert measured == kept.get("adaptive", False)
+
+
+def test_a_configuration_with_two_names_for_its_depth_is_as_it_was():
+    class Config:
+        def __init__(self) -> None:
+            self.encoder_layers = 3
+
+        @property
+        def num_hidden_layers(self) -> int:
+            return self.encoder_layers
+
+        @num_hidden_layers.setter
+        def num_hidden_layers(self, count: int) -> None:
+            self.encoder_layers = count
+
+    thinker = SimpleNamespace(audio_config=Config(), vision_config=None)
+    with pytest.raises(KeyError), without_blocks(SimpleNamespace(thinker_config=thinker)):
+        assert thinker.audio_config.encoder_layers == 0
+        raise KeyError
+    assert thinker.audio_config.encoder_layers == 3
+
+
+TOWERS = ("visual.blocks.0.w", "model.vision_tower.model.layers.1.w", "thinker.audio_tower.w")
+LANGUAGE = ("model.layers.0.w", "lm_head.weight", "thinker.model.language_model.layers.0.w")
+
+
+def test_whose_a_tensor_is():
+    assert all(map(of_tower, TOWERS))
+    assert not any(map(of_tower, LANGUAGE))
+    assert not any(map(of_language_model, TOWERS))
+    assert all(map(of_language_model, LANGUAGE))
+    # A part of the language model that is called after a tower's stays with it; an encoder may
+    # read it too.
+    assert not of_tower("model.language_model.layers.0.vision_expert.w")
+    # Neither says so of what joins them: both may read it.
+    assert not of_tower("multi_modal_projector.w")
+    assert not of_language_model("multi_modal_projector.w")
+
+
+@pytest.mark.parametrize("left_out", [of_tower, of_language_model])
+def test_of_a_sharded_checkpoint_only_what_is_wanted_is_opened(
+    sglang, monkeypatch, tmp_path: Path, left_out
+):
+    loader = sglang("model_loader.loader").DefaultModelLoader
+    shards = {"a": TOWERS[:2], "b": LANGUAGE[:2], "c": (TOWERS[2], LANGUAGE[2])}
+    for shard, names in shards.items():
+        save_file({name: torch.zeros(2) for name in names}, tmp_path / f"{shard}.safetensors")
+    paths = [str(tmp_path / f"{shard}.safetensors") for shard in shards]
+    monkeypatch.setattr(loader, "_prepare_weights", lambda *_a, **_o: ("folder", paths, True))
+    every = [(name, torch.zeros(2)) for names in shards.values() for name in names]
+    monkeypatch.setattr(loader, "_get_all_weights", lambda *_a: iter(every))
+    before = loader._prepare_weights
+    with tensors_other_than(left_out):
+        _, files, _ = loader._prepare_weights(None, "path")
+        names = [name for name, _ in loader._get_all_weights(None, None, None)]
+    assert [Path(file).stem for file in files] == (
+        ["b", "c"] if left_out is of_tower else ["a", "c"]
+    )
+    assert sorted(names) == sorted(LANGUAGE if left_out is of_tower else TOWERS)
+    assert loader._prepare_weights is before

@@ -93,11 +93,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
         preparers: how many items it prepares side by side.
         dtype: of the tower's weights.
         modalities: what the model takes.
+        weights_bytes: that this rank holds.
     """
 
     preparers: int
     dtype: str
     modalities: list[str]
+    weights_bytes: int
 
 
 class Laid(msgspec.Struct, frozen=True, tag="laid"):

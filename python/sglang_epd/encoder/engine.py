@@ -2,12 +2,16 @@
 
 Leans on the in-tree encoder's building blocks, so that a model family is prepared and
 run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` loads it,
-`preparing` has the rest.
+`preparing` has the rest. `loading` leaves the language model out; of families that the
+in-tree encoder does not know `pictures` prepares, by the processor that their language
+servers use.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,12 +20,20 @@ import torch
 from PIL import Image
 
 from sglang_epd.encoder.copyout import CopyOut
+from sglang_epd.encoder.loading import without_language_model
+from sglang_epd.encoder.pictures import PicturePreparer
 from sglang_epd.encoder.preparing import Preparer
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.errors import EncodeError
+from sglang_epd.errors import ConfigError, EncodeError
+from sglang_epd.families import Family, family_of
+from sglang_epd.families.processors import load_processor
+from sglang_epd.families.proof import adapt
+from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits
 from sglang_epd.wire import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
+
+logger = logging.getLogger(__name__)
 
 _DECODE_THREADS = 4
 
@@ -46,6 +58,7 @@ class Engine:
         gpu_id: int | None = None,
         rendezvous: str | None = None,
     ) -> None:
+        from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.disaggregation.encoder import server
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
@@ -53,13 +66,25 @@ class Engine:
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        self._encoder = server.MMEncoder(
-            server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
-        )
+        # As the checkpoint has it, which a language server compares: models write to theirs.
+        self.hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
+        architecture = self.hf_config.architectures[0]
+        family = family_of(architecture)
+        with without_language_model():
+            self._encoder = server.MMEncoder(
+                server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
+            )
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
+        self.weights_bytes = held_bytes(self._encoder.model)
+        logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
-        self.hf_config = self._encoder.model_config.hf_config
-        self._preparer = Preparer(self._encoder, self.dtype, limits)
+        # SGLang's schedulers do so; its encoder leaves it to the models.
+        self._moves_features = family is not None and self._encoder.device != "cpu"
+        self._preparer: Preparer | PicturePreparer
+        if family is None:
+            self._preparer = Preparer(self._encoder, self.dtype, limits)
+        else:
+            self._preparer = self._picture_preparer(architecture, family, limits)
         self._decoders = ThreadPoolExecutor(_DECODE_THREADS, "epd-decode")
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
@@ -115,6 +140,23 @@ class Engine:
             picture = Image.new("RGB", (112, 112))
             await self.forward([await asyncio.to_thread(self._preparer.prepare_image, picture)])
 
+    def _picture_preparer(
+        self, architecture: str, family: Family, limits: MediaLimits
+    ) -> PicturePreparer:
+        """The preparer of a model that SGLang's own encoder does not know.
+
+        Raises:
+            ConfigError: it cannot be split, and why.
+        """
+        if not hasattr(self._target, "get_image_feature"):
+            raise ConfigError(
+                f"{architecture} cannot have its encoder apart: its class in SGLang has no "
+                "get_image_feature, which would run its tower alone"
+            )
+        config = self._encoder.model_config
+        adapter = adapt(load_processor(self._encoder.server_args, config), architecture, family)
+        return PicturePreparer(adapter, self.dtype, config.hidden_size, limits)
+
     def _bind_device(self) -> None:
         if self._encoder.device != "cpu":
             torch.get_device_module(self._encoder.device).set_device(self._encoder.gpu_id)
@@ -129,11 +171,15 @@ class Engine:
         """The batch's embeddings [tokens, width], one item's after the other's."""
         modality = batch[0].content[0]
         encode = getattr(self._target, f"get_{modality.name.lower()}_feature")
+        items = [item for prepared in batch for item in prepared.content[1]]
+        if self._moves_features:
+            for item in items:
+                item.feature = item.feature.to(self._encoder.device)
         with torch.inference_mode():
-            together: torch.Tensor = encode(
-                [item for prepared in batch for item in prepared.content[1]]
-            )
-            together = together.reshape(-1, together.shape[-1])
+            parts = encode(items)
+            if isinstance(parts, torch.Tensor):
+                parts = [parts]
+            together = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
         layout = batch[0].layout.embedding
         tokens = sum(prepared.layout.tokens for prepared in batch)
         expected = TensorSpec(layout.dtype, (tokens, layout.shape[1]))

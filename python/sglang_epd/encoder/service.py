@@ -92,6 +92,7 @@ class EncoderService:
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
         urls: reads URLs and remembers what is behind them, instead of the fetcher.
+        weights_bytes: that the towers hold, for the status.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class EncoderService:
         namespace: str,
         name: str,
         urls: UrlReader | None = None,
+        weights_bytes: int = 0,
     ) -> None:
+        self._weights_bytes = weights_bytes
         self.computations = computations
         self.urls = urls
         self._fetcher = fetcher
@@ -220,6 +223,7 @@ class EncoderService:
             "max_items": admission.max_items,
             "bytes": admission.nbytes,
             "max_bytes": admission.max_bytes,
+            "weights_bytes": self._weights_bytes,
             "urls": len(self.urls.memory) if self.urls is not None else 0,
             **self.computations.status(),
         }

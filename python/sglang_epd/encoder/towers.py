@@ -39,6 +39,7 @@ class ServedTower(Tower, Protocol):
             comes back by itself; `WorkerTower.wait_alive` waits for that.
         dtype: of its weights and embeddings, without "torch.".
         modalities: that it takes.
+        weights_bytes: of the parameters and buffers that it holds.
         hf_config: of the whole model.
     """
 
@@ -52,6 +53,9 @@ class ServedTower(Tower, Protocol):
 
     @property
     def modalities(self) -> tuple[str, ...]: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
 
     async def warm_up(self) -> None: ...
 

@@ -188,7 +188,7 @@ async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
     except Exception as error:
         _give_up(end, error)
     modalities = list(engine.modalities)
-    ready = Ready(engine.preparers, engine.dtype, modalities)
+    ready = Ready(engine.preparers, engine.dtype, modalities, engine.weights_bytes)
     await Worker(end, engine, rank).serve(ready)
     _exit(0)
 

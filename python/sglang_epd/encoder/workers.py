@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sglang_epd.encoder.channel import (
     TO_FRONT,
     Channel,
@@ -132,7 +134,7 @@ class WorkerTower:
         self._ranks = ranks
         self._times = times or Times()
         self._crew: _Crew | None = None
-        self._ready = Ready(0, "", [])
+        self._ready = Ready(0, "", [], 0)
         self._up = asyncio.Event()
         # One batch at a time.
         self._turn = asyncio.Lock()
@@ -152,6 +154,11 @@ class WorkerTower:
     @property
     def modalities(self) -> tuple[str, ...]:
         return tuple(self._ready.modalities)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all ranks together."""
+        return self._ready.weights_bytes
 
     @property
     def preparers(self) -> int:
@@ -361,7 +368,8 @@ class _Crew:
             self.lose(f"not ready after {self._times.start_s:.0f} s")
         if self.lost.done():
             raise TowerLostError(self.lost.result())
-        return self._ready[0]
+        held = sum(ready.weights_bytes for ready in self._ready.values())
+        return msgspec.structs.replace(self._ready[0], weights_bytes=held)
 
     async def watch(self) -> str:
         """Ask the workers whether they are there, until they are lost; the reason."""

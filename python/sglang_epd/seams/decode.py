@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sglang_epd.errors import EpdError, MediaError
+from sglang_epd.errors import ConfigError, EpdError, MediaError
 from sglang_epd.seams import bootstrap
-from sglang_epd.seams.prompt import robust_placeholders
+from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -46,20 +46,30 @@ def set_up(_result: None, manager: Any, **_options: Any) -> None:
         and not disagg.enable_pd_role_switch
         and manager.mm_processor is not None
     ):
-        _lay_out_by_prefill(manager.mm_processor, disagg.disaggregation_bootstrap_port)
+        _lay_out_by_prefill(
+            manager.mm_processor,
+            manager.model_config.hf_config.architectures[0],
+            disagg.disaggregation_bootstrap_port,
+        )
 
 
-def _lay_out_by_prefill(processor: Any, default_port: int) -> None:
+def _lay_out_by_prefill(processor: Any, architecture: str, default_port: int) -> None:
     from sglang.srt.managers.schedule_batch import Modality
 
     from sglang_epd.config import Settings
     from sglang_epd.language.layout_client import LayoutClient
     from sglang_epd.observability.decode import DecodeMetrics
 
+    try:
+        # A copy, so that SGLang's own processing meets SGLang's own placeholders.
+        layer = lays_out(copy.copy(processor), architecture)
+    except ConfigError as error:
+        # Its prefill server holds the tower itself, then.
+        logger.info("Prompts are laid out as SGLang does it: %s", error)
+        return
     settings = Settings.from_env()
     prompts = DecodePrompts(
-        # A copy, so that SGLang's own processing meets SGLang's own placeholders.
-        processor=robust_placeholders(copy.copy(processor)),
+        processor=layer,
         original=processor.process_mm_data_async,
         ask=LayoutClient(settings.token, settings.request_timeout_s).ask,
         modalities={member.name: member for member in Modality},

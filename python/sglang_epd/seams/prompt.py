@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang_epd.errors import MediaError
+from sglang_epd.families import family_of
+from sglang_epd.families.proof import adapt
 
 
 class Piece(NamedTuple):
@@ -23,6 +25,19 @@ class Piece(NamedTuple):
     before: list[int]
     rows: int
     after: list[int]
+
+
+def lays_out(processor: Any, architecture: str) -> Any:
+    """What lays out the prompts of a model, of the processor that SGLang has registered:
+    that processor, mended, or the adapter of a family that SGLang's own EPD does not know.
+
+    Raises:
+        ConfigError: the model cannot have its encoder apart, and why.
+    """
+    family = family_of(architecture)
+    return (
+        robust_placeholders(processor) if family is None else adapt(processor, architecture, family)
+    )
 
 
 def robust_placeholders(processor: Any) -> Any:

@@ -24,7 +24,7 @@ from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
 from sglang_epd.seams import prefix, receiving, rundir
 from sglang_epd.seams.embeddings import give_back_early
-from sglang_epd.seams.prompt import robust_placeholders
+from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.claims import Claims
 from sglang_epd.wire import Expect, ItemLayout
 
@@ -88,7 +88,7 @@ def create_backend(
     MMReceiverBase._init_mm_processor(
         host, server_args, hf_config, model_config=scheduler.model_config
     )
-    processor = robust_placeholders(host.mm_processor)
+    processor = lays_out(host.mm_processor, hf_config.architectures[0])
     modalities = {member.name: member for member in Modality}
 
     def make_inputs(request: Any, items: Sequence[ReceivedItem]) -> Any:

@@ -15,9 +15,31 @@ from sglang_epd.seams import identities, tokenizer_workers
 # What the families call the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
 _RIVAL = "set SGLANG_EPD=off to use SGLang's own EPD"
+_NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
 
 
-def check(_result: None, server_args: Any) -> None:
+def resolve(original: Any, server_args: Any) -> None:
+    """Around `handle_encoder_disaggregation`: SGLang's resolution of the flags, for models
+    that are not on its list too, and then ours.
+
+    Raises:
+        ConfigError: a flag that this version does not honour, or not for this model.
+        ValueError: SGLang's own.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    try:
+        original(server_args)
+    except ValueError as error:
+        architecture = model_config_of(server_args).hf_config.architectures[0]
+        # The last of its checks but one that is of a model on the list.
+        if not str(error).startswith(_NOT_LISTED.format(architecture)):
+            raise
+        _check_family(server_args, architecture)
+    check(server_args)
+
+
+def check(server_args: Any) -> None:
     """Refuse, at start-up and by name, what would fail or be ignored later.
 
     Raises:
@@ -51,6 +73,27 @@ def check(_result: None, server_args: Any) -> None:
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
+
+
+def _check_family(server_args: Any, architecture: str) -> None:
+    """What can be said of a model that is not on SGLang's list before anything is loaded;
+    `families.proof` says the rest.
+
+    Raises:
+        ConfigError: it cannot be split, or not with these flags.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    args = resolving_view(server_args)
+    flag = "--encoder-only" if args.encoder_only else "--language-only"
+    config = model_config_of(server_args)
+    if not config.is_multimodal:
+        hint = "" if args.enable_multimodal else "; --enable-multimodal may be missing"
+        raise ConfigError(f"{flag}: {architecture} has no encoder to be apart{hint}")
+    if args.enable_adaptive_dispatch_to_encoder:
+        raise ConfigError(
+            f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
+        )
 
 
 def _check_workers(args: Any) -> None:

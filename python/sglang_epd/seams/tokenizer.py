@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -41,7 +42,7 @@ from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import adaptive, discovery, headers, receiving, rundir
 from sglang_epd.seams.hooks import hook
-from sglang_epd.seams.prompt import robust_placeholders
+from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import Expect
 
@@ -59,6 +60,7 @@ class TokenizerSeam:
         collector: Collector,
         request_timeout_s: float,
         chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
+        lays_out: Callable[[Any], Any] | None = None,
     ) -> None:
         self.frontend = frontend
         self._collector = collector
@@ -67,13 +69,21 @@ class TokenizerSeam:
         self._chosen = chosen
         # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
         self.layouts: Board | None = None
+        # Where prompts are laid out here: makes what does it of SGLang's processor.
+        self._lays_out = lays_out
         self._processor: Any = None
         # By id; each has SGLang's object of the request.
         self._live: dict[str, Any] = {}
 
     def attach(self, manager: Any) -> None:
-        """Find the live requests of the manager that this is part of."""
+        """Find the live requests and the processor of the manager that this is part of.
+
+        Raises:
+            ConfigError: the model cannot have its encoder apart, and why.
+        """
         self._live = manager.rid_to_state
+        if self._lays_out is not None:
+            self._processor = self._lays_out(manager.mm_processor)
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -137,8 +147,6 @@ class TokenizerSeam:
         local = may_be_local and need_wait_for_mm_inputs is False
         if local or not request_obj.contains_mm_input():
             return None
-        if self._processor is None:
-            self._processor = robust_placeholders(mm_processor)
         outcome = await self._collect(request_obj, prompt)
         if not isinstance(outcome, EpdError):
             return outcome
@@ -214,7 +222,8 @@ def create_frontend(
         tally=tally,
     )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
-    seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen)
+    lay_out = None if to_scheduler else partial(lays_out, architecture=hf_config.architectures[0])
+    seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen, lay_out)
     control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")

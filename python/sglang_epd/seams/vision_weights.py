@@ -1,28 +1,44 @@
-"""Give back a language server's vision tower.
+"""Keep the tower out of a language server's memory.
 
-SGLang's Qwen models build and load it even with `--language-only`; nothing calls it
-there, because every image arrives as an embedding. Released straight after loading,
-its memory is there when SGLang sizes the KV cache. Kept, and its speed measured, where
-`--enable-adaptive-dispatch-to-encoder` may run it.
+SGLang's models build their tower and read its weights even with `--language-only`;
+nothing calls it there, because every image arrives as an embedding. So it is built of no
+blocks, none of its tensors is read from the checkpoint, files without any other are not
+opened, and what is left of it is released, before SGLang sizes the KV cache. Kept, and its
+speed measured, where `--enable-adaptive-dispatch-to-encoder` may run it.
 
-Leans on `model_executor.model_runner.ModelRunner.load_model`.
+Leans on `model_executor.model_runner.ModelRunner.load_model`, and on `families.reading`.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from sglang_epd.families.reading import held_bytes, tensors_other_than
+from sglang_epd.namespace import of_tower
 from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
-# Attribute names of the tower in the models that SGLang disaggregates.
-_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+# Attribute names of what only an encoder runs, in the models that SGLang serves.
+_TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "audio_tower",
+    # What fits a tower's output to the language model.
+    "multi_modal_projector",
+    "mlp1",
+)
+# What configurations call a tower's, and how many blocks it has.
+_TOWER_CONFIGS = ("vision_config", "audio_config")
+_BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
 class ReleasedTower(nn.Module):
@@ -35,26 +51,57 @@ class ReleasedTower(nn.Module):
         )
 
 
-def release(_result: None, model_runner: Any) -> None:
-    """After `ModelRunner.load_model`: drop the towers of a language-only server."""
-    from sglang.srt.runtime_context import get_disagg
+def load(original: Callable[[Any], None], model_runner: Any) -> None:
+    """Around `ModelRunner.load_model`: a language-only server loads no tower."""
+    from sglang.srt.runtime_context import get_disagg, get_observability
 
     disagg = get_disagg()
     if not disagg.language_only:
+        original(model_runner)
         return
-    model = getattr(model_runner.model, "thinker", model_runner.model)
     if disagg.enable_adaptive_dispatch_to_encoder:
+        original(model_runner)
+        model = getattr(model_runner.model, "thinker", model_runner.model)
         towers = [getattr(model, name, None) for name in _TOWERS]
         watch = local_rate.TowerWatch(local_rate.path())
         watch.watch(tower for tower in towers if isinstance(tower, nn.Module))
         return
-    released = 0
+    with without_blocks(model_runner.model_config.hf_config), tensors_other_than(of_tower):
+        original(model_runner)
+    release(model_runner.model)
+    held = held_bytes(model_runner.model)
+    logger.info("Holds the language model alone: %.1f MiB", held / 2**20)
+    if get_observability().enable_metrics:
+        from sglang_epd.observability.weights import WEIGHTS_BYTES
+
+        WEIGHTS_BYTES.set(held)
+
+
+def release(model: nn.Module) -> None:
+    """Drop what there is of the towers."""
+    model = getattr(model, "thinker", model)
     for name in _TOWERS:
-        tower = getattr(model, name, None)
-        if isinstance(tower, nn.Module) and not isinstance(tower, ReleasedTower):
-            released += sum(p.numel() * p.element_size() for p in tower.parameters())
+        if isinstance(getattr(model, name, None), nn.Module):
             setattr(model, name, ReleasedTower())
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    logger.info("Released the vision tower: %.1f MiB", released / 2**20)
+
+
+@contextmanager
+def without_blocks(hf_config: Any) -> Iterator[None]:
+    """The towers' configurations without blocks, while the model is built."""
+    hf_config = getattr(hf_config, "thinker_config", hf_config)
+    changed = []
+    for name in _TOWER_CONFIGS:
+        config = getattr(hf_config, name, None)
+        for field in _BLOCKS:
+            if isinstance(getattr(config, field, None), int):
+                changed.append((config, field, getattr(config, field)))
+                setattr(config, field, 0)
+    try:
+        yield
+    finally:
+        # The latter of two names of one field was set after the former.
+        for config, field, value in reversed(changed):
+            setattr(config, field, value)

@@ -1,0 +1,76 @@
+"""Loads a tower without the language model behind it.
+
+Some of SGLang's models know `--encoder-only` and build none; others build it in any case.
+These are given a configuration in which it has one layer, the least that SGLang's models
+take, and next to no vocabulary, so that the model's own code stays as it is, whatever it
+calls its parts; what was built of it is given back. Of the checkpoint no tensor of the
+language model is read, and files that have no other are not opened.
+
+Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEncoder` calls
+`model_loader.get_model(model_config=, load_config=, device_config=)`, and on
+`families.reading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from sglang_epd.families.reading import tensors_other_than
+from sglang_epd.namespace import of_language_model
+
+# What configurations call the language model's.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+# Of a language model that says nothing; the id of its padding has to be in its vocabulary.
+_NOTHING = {"num_hidden_layers": 1, "vocab_size": 64, "pad_token_id": 0}
+
+
+@contextmanager
+def without_language_model() -> Iterator[None]:
+    """While `MMEncoder` is made, what it loads is a tower alone."""
+    from sglang.srt.disaggregation.encoder import server
+
+    load = server.load_model
+
+    def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
+        with _nothing_to_say(model_config.hf_config), tensors_other_than(of_language_model):
+            model: nn.Module = load(
+                model_config=model_config, load_config=load_config, device_config=device_config
+            )
+        _empty(model)
+        return model
+
+    server.load_model = load_tower
+    try:
+        yield
+    finally:
+        server.load_model = load
+
+
+@contextmanager
+def _nothing_to_say(hf_config: Any) -> Iterator[None]:
+    """The language model's configuration, next to nothing while the model is built."""
+    hf_config = getattr(hf_config, "thinker_config", hf_config)
+    found = [getattr(hf_config, name, None) for name in _TEXT_CONFIGS]
+    # SGLang may have copied its fields to the whole model's, and some models read those.
+    configs = [config for config in (hf_config, *found) if hasattr(config, "num_hidden_layers")]
+    changed: list[tuple[Any, str, Any]] = []
+    for config in configs:
+        for field, value in _NOTHING.items():
+            changed.append((config, field, getattr(config, field, None)))
+            setattr(config, field, value)
+    try:
+        yield
+    finally:
+        for config, field, value in reversed(changed):
+            setattr(config, field, value)
+
+
+def _empty(model: nn.Module) -> None:
+    """Give back the tensors that the language model has all the same."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if of_language_model(name):
+            tensor.data = tensor.data.new_empty(0)

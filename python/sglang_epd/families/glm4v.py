@@ -1,0 +1,19 @@
+"""GLM-4.1V: its rotary positions tell two pictures apart by the marks that chat templates put
+round each; side by side without them SGLang's own processor fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_epd.families.family import Family
+
+
+class Glm4v(Family):
+    architectures = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+
+    def written(self, processor: Any) -> str:
+        start, end = processor.IMAGE_START_TOKEN, processor.IMAGE_END_TOKEN
+        return f"{start}{self.mark(processor)}{end}"
+
+
+FAMILY = Glm4v()

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Keeps docs/families.json, the results of the family tests, and the page made of it.
+
+scripts/family_table.py results.xml     # adds what pytest's JUnit file has
+scripts/family_table.py                 # only writes the page anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoints.families import FAMILIES
+from checkpoints.family import AUDIO, IMAGE, VIDEO
+
+DOCS = Path(__file__).parents[1] / "docs"
+BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
+# The modality of a case is the first of these that its name has.
+_WORDS = {"all three": "mixed", " and ": "mixed", "image": IMAGE, "video": VIDEO, "sound": AUDIO}
+# What in-tree EPD allows and no checkpoint is made of, and why.
+NOT_MADE = {
+    **dict.fromkeys(
+        (
+            "Dots3NoteForCausalLM",
+            "InternS2PreviewForConditionalGeneration",
+            "KimiK3ForConditionalGeneration",
+            "KimiVLForConditionalGeneration",
+            "MiMoV2ForCausalLM",
+            "MuseSparkForConditionalGeneration",
+        ),
+        "`transformers` has no class of it that could be built",
+    ),
+    **dict.fromkeys(
+        (
+            "Glm5NextForConditionalGeneration",
+            "KimiK25ForConditionalGeneration",
+            "MiniMaxM3SparseForConditionalGeneration",
+        ),
+        "nobody has tried: `transformers` has a class of it, whose weights and configuration are "
+        "called otherwise than those that SGLang reads",
+    ),
+    "Qwen2_5OmniForConditionalGeneration": "SGLang 0.5.23 has no class of that name",
+}
+_VERSIONS = ("sglang", "transformers", "torch")
+_HEAD = (
+    "# Families\n\n"
+    "Made by `scripts/families` from the results of `test/integration/test_families.py`; edit "
+    "neither this page nor `families.json`. Each family is a small random checkpoint "
+    "(`scripts/checkpoints/families/`), served on a CPU in float32 by an encoder and a language "
+    "server with each transfer backend, and by one server that does everything. A cell has the "
+    "number of cases that passed and the largest difference between the log-probabilities of the "
+    "two, over the 20 likeliest tokens at each of 16 positions; the bound is 0.001. *Depends* is "
+    "by how much the log-probabilities of the first token change when the item is exchanged for "
+    "another: without it parity would prove nothing.\n"
+)
+
+
+def modality_of(case: str) -> str:
+    """What a case of the family tests has in it: image, video, audio or mixed."""
+    return next(modality for word, modality in _WORDS.items() if word in case)
+
+
+def add(records: dict[str, Any], results: Path) -> None:
+    """Put the tests of a JUnit file into `records`, in place of what they had there."""
+    versions = {name: version(name) for name in _VERSIONS}
+    for test in ElementTree.parse(results).iter("testcase"):
+        told = {entry.get("name"): entry.get("value") for entry in test.iter("property")}
+        if "family" not in told:
+            continue
+        passed = test.find("failure") is None and test.find("error") is None
+        record = records.setdefault(told["family"], {})
+        record["versions"] = versions
+        record.pop("stopped", None)
+        if "stopped" in told:
+            record["stopped"] = told["stopped"] if passed else "no longer as it was: see the test"
+        elif "change" in told:
+            record.setdefault("depends", {})[told["modality"]] = float(told["change"])
+        else:
+            cases = record.setdefault("parity", {}).setdefault(told["backend"], {})
+            cases[told["case"]] = _outcome(test, told, passed)
+
+
+def _outcome(
+    test: ElementTree.Element, told: dict[str | None, str | None], passed: bool
+) -> dict[str, Any]:
+    skipped = test.find("skipped")
+    if skipped is not None:
+        return {"without": skipped.get("message")}
+    distance = told.get("distance")
+    return {"passed": passed} | ({"distance": float(distance)} if distance else {})
+
+
+def page(records: dict[str, Any]) -> str:
+    """The page, as Markdown."""
+    lines = [_HEAD, "| family | modality | " + " | ".join(BACKENDS) + " | depends |"]
+    lines.append("|---|---|" + "---|" * (len(BACKENDS) + 1))
+    notes, stopped = [], []
+    for name in sorted(records):
+        record = records[name]
+        if "stopped" in record:
+            stopped.append(f"| {_title(name)} | `{record['stopped']}` |")
+            continue
+        parity = record.get("parity", {})
+        for modality in (IMAGE, VIDEO, AUDIO, "mixed"):
+            cells = [_cell(parity.get(backend, {}), modality) for backend in BACKENDS]
+            if any(cells):
+                change = record.get("depends", {}).get(modality)
+                depends = "" if change is None else f"{change:.2g}"
+                shown = " | ".join(cell or "not run" for cell in cells)
+                lines.append(f"| {_title(name)} | {modality} | {shown} | {depends} |")
+        without = {
+            f"{_title(name)}, {case}: {outcome['without']}"
+            for cases in parity.values()
+            for case, outcome in cases.items()
+            if "without" in outcome
+        }
+        notes += sorted(without)
+    if notes:
+        lines += ["", "Not compared:", "", *(f"- {note}" for note in notes)]
+    if stopped:
+        lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
+        lines += ["| family | exception |", "|---|---|", *stopped]
+    lines += ["", "Allowed by in-tree EPD, and not made:", ""]
+    lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
+    lines += ["", "Versions, of the last run of each:", ""]
+    lines += [
+        f"- {_title(name)}: " + ", ".join(f"{k} {v}" for k, v in records[name]["versions"].items())
+        for name in sorted(records)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _title(name: str) -> str:
+    return FAMILIES[name].title
+
+
+def _cell(cases: dict[str, dict[str, Any]], modality: str) -> str:
+    ran = [o for c, o in cases.items() if modality_of(c) == modality and "passed" in o]
+    if not ran:
+        return ""
+    failed = sum(not outcome["passed"] for outcome in ran)
+    if failed:
+        return f"**{failed} of {len(ran)} failed**"
+    return f"{len(ran)}: {max(outcome['distance'] for outcome in ran):.0e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="?", help="a JUnit file of pytest")
+    options = parser.parse_args()
+    file = DOCS / "families.json"
+    records = json.loads(file.read_text()) if file.exists() else {}
+    if options.results:
+        add(records, options.results)
+    # A family that is gone leaves the page.
+    records = {name: records[name] for name in sorted(records) if name in FAMILIES}
+    file.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    (DOCS / "families.md").write_text(page(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sglang_epd.encoder.loading import without_language_model
+
+WEIGHTS = {
+    "vision_tower.weight": torch.full((2, 2), 1.0),
+    "multi_modal_projector.weight": torch.full((2, 2), 2.0),
+    "vision_model.model.layers.0.weight": torch.full((2,), 3.0),
+}
+OF_THE_LANGUAGE_MODEL = {
+    "language_model.model.layers.7.weight": torch.zeros(8, 8),
+    "model.embed_tokens.weight": torch.zeros(8, 8),
+    "lm_head.weight": torch.zeros(8, 8),
+}
+
+
+class Model(nn.Module):
+    """With a language model as large as its configuration says when it is built."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.vision_tower = nn.Linear(2, 2, bias=False)
+        self.multi_modal_projector = nn.Linear(2, 2, bias=False)
+        text = config.text_config
+        self.language_model = nn.Sequential(
+            nn.Embedding(text.vocab_size, 8, text.pad_token_id),
+            *(nn.Linear(8, 8) for _ in range(text.num_hidden_layers)),
+        )
+        self.language_model.register_buffer("angles", torch.zeros(4096))
+
+
+class Loader:
+    def __init__(self, files, *, safe=True) -> None:
+        self.files, self.safe = files, safe
+        self.opened = []
+
+    def _prepare_weights(self, *_source):
+        return "", self.files, self.safe
+
+    def _get_all_weights(self, _config, _model):
+        _, files, safe = self._prepare_weights("")
+        if not safe:
+            yield from (WEIGHTS | OF_THE_LANGUAGE_MODEL).items()
+        for file in files if safe else ():
+            self.opened.append(file)
+            yield from load_file(file).items()
+
+
+@pytest.fixture
+def config():
+    text = SimpleNamespace(num_hidden_layers=40, vocab_size=150_000, pad_token_id=149_999)
+    return SimpleNamespace(text_config=text, vision_config=SimpleNamespace(num_hidden_layers=24))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A sharded checkpoint."""
+    parts = list((WEIGHTS | OF_THE_LANGUAGE_MODEL).items())
+    paths = [str(tmp_path / f"model-{number}-of-3.safetensors") for number in (1, 2, 3)]
+    save_file(dict(parts[:2]), paths[0])
+    save_file(dict(parts[2:4]), paths[1])
+    save_file(dict(parts[4:]), paths[2])
+    return paths
+
+
+@pytest.fixture
+def load(monkeypatch, config):
+    """Loads a model; returns it, what was read, and the layers that were built."""
+    module = ModuleType("loader")
+    module.DefaultModelLoader = Loader
+    server = ModuleType("server")
+    encoder = ModuleType("encoder")
+    encoder.server = server
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.encoder", encoder)
+
+    def run(loader):
+        read, built = {}, []
+
+        def sglangs(*, model_config, load_config, device_config):
+            model = Model(model_config.hf_config)
+            built.append(len(model.language_model))
+            read.update(loader._get_all_weights(model_config, model))
+            return model
+
+        arguments = {"model_config": SimpleNamespace(hf_config=config)}
+        server.load_model = sglangs
+        with without_language_model():
+            model = server.load_model(**arguments, load_config=None, device_config=None)
+        assert server.load_model is sglangs
+        return model, read, built[0]
+
+    return run
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_only_the_towers_tensors_are_read(load, files, safe):
+    loader = Loader(files, safe=safe)
+    _, read, _ = load(loader)
+    assert read.keys() == WEIGHTS.keys()
+    assert loader.opened == (files[:2] if safe else [])
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(read[name], tensor)
+
+
+def test_the_language_model_takes_no_memory(load, files):
+    model, _, built = load(Loader(files))
+    assert built == 2  # its vocabulary and a layer
+    assert sum(p.numel() for p in model.language_model.parameters()) == 0
+    assert model.language_model.angles.numel() == 0
+    assert model.vision_tower.weight.shape == (2, 2)
+    # Who asks it for its dtype is answered.
+    assert next(model.language_model.parameters()).dtype == torch.float32
+
+
+def test_the_configuration_is_what_it_was(load, files, config):
+    before = vars(config.text_config).copy()
+    original = Loader._get_all_weights
+    load(Loader(files))
+    assert vars(config.text_config) == before
+    assert config.vision_config.num_hidden_layers == 24
+    assert Loader._get_all_weights is original
+
+
+def test_a_model_that_cannot_be_built_leaves_nothing_changed(load, config, monkeypatch):
+    before = vars(config.text_config).copy()
+    original = Loader._get_all_weights
+    monkeypatch.setattr(Model, "__init__", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load(Loader([]))
+    assert vars(config.text_config) == before
+    assert Loader._get_all_weights is original

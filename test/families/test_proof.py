@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from families.conftest import BOS, BREAK, MARK, PAD
+from sglang_epd.errors import ConfigError, MediaError
+from sglang_epd.families import Family
+from sglang_epd.families.proof import adapt
+
+ARCHITECTURE = "SomeForConditionalGeneration"
+SIZES = ((140, 84), (56, 112))
+
+
+@pytest.fixture
+def pictures():
+    return [Image.new("RGB", size) for size in SIZES]
+
+
+def prompts(mark: str) -> list[str]:
+    return [
+        f"a{mark}b{mark}c",
+        f"{mark}{mark}",
+        f"\n{mark}\n{mark}\n\n",
+        f"{BOS}{mark} {mark}",
+    ]
+
+
+@pytest.mark.parametrize("prompt", prompts(MARK), ids=repr)
+def test_prompts_are_laid_out_as_with_pictures(processor, pictures, prompt):
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    expansions = [adapter.see(picture).expansion for picture in pictures]
+    laid = adapter.lay_out(prompt, expansions)
+    theirs = adapter.process(prompt, pictures)
+    assert laid.input_ids == theirs.input_ids
+    assert laid.offsets == [item.offsets for item in theirs.mm_items]
+    assert adapter.constants == {"im_token_id": processor._tokenizer.id(PAD)}
+
+
+def test_positions_that_follow_grids_are_those_of_all_pictures(processor, pictures):
+    processor.follows_grids = True
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    seen = [adapter.see(picture) for picture in pictures]
+    theirs = adapter.process(prompts(MARK)[0], pictures)
+    ours = adapter.positions(theirs.input_ids, [one.grid for one in seen])
+    assert ours["mrope_positions"].tolist() == theirs.mrope_positions.tolist()
+    assert ours["mrope_position_delta"] == 2
+
+
+@pytest.mark.parametrize("trait", ["fills_up", "closes_last"])
+def test_what_depends_on_the_rest_of_a_prompt_is_refused(processor, trait):
+    setattr(processor, trait, True)
+    with pytest.raises(ConfigError, match=f"{ARCHITECTURE} cannot have its encoder apart"):
+        adapt(processor, ARCHITECTURE, Family())
+
+
+def test_constants_that_are_none_are_refused(processor, monkeypatch):
+    original = processor.process_mm_data_async
+
+    async def with_types(**arguments):
+        output = await original(**arguments)
+        output.token_type_ids = [0] * len(output.input_ids)
+        return output
+
+    monkeypatch.setattr(processor, "process_mm_data_async", with_types)
+    with pytest.raises(ConfigError, match="makes token_type_ids of the pictures"):
+        adapt(processor, ARCHITECTURE, Family())
+
+
+def test_rows_that_nobody_places_are_refused(processor, monkeypatch):
+    original = processor.process_mm_data_async
+
+    async def without_offsets(**arguments):
+        output = await original(**arguments)
+        for item in output.mm_items:
+            item.offsets = None
+        return output
+
+    monkeypatch.setattr(processor, "process_mm_data_async", without_offsets)
+    with pytest.raises(ConfigError, match="where the picture's rows belong"):
+        adapt(processor, ARCHITECTURE, Family())
+
+
+def test_a_processor_that_fails_is_refused_with_its_words(processor, monkeypatch):
+    async def fail(**_arguments):
+        raise KeyError("image_sizes")
+
+    monkeypatch.setattr(processor, "process_mm_data_async", fail)
+    with pytest.raises(ConfigError, match="KeyError: 'image_sizes'"):
+        adapt(processor, ARCHITECTURE, Family())
+
+
+def test_token_ids_are_taken_where_one_server_takes_them(processor, pictures):
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    expansions = [adapter.see(picture).expansion for picture in pictures]
+    ids = processor._tokenizer(prompts(MARK)[0])["input_ids"]
+    assert adapter.lay_out(ids, expansions) == adapter.lay_out(BOS + prompts(MARK)[0], expansions)
+
+    processor.refuses_token_ids = True
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    with pytest.raises(MediaError, match="as text only"):
+        adapter.lay_out(ids, expansions)
+
+
+def test_brackets_that_a_user_wrote_are_refused(processor, pictures):
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    expansions = [adapter.see(picture).expansion for picture in pictures]
+    # As where a processor ends each row of a picture with a bracket.
+    adapter.constants["im_end_id"] = processor._tokenizer.id(BREAK)
+    for prompt, refused in ((f"{MARK} {MARK}", False), (f"{MARK}{BREAK}{MARK}", True)):
+        ids = adapter.lay_out(prompt, expansions).input_ids
+        if refused:
+            with pytest.raises(MediaError, match="image marks of its own"):
+                adapter._check_brackets(ids, expansions)
+        else:
+            adapter._check_brackets(ids, expansions)
+
+
+def test_a_family_names_its_differences_in_one_file():
+    from sglang_epd.families import IN_TREE, family_of
+
+    assert all(family_of(architecture) is None for architecture in IN_TREE)
+    assert type(family_of("NobodyKnowsForConditionalGeneration")) is Family
+    for architecture in ("Glm4vForConditionalGeneration", "InternVLChatModel"):
+        family = family_of(architecture)
+        assert type(family) is not Family
+        assert architecture in family.architectures

@@ -344,7 +344,7 @@ def test_answers_say_where_their_pictures_came_from(
     both = {"text": f"{IMAGE}{text}{IMAGE}{text}", "image_data": [first, second]}
 
     def sources(body: dict[str, Any]) -> dict[str, int]:
-        answer = server.client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+        answer = server.client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
         return dict(answer["meta_info"]["media_sources"])
 
     def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:

@@ -56,6 +56,8 @@ class Settings:
         store: URL of a store that encoders share (`store.url`); empty for none. May hold a
             password.
         store_timeout_ms: how long an encoder waits for the store before it computes.
+        content_identity: whether a server that encodes all of its media itself names them
+            by their content, as encoders do (`seams/identities.py`).
         checksum: whether an encoder sends a digest of each embedding, to be compared
             where it arrives.
     """
@@ -76,6 +78,7 @@ class Settings:
     encoder_batch_items: int = 32
     shared_memory: bool = True
     checksum: bool = False
+    content_identity: bool = False
     encode: bool = True
     min_patches: int = 0
     encoder_header: bool = False
@@ -107,6 +110,7 @@ class Settings:
             "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
             "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
             "SGLANG_EPD_CHECKSUM": ("checksum", switch),
+            "SGLANG_EPD_CONTENT_IDENTITY": ("content_identity", switch),
             "SGLANG_EPD_STORE": ("store", str),
             "SGLANG_EPD_STORE_TIMEOUT_MS": ("store_timeout_ms", float),
             "SGLANG_EPD_ENCODE": ("encode", switch),

@@ -2,7 +2,8 @@
 
 Every target is a function that SGLang calls only under an EPD flag, or our side of it
 returns at once without one, so an installed but unused package changes nothing. The one
-server without such a flag that it serves is the decode server (`seams/decode.py`).
+server without such a flag that it serves is the decode server (`seams/decode.py`), unless
+`SGLANG_EPD_CONTENT_IDENTITY` asks for more (`seams/identities.py`).
 `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched.
 """
 
@@ -11,7 +12,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_epd.seams import bootstrap, decode, discovery, rundir, server_args, vision_weights
+from sglang_epd.seams import (
+    bootstrap,
+    decode,
+    discovery,
+    identities,
+    rundir,
+    server_args,
+    tracing,
+    vision_weights,
+)
 from sglang_epd.seams.hooks import hook
 
 SWITCH = "SGLANG_EPD"
@@ -52,10 +62,14 @@ def register() -> None:
     hook(module, "ModelRunner.load_model", vision_weights.load, "around")
 
     # Prefill and decode apart: the decode server asks the prefill server for the layouts.
+    # By its own setting: a server that encodes itself names media as encoders do.
     module = f"{_SRT}.disaggregation.common.conn"
     hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
     module = f"{_SRT}.managers.tokenizer_manager"
-    hook(module, "TokenizerManager.init_disaggregation", decode.set_up, "after")
+    hook(module, "TokenizerManager.init_disaggregation", _set_up_prompts, "after")
+
+    # --language-only: where a request's media came from, in its trace.
+    hook(module, "TokenizerManager.convert_to_span_attrs", tracing.add_sources, "after")
 
 
 def _launch_encoder(args: Any) -> None:
@@ -70,6 +84,12 @@ def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     from sglang_epd.seams.scheduler import pull_and_pass_on
 
     return pull_and_pass_on(original, request_receiver)
+
+
+def _set_up_prompts(result: None, manager: Any, **options: Any) -> None:
+    # In this order: what a prefill server does not know SGLang lays out, names included.
+    identities.set_up(manager)
+    decode.set_up(result, manager, **options)
 
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:

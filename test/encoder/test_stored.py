@@ -11,8 +11,9 @@ import torch
 
 from encoder.towers import WIDTH, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.hold import Hold
+from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.errors import MediaError, UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
@@ -70,9 +71,11 @@ async def computations(request, towers, store, metrics, backend) -> AsyncIterato
 async def ask(computations: Computations) -> AsyncIterator[Callable[..., Hold]]:
     holds: list[Hold] = []
 
-    def hold(name: bytes, owner: str = "r") -> Hold:
+    def hold(name: bytes, owner: str = "r", *, media: bool = True, looked: bool = False) -> Hold:
         deadline = time.monotonic() + 60.0
-        holds.append(computations.hold(key_of(name), "IMAGE", name, owner, deadline))
+        data = name if media else None
+        key = key_of(name)
+        holds.append(computations.hold(key, "IMAGE", data, owner, deadline, looked=looked))
         return holds[-1]
 
     yield hold
@@ -221,6 +224,120 @@ async def test_what_was_given_away_for_room_is_fetched_again(
     computations.cache.release(hold._entry)  # as where others needed the room
     computations._kept_bytes -= hold._entry.nbytes
     hold._entry = None
+    hold.want(True)
+    assert await value(hold) == 7.0
+    assert not preparations(towers)
+
+
+# Who asks without media
+
+
+def gets(backend: FakeBackend) -> int:
+    return sum(what == "get" for what, _name in backend.calls)
+
+
+async def test_what_is_stored_needs_no_media(towers, store, counts, computations, ask, count):
+    await put(store, counts, b"x", 7.0)
+    assert computations.at_hand(key_of(b"x"))
+    hold = ask(b"x", media=False)
+    assert await value(hold) == 7.0
+    assert (hold.source, set(hold.ms)) == ("stored", {"store"})
+    assert not preparations(towers)
+    assert count("lookups_total", source="stored") == 1
+
+
+async def test_what_is_not_is_asked_for_once_and_then_made(
+    towers, backend, computations, ask, count
+):
+    without = ask(b"x", media=False)
+    with pytest.raises(MediaNeededError):
+        await without.layout()
+    assert set(without.ms) == {"store"}
+    assert count("lookups_total", source="computed") == 0
+    assert not computations.at_hand(key_of(b"x"), looked=True)
+    hold = ask(b"x", looked=True)
+    assert await value(hold) == sum(b"x")
+    assert hold.source == "computed"
+    assert "store" not in hold.ms
+    assert gets(backend) == 1
+    assert count("lookups_total", source="computed") == 1
+    assert preparations(towers) == [b"x"]
+
+
+async def test_who_comes_with_media_serves_those_who_have_none(towers, backend, ask, count):
+    backend.gate.clear()
+    without = [ask(b"x", f"r{number}", media=False) for number in range(3)]
+    await settle()
+    hold = ask(b"x", "r3")
+    hold.release()
+    await settle()
+    backend.gate.set()
+    assert await asyncio.gather(*map(value, without)) == [sum(b"x")] * 3
+    assert [hold.source for hold in without] == ["computed", "coalesced", "coalesced"]
+    assert preparations(towers) == [b"x"]
+    assert gets(backend) == 1
+    assert count("lookups_total", source="computed") == 1
+
+
+async def test_each_of_those_who_have_none_is_told(backend, computations, ask):
+    backend.gate.clear()
+    holds = [ask(b"x", f"r{number}", media=False) for number in range(3)]
+    gone = ask(b"x", "r3", media=False)
+    await settle()
+    # Not for who has been told already: he would wait for the same answer again.
+    assert computations.at_hand(key_of(b"x"))
+    assert not computations.at_hand(key_of(b"x"), looked=True)
+    gone.release()
+    backend.gate.set()
+    told = await asyncio.gather(*(hold.embedding() for hold in holds), return_exceptions=True)
+    assert {type(error) for error in told} == {MediaNeededError}
+    assert len(set(map(id, told))) == 3
+    assert not computations.at_hand(key_of(b"x"), looked=True)
+
+
+async def test_nobody_is_left_who_had_none(backend, computations, ask):
+    backend.gate.clear()
+    hold = ask(b"x", media=False)
+    await settle()
+    hold.release()
+    backend.gate.set()
+    await until(lambda: not any(computations.status()["queue"].values()))
+
+
+async def test_a_store_that_is_left_alone_is_not_asked_first(backend, computations, ask):
+    backend.error = StoreError("down")
+    for number in range(5):
+        assert computations.at_hand(key_of(b"x"))
+        with pytest.raises(MediaNeededError):
+            await ask(bytes([65 + number]), media=False).embedding()
+    assert not computations.at_hand(key_of(b"x"))
+    assert gets(backend) == 5
+
+
+async def test_who_has_none_while_the_encoder_ends_is_told(backend, computations, ask):
+    backend.gate.clear()
+    hold = ask(b"x", media=False)
+    await settle()
+    closing = asyncio.create_task(computations.close())
+    await settle()
+    backend.gate.set()
+    await closing
+    with pytest.raises(MediaNeededError):
+        await hold.embedding()
+    with pytest.raises(UnavailableError):
+        await ask(b"x", looked=True).embedding()
+
+
+async def test_what_was_given_away_is_in_the_store(
+    towers, backend, store, counts, computations, ask, monkeypatch
+):
+    """Whoever asked without media is not to read them because others needed the room."""
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    await put(store, counts, b"x", 7.0)
+    hold = ask(b"x", media=False)
+    await value(hold)
+    hold.want(False)
+    computations.cache.drop(key_of(b"x"))
     hold.want(True)
     assert await value(hold) == 7.0
     assert not preparations(towers)

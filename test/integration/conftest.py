@@ -22,6 +22,7 @@ _ORDER = [
     "test_backends",
     "test_budget",
     "test_chaos",
+    "test_content",
     "test_families",
     "test_rival",
     "test_router",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-import http.server
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import QuietHandler, listening, url_of
 from integration.test_backends import counted
 from integration.test_forms import IMAGE
 from integration.test_parity import TOLERANCE
@@ -101,7 +101,7 @@ _SERVED: dict[str, bytes] = {}
 
 @pytest.fixture
 def picture_server() -> Iterator[str]:
-    class Pictures(http.server.BaseHTTPRequestHandler):
+    class Pictures(QuietHandler):
         def do_GET(self) -> None:
             data = _SERVED[self.path]
             self.send_response(200)
@@ -109,38 +109,62 @@ def picture_server() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(Pictures) as server:
+        yield url_of(server)
 
 
-def asked(topology: Topology) -> int:
-    """Requests that the encoder has answered."""
-    status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
-    return int(status["finished"])
+@dataclass
+class Server:
+    """One of the language servers, and what it is compared with."""
+
+    topology: Topology
+    role: str
+    expected: Callable[[Messages], Any]
+
+    @property
+    def client(self) -> Client:
+        return Client(self.topology.urls[self.role])
+
+    def gap(self, messages: Messages) -> float:
+        """How far its log-probabilities are from one server's."""
+        actual = self.client.generation(*messages, tokens=TOKENS)
+        return actual.distance(self.expected(messages))
+
+    def check(self, messages: Messages) -> None:
+        """It answers as one server does."""
+        expected = self.expected(messages)
+        actual = self.client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected.tokens
+        assert actual.prompt_tokens == expected.prompt_tokens
+        assert actual.distance(expected) < TOLERANCE
+
+    @property
+    def asked(self) -> int:
+        """Requests that the encoder has answered."""
+        status = requests.get(f"{self.topology.urls['encoder']}/v1/status", timeout=20).json()
+        return int(status["finished"])
+
+    @property
+    def moved(self) -> float:
+        """Bytes of embeddings that it has received."""
+        return counted(self.client.url, "sglang:epd_receiver_received_bytes", "").get("", 0.0)
+
+    def flush(self) -> None:
+        """Forget the KV, as soon as what clients have left behind has ended."""
+        end = time.monotonic() + 60
+        while True:
+            answer = requests.post(f"{self.client.url}/flush_cache", timeout=60)
+            if answer.status_code == 200:
+                return
+            assert time.monotonic() < end, answer.text
+            time.sleep(0.2)
 
 
-def moved(topology: Topology, role: str) -> float:
-    """Bytes of embeddings that a server has received."""
-    return counted(topology.urls[role], "sglang:epd_receiver_received_bytes", "").get("", 0.0)
-
-
-def flush(topology: Topology, role: str) -> None:
-    """Forget the KV, as soon as what clients have left behind has ended."""
-    end = time.monotonic() + 60
-    while True:
-        answer = requests.post(f"{topology.urls[role]}/flush_cache", timeout=60)
-        if answer.status_code == 200:
-            return
-        assert time.monotonic() < end, answer.text
-        time.sleep(0.2)
+@pytest.fixture(params=SERVERS)
+def server(
+    topology: Topology, expected: Callable[[Messages], Any], request: pytest.FixtureRequest
+) -> Server:
+    return Server(topology, request.param, expected)
 
 
 def cached_tokens(client: Client, messages: Messages, **options: Any) -> int:
@@ -153,221 +177,192 @@ def test_a_prefill_server_sends_what_it_has_to_its_decode_server(
     machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
 ) -> None:
     """Of all the servers that know the answers it is the first to be asked."""
-    topology = machine.use("qwen2_5")
-    client = Client(topology.urls["router"])
+    server = Server(machine.use("qwen2_5"), "router", expected)
+    before = 0
     for turns in (1, 2, 3):
-        messages = conversation(photographs, turns)
-        actual = client.generation(*messages, tokens=TOKENS)
-        assert actual.tokens == expected(messages).tokens
-        assert actual.distance(expected(messages)) < TOLERANCE
+        server.check(conversation(photographs, turns))
         if turns == 1:
-            before = asked(topology)
-    assert asked(topology) == before
+            before = server.asked
+    assert server.asked == before
 
 
-@pytest.mark.parametrize("role", SERVERS)
-def test_a_conversation_asks_encoders_in_its_first_turn_only(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
+def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
 ) -> None:
-    client = Client(topology.urls[role])
+    server = Server(machine.use("qwen2_5"), "language", expected)
+    url, client = server.topology.urls["encoder"], server.client
+    client.answer(*conversation(photographs, 1))
+    before = work(url)
+    server.topology.restart("language")
+    for turns, source in ((2, "encoder_cache"), (3, "kv")):
+        server.check(conversation(photographs, turns))
+        # Four pictures a turn, which the server that has just started counts.
+        wait_for_source(client.url, source, 4)
+    body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
+    answer = client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
+    assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
+    assert work(url) == {**before, "cached": before.get("cached", 0.0) + 5}
+
+
+def wait_for_source(url: str, source: str, items: int) -> None:
+    """Until a language server has counted so many items from there: its answer may be
+    faster than the last word on them."""
+    end = time.monotonic() + 10
+    while counted(url, "sglang:epd_dispatch_items", "source").get(source) != items:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def work(url: str) -> dict[str, float]:
+    """What became of the items that an encoder was asked for, and the seconds of its tower."""
+    seconds = counted(url, "sglang:epd_encoder_busy_seconds", "")
+    return {**counted(url, "sglang:epd_encoder_lookups", "source"), "tower": seconds[""]}
+
+
+def test_a_conversation_asks_encoders_in_its_first_turn_only(
+    server: Server, photographs: Photographs
+) -> None:
     before: tuple[int, float] = (0, 0.0)
     for turns in range(1, _TURNS + 1):
-        messages = conversation(photographs, turns)
-        actual = client.generation(*messages, tokens=TOKENS)
-        assert actual.tokens == expected(messages).tokens
-        assert actual.prompt_tokens == expected(messages).prompt_tokens
-        assert actual.distance(expected(messages)) < TOLERANCE
-        state = asked(topology), moved(topology, role)
+        server.check(conversation(photographs, turns))
+        state = server.asked, server.moved
         if turns == 1:
             assert state[1] > 0
-        elif role != "language@miss":
+        elif server.role != "language@miss":
             assert state == before, f"turn {turns} asked an encoder, or moved bytes"
         else:
             assert state[0] > before[0], "its match was lost, so the items had to be fetched"
         before = state
 
 
-@pytest.mark.parametrize("role", SERVERS)
 def test_pictures_behind_addresses_are_known_when_they_are_offered(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    picture_server: str,
-    role: str,
+    server: Server, photographs: Photographs, picture_server: str
 ) -> None:
     """What they are is told by an encoder, each time; nothing is sent for it again."""
-    client = Client(topology.urls[role])
     messages = conversation(photographs, 2, look=3)
     before = 0.0
     for turn in range(3):
-        actual = client.generation(*by_url(messages, picture_server), tokens=TOKENS)
-        assert actual.distance(expected(messages)) < TOLERANCE
-        bytes_moved = moved(topology, role)
-        if turn and role != "language@miss":
-            assert bytes_moved == before
-        before = bytes_moved
+        actual = server.client.generation(*by_url(messages, picture_server), tokens=TOKENS)
+        assert actual.distance(server.expected(messages)) < TOLERANCE
+        if turn and server.role != "language@miss":
+            assert server.moved == before
+        before = server.moved
 
 
-@pytest.mark.parametrize("role", SERVERS)
 def test_without_its_kv_a_server_has_the_embeddings_or_asks_again(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
+    server: Server, photographs: Photographs
 ) -> None:
-    client = Client(topology.urls[role])
     messages = conversation(photographs, 2, look=1)
-    client.answer(*messages)
-    before = asked(topology), moved(topology, role)
-    flush(topology, role)
-    actual = client.generation(*messages, tokens=TOKENS)
-    assert actual.distance(expected(messages)) < TOLERANCE
-    after = asked(topology), moved(topology, role)
-    if role == "language":
+    server.client.answer(*messages)
+    before = server.asked, server.moved
+    server.flush()
+    server.check(messages)
+    after = server.asked, server.moved
+    if server.role == "language":
         assert after == before
     else:
         assert after[0] > before[0]
         assert after[1] > before[1]
 
 
-@pytest.mark.parametrize("role", SERVERS)
 def test_answers_stay_right_while_the_kv_cache_is_fought_over(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
+    server: Server, photographs: Photographs
 ) -> None:
     """The pool of one of these servers holds two such conversations."""
-    client = Client(topology.urls[role])
     conversations = [conversation(photographs, 2, look) for look in range(1, 7)]
 
     def chatter(number: int) -> str:
         words = " ".join(str(number * 1000 + word) for word in range(200))
-        return client.answer(user(text_part(words)), max_tokens=32)
-
-    def ask(messages: Messages) -> float:
-        actual = client.generation(*messages, tokens=TOKENS)
-        return actual.distance(expected(messages))
+        return server.client.answer(user(text_part(words)), max_tokens=32)
 
     with ThreadPoolExecutor(12) as pool:
         noise = [pool.submit(chatter, number) for number in range(6)]
-        gaps = [pool.submit(ask, messages) for messages in conversations * 2]
-        assert max(gap.result() for gap in gaps) < TOLERANCE
+        assert max(pool.map(server.gap, conversations * 2)) < TOLERANCE
         for one in noise:
             one.result()
-    topology.check_alive()
+    server.topology.check_alive()
 
 
-@pytest.mark.parametrize("role", SERVERS)
-def test_many_ask_about_one_picture_at_once(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
-) -> None:
-    client = Client(topology.urls[role])
+def test_many_ask_about_one_picture_at_once(server: Server, photographs: Photographs) -> None:
     messages = [user(*pictures(photographs, 1, 20), text_part("What is it?"))]
     for _ in range(2):
         with ThreadPoolExecutor(24) as pool:
-            answers = pool.map(lambda _: client.generation(*messages, tokens=TOKENS), range(24))
-            assert max(one.distance(expected(messages)) for one in answers) < TOLERANCE
-        flush(topology, role)
-    samples = client.chat(*messages, n=3).json()["choices"]
+            assert max(pool.map(server.gap, [messages] * 24)) < TOLERANCE
+        server.flush()
+    samples = server.client.chat(*messages, n=3).json()["choices"]
     assert len({sample["message"]["content"] for sample in samples}) == 1
 
 
-@pytest.mark.parametrize("role", ["language", "language@kv"])
-def test_salts_share_no_kv(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
-) -> None:
-    client = Client(topology.urls[role])
+@pytest.mark.parametrize("server", ["language", "language@kv"], indirect=True)
+def test_salts_share_no_kv(server: Server, photographs: Photographs) -> None:
+    client = server.client
     messages = [user(*pictures(photographs, 1, 21), text_part("What is it?"))]
-    length = expected(messages).prompt_tokens
+    length = server.expected(messages).prompt_tokens
     assert cached_tokens(client, messages, cache_salt="one") == 0
     assert cached_tokens(client, messages, cache_salt="two") == 0
-    before = asked(topology)
+    before = server.asked
     assert cached_tokens(client, messages, cache_salt="one") > length // 2
     # What comes before the picture is the same in every prompt.
     assert cached_tokens(client, messages) < length // 10
     salted = client.answer(*messages, cache_salt="two")
     assert salted == client.answer(*messages)
-    assert (asked(topology) == before) == (role == "language")
-    actual = client.generation(*messages, tokens=TOKENS)
-    assert actual.distance(expected(messages)) < TOLERANCE
+    assert (server.asked == before) == (server.role == "language")
+    server.check(messages)
 
 
-@pytest.mark.parametrize("role", SERVERS)
 def test_another_picture_of_the_same_layout_is_another_picture(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
+    server: Server, photographs: Photographs
 ) -> None:
-    client = Client(topology.urls[role])
     for which in (0, 1, 0, 1):
-        messages = swapped(photographs, which)
-        actual = client.generation(*messages, tokens=TOKENS)
-        assert actual.distance(expected(messages)) < TOLERANCE
-    first, second = (expected(swapped(photographs, which)) for which in (0, 1))
+        server.check(swapped(photographs, which))
+    first, second = (server.expected(swapped(photographs, which)) for which in (0, 1))
     assert first.prompt_tokens == second.prompt_tokens
     assert first.top != second.top
 
 
-@pytest.mark.parametrize("role", SERVERS)
-def test_clients_that_leave_take_nothing_along(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
-) -> None:
-    client = Client(topology.urls[role])
+def test_clients_that_leave_take_nothing_along(server: Server, photographs: Photographs) -> None:
     messages = conversation(photographs, 2, look=2)
-    body = {"model": "default", "messages": messages, "max_tokens": 64}
+    # More than can be said in the time that the most patient of them has.
+    body = {"model": "default", "messages": messages, "max_tokens": 512, "ignore_eos": True}
     for timeout_s in (0.02, 0.05, 0.1, 0.2, 0.4):
-        flush(topology, role)
+        server.flush()
         with pytest.raises(requests.Timeout):
-            url = f"{client.url}/v1/chat/completions"
+            url = f"{server.client.url}/v1/chat/completions"
             requests.post(url, json=body, timeout=(5.0, timeout_s))
-    actual = client.generation(*messages, tokens=TOKENS)
-    assert actual.distance(expected(messages)) < TOLERANCE
-    topology.check_alive()
+    server.check(messages)
+    server.topology.check_alive()
 
 
+@pytest.mark.parametrize("server", ["language", "language@kv"], indirect=True)
 def test_answers_say_where_their_pictures_came_from(
-    topology: Topology, photographs: Photographs
+    server: Server, photographs: Photographs
 ) -> None:
     first, second = (data_url(photo.rotate(-7)) for photo in photographs)
-    for role, without_kv in (("language", "language_cache"), ("language@kv", "computed")):
-        client = Client(topology.urls[role])
-        # More than a page of text after a picture: pages are cached whole.
-        text = " Look at it for a while, and then say in a few words what there is to be seen."
-        body = {"text": f"{IMAGE}{text}", "image_data": [first]}
+    # More than a page of text after a picture: pages are cached whole.
+    text = " Look at it for a while, and then say in a few words what there is to be seen."
+    one = {"text": f"{IMAGE}{text}", "image_data": [first]}
+    both = {"text": f"{IMAGE}{text}{IMAGE}{text}", "image_data": [first, second]}
 
-        def sources(body: dict[str, Any], client: Client = client) -> dict[str, int]:
-            answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
-            return dict(answer["meta_info"]["media_sources"])
+    def sources(body: dict[str, Any]) -> dict[str, int]:
+        answer = server.client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+        return dict(answer["meta_info"]["media_sources"])
 
-        def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:
-            """An answer may be faster than the encoder's word on the layout."""
-            found = [sources(body)]
-            while found[-1] != wanted:
-                assert len(found) < 10, found
-                time.sleep(0.2)
-                found.append(sources(body))
+    def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:
+        """An answer may be faster than the encoder's word on the layout."""
+        found = [sources(body)]
+        while found[-1] != wanted:
+            assert len(found) < 10, found
+            time.sleep(0.2)
+            found.append(sources(body))
 
-        assert sources(body) == {"computed": 1}
-        soon(body, {"kv": 1})
-        flush(topology, role)
-        # Where none is kept, one may still be held by the request before.
-        assert sources(body) in ({without_kv: 1}, {"language_cache": 1})
-        both = {"text": f"{IMAGE}{text}{IMAGE}{text}", "image_data": [first, second]}
-        assert sources(both)["computed"] >= 1
-        soon(both, {"kv": 2})
-    counts = counted(topology.urls["language"], "sglang:epd_dispatch_items", "source")
-    assert counts.keys() >= {"kv", "language_cache", "computed"}
+    assert sources(one) == {"computed": 1}
+    soon(one, {"kv": 1})
+    server.flush()
+    # Where none is kept, one may still be held by the request before.
+    without_kv = "language_cache" if server.role == "language" else "computed"
+    assert sources(one) in ({without_kv: 1}, {"language_cache": 1})
+    assert sources(both)["computed"] >= 1
+    soon(both, {"kv": 2})
+    if server.role == "language":
+        counts = counted(server.client.url, "sglang:epd_dispatch_items", "source")
+        assert counts.keys() >= {"kv", "language_cache", "computed"}

@@ -23,6 +23,8 @@ import requests
 from PIL import Image
 
 from integration.client import Client, Generation, data_url, image_part, text_part, user
+from integration.test_backends import counted
+from integration.test_forms import IMAGE
 from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology
 from stores import Server, mooncake_master, mooncake_node, redis_server
@@ -31,6 +33,7 @@ TOKENS = 4
 # Requests of a load with a fault, half of them for what is stored; what the fault comes after.
 STORED, NEW = 6, 12
 AT_ONCE = 4
+THEN = ({"role": "assistant", "content": "A picture."}, user(text_part("And what is in it?")))
 SOON_S = 60.0
 
 
@@ -41,11 +44,30 @@ class Case:
     topology: Topology
     messages: list[dict[str, Any]]
     expected: list[Generation]
+    # A second turn of the conversations about what is stored.
+    expected_then: list[Generation]
 
     def ask(self, number: int) -> float:
         language = Client(self.topology.urls["language"])
         answer = language.generation(self.messages[number], tokens=TOKENS)
         return answer.distance(self.expected[number])
+
+    def ask_on(self, number: int) -> float:
+        language = Client(self.topology.urls["language"])
+        answer = language.generation(self.messages[number], *THEN, tokens=TOKENS)
+        return answer.distance(self.expected_then[number])
+
+    def sources(self) -> dict[str, float]:
+        """Where the language server's items have come from."""
+        return counted(self.topology.urls["language"], "sglang:epd_dispatch_items", "source")
+
+    def told(self, number: int) -> dict[str, int]:
+        """The same, as it is told of one picture."""
+        url = self.messages[number]["content"][0]["image_url"]["url"]
+        body = {"text": f"{IMAGE}What is it?", "image_data": [url]}
+        language = Client(self.topology.urls["language"])
+        answer = language.generate(**body, sampling_params={"max_new_tokens": 32}).json()
+        return dict(answer["meta_info"]["media_sources"])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the encoder's samples of that name with these labels."""
@@ -74,7 +96,8 @@ def case(machine: Machine, photographs: list[Image.Image]) -> Case:
         messages.append(user(image_part(data_url(picture)), asked))
     colocated = Client(topology.urls["colocated"])
     expected = [colocated.generation(one, tokens=TOKENS) for one in messages]
-    return Case(topology, messages, expected)
+    then = [colocated.generation(one, *THEN, tokens=TOKENS) for one in messages[:STORED]]
+    return Case(topology, messages, expected, then)
 
 
 @pytest.fixture
@@ -91,14 +114,17 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def fill_and_start_anew(case: Case, url: str) -> None:
-    """What one encoder computed, the next one finds."""
+    """What one encoder computed the next one finds, and it is not asked of it twice: the
+    language server, too, knows nothing of the conversations' first turns any more."""
     case.topology.restart("encoder", SGLANG_EPD_STORE=url)
     stored = range(STORED)
     assert max(case.ask(number) for number in stored) < TOLERANCE
     assert case.metric("lookups_total", source="computed") == STORED
     # The last ones are written while it ends.
-    case.topology.restart("encoder", SGLANG_EPD_STORE=url)
-    assert max(case.ask(number) for number in stored) < TOLERANCE
+    case.topology.restart("encoder", "language", SGLANG_EPD_STORE=url)
+    assert max(case.ask_on(number) for number in stored) < TOLERANCE
+    # An answer may be faster than the encoder's last word on its item.
+    until(lambda: case.sources() == {"store": STORED})
     assert case.metric("lookups_total", source="stored") == STORED
     assert case.metric("lookups_total", source="computed") == 0
     assert case.metric("batch_items_count") == 0, "the tower has run"
@@ -107,6 +133,7 @@ def fill_and_start_anew(case: Case, url: str) -> None:
         assert item["source"] == "stored"
         assert item["ms"]["store"] >= 0
         assert "forward" not in item["ms"] and "preprocess" not in item["ms"]
+    assert case.told(0) == {"store": 1}
 
 
 def load_with_a_fault(case: Case, first: int, fault: Callable[[], None]) -> None:

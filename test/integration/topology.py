@@ -43,7 +43,8 @@ class Topology:
     Args:
         model: name of the checkpoint.
         roles: any of encoder, registering (an encoder that registers itself), language,
-            colocated, prefill, decode, router. Each may be there several times, told
+            colocated, caching (one server that does all, and keeps what it can), prefill,
+            decode, router. Each may be there several times, told
             apart by what follows an "@"; the language and prefill servers are told of
             all encoders, and the router of all prefill and decode servers.
         env: added to every server's environment.
@@ -92,18 +93,19 @@ class Topology:
                 time.sleep(0.05)
         server.stop()
 
-    def restart(self, role: str, **env: str) -> None:
-        """End a server, and start it anew with more in its environment.
+    def restart(self, *roles: str, **env: str) -> None:
+        """End servers, and start them anew, together, with more in their environment.
 
         Raises:
-            ServerError: it does not end by itself, or not start.
+            ServerError: one does not end by itself, or not start.
         """
-        self.end(role)
-        old = self.servers[role]
-        new = self._server(role, checkpoint(self.model), old.log_path.parent, env)
-        self.servers[role] = new
-        new.start()
-        self._wait([role])
+        for role in roles:
+            self.end(role)
+        for role in roles:
+            logs = self.servers[role].log_path.parent
+            self.servers[role] = self._server(role, checkpoint(self.model), logs, env)
+            self.servers[role].start()
+        self._wait(list(roles))
 
     def _server(
         self, role: str, path: str, logs: Path, more: Mapping[str, str] | None = None
@@ -142,6 +144,7 @@ class Topology:
             "registering": ["--encoder-only"],
             "language": language,
             "colocated": ["--disable-radix-cache"],
+            "caching": ["--enable-cache-report"],
             "prefill": [*language, *prefill],
             "decode": ["--disaggregation-mode", "decode", "--enable-metrics"],
         }[kind]
@@ -278,7 +281,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         _TINY,
         ("encoder", "language", "colocated"),
         _NOTHING_KEPT,
-        flags={"language": _NO_PREFIXES},
+        flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
     ),
     "reuse": lambda: Topology(
         _TINY,
@@ -294,6 +297,18 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
                 "SGLANG_RADIX_FORCE_MISS": "1",
             },
         },
+    ),
+    # Both encode themselves, whatever is not named an encoder.
+    "content": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language", "caching"),
+        {
+            "SGLANG_EPD_CONTENT_IDENTITY": "on",
+            "SGLANG_EPD_MIN_PATCHES": "100000",
+            "SGLANG_EPD_ENCODER_HEADER": "on",
+            "SGLANG_VLM_CACHE_SIZE_MB": "100",
+        },
+        {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},
     ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(

@@ -120,8 +120,11 @@ class Manager:
                 raise self.error
             mm_items = []
             if prompt.need_wait_for_mm_inputs is False:
-                mm_items = [Item(offsets=[(0, 1)]) for _ in prompt.image_data[: self.places]]
-            return SimpleNamespace(mm_inputs=SimpleNamespace(mm_items=mm_items), prompt=prompt)
+                places = prompt.image_data[: self.places]
+                image = SimpleNamespace(name="IMAGE")
+                mm_items = [Item(modality=image, offsets=[(0, 1)]) for _ in places]
+            output = SimpleNamespace(mm_items=mm_items, padded_input_ids=[1, 2])
+            return SimpleNamespace(mm_inputs=output, prompt=prompt)
 
         return await self.seam.tokenize(original, self, prompt)
 
@@ -199,6 +202,7 @@ async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     assert all(isinstance(image, Image.Image) for image in prompt.image_data)
     keys = [item.identity for item in tokenized.mm_inputs.mm_items]
     assert keys == [bytes(32), bytes([1]) * 32]
+    assert tokenized.mm_inputs.padded_input_ids is None, "a prompt of the old names"
     assert manager.counted() == {("local", "small"): 1}
 
 

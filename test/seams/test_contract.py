@@ -18,6 +18,7 @@ import pytest
 
 from sglang_epd.families import IN_TREE
 from sglang_epd.seams import server_args
+from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
 Find = Callable[[str, str], Any]
 
@@ -74,6 +75,9 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): "async self out state is_stream",
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (
         "self obj request"
+    ),
+    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager.convert_to_span_attrs"): (
+        "self state recv_obj i"
     ),
     ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
         "self req is_retracted"
@@ -231,7 +235,13 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
     ),
     ("seams/adaptive", "managers.io_struct", "GenerateReqInput"): "image_data stream background",
-    ("seams/adaptive", "managers.schedule_batch", "MultimodalDataItem"): "offsets set_identity",
+    ("seams/adaptive", "managers.schedule_batch", "MultimodalDataItem"): "offsets",
+    ("seams/identities", "managers.schedule_batch", "MultimodalDataItem"): (
+        "modality set_identity"
+    ),
+    ("seams/identities", "managers.schedule_batch", "MultimodalProcessorOutput"): (
+        "mm_items padded_input_ids"
+    ),
     ("seams/adaptive", "managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer"): "app",
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
@@ -418,6 +428,23 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "err_type=str(e.status_code), status_code=e.status_code )",
         "except ValueError as e:",
     ],
+    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager._handle_batch_output"): [
+        "span_attrs = ( self.convert_to_span_attrs(state, recv_obj, i) if "
+        "state.time_stats.trace_ctx.tracing_enable else None )",
+        "state.time_stats.set_finished_time( ts=first_output_time, span_attrs=span_attrs )",
+    ],
+    ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_finished_time"): [
+        "attrs = dict(span_attrs) if span_attrs else {}",
+        "self.trace_ctx.trace_req_finish( convert_time_to_realtime_ns(ts), attrs=attrs )",
+    ],
+    ("seams/identities", "managers.scheduler", "Scheduler._try_apply_padded_mm_input_ids"): [
+        "if padded_input_ids is None or recv_req.input_ids is None: return False",
+    ],
+    (
+        "seams/identities",
+        "multimodal.processors.qwen_vl",
+        "QwenVLImageProcessor.compose_image_artifacts",
+    ): ["item.set_hash(artifact.feature_hash)", "padded_input_ids=padded_input_ids,"],
     ("seams/decode", "managers.schedule_batch", "MultimodalDataItem.set_pad_value"): [
         "if self.pad_value is not None: return",
     ],
@@ -657,6 +684,34 @@ def test_an_identity_is_a_key_long(sglang):
     assert item.hash == int.from_bytes(bytes(range(8)), "big")
     with pytest.raises(ValueError, match="32 bytes"):
         item.set_identity(bytes(31))
+
+
+def test_a_request_asks_no_more_of_the_processing_of_its_media(sglang):
+    """What is asked of an item is in its key; what is asked here is not."""
+    fields = sglang("managers.io_struct").GenerateReqInput.__dataclass_fields__
+    marks = ("image", "video", "audio", "mm_", "patch", "processor")
+    of_media = {name for name in fields if any(mark in name for mark in marks)}
+    harmless = {
+        *("image_data", "video_data", "audio_data", "modalities", "need_wait_for_mm_inputs"),
+        "custom_logit_processor",
+        # Set by SGLang after the items have been named, or compared with the media.
+        *("mm_hashes", "mm_content_hashes"),
+    }
+    assert of_media - harmless == set(REQUEST_OPTIONS)
+
+
+def test_an_item_that_is_named_anew_is_in_the_prompt_by_its_new_name(sglang):
+    batch = sglang("managers.schedule_batch")
+    item = batch.MultimodalDataItem(modality=batch.Modality.IMAGE, offsets=[(1, 3)])
+    item.set_hash(7)
+    output = batch.MultimodalProcessorOutput(input_ids=[5, 9, 9, 9, 6], mm_items=[item])
+    output.padded_input_ids = output.build_padded_input_ids(output.input_ids, output.mm_items)
+    name_items(output, {"IMAGE": [bytes(range(32))]})
+    inputs = batch.MultimodalInputs.from_processor_output(output)
+    assert inputs.padded_input_ids is None
+    assert inputs.mm_items[0].identity == bytes(range(32))
+    assert len(set(inputs.mm_items[0].padding_values())) == 4
+    inputs.release_features()
 
 
 def test_an_idle_scheduler_waits_on_a_poller(sglang):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,20 @@ def test_without_a_tower_nothing_can_be_kept_here(check, monkeypatch, name, valu
         check()
     check(enable_adaptive_dispatch_to_encoder=True)
     check(**ENCODER)  # the environment is often one for all servers
+
+
+@pytest.mark.parametrize(
+    ("setting", "workers", "theirs"),
+    [("on", 2, True), ("on", 1, False), ("off", 2, False), (None, 2, False)],
+)
+def test_workers_that_name_media_by_content_have_the_plugin(
+    check, monkeypatch, setting, workers, theirs
+):
+    monkeypatch.delenv("SGLANG_EPD_CONTENT_IDENTITY", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("SGLANG_EPD_CONTENT_IDENTITY", setting)
+    check(language_only=False, tokenizer_worker_num=workers)
+    assert ("SGLANG_HTTP_SERVER_APP_PATH" in os.environ) == theirs
 
 
 @pytest.fixture

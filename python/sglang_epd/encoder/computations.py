@@ -92,26 +92,45 @@ class Computations:
         self._closed = False
         self._utilisation = Utilisation(len(towers))
 
-    def at_hand(self, key: bytes) -> bool:
-        """Whether an embedding is here or in the making, so that `hold` needs no media."""
-        return key in self.cache or key in self._works
+    def at_hand(self, key: bytes, *, looked: bool = False) -> bool:
+        """Whether `hold` may do without media: the embedding is here or in the making, or a
+        store may have it.
+
+        Args:
+            looked: a hold without media has been told that it needs them.
+        """
+        work = self._works.get(key)
+        if key in self.cache or (work is not None and work.data is not None):
+            return True
+        store_may = self.store is not None and self.store.readable
+        return not looked and (work is not None or store_may)
 
     def hold(
-        self, key: bytes, modality: str, data: bytes | None, owner: str, deadline: float
+        self,
+        key: bytes,
+        modality: str,
+        data: bytes | None,
+        owner: str,
+        deadline: float,
+        *,
+        looked: bool = False,
     ) -> Hold:
         """Ask for an embedding.
 
         Args:
             key: names it; equal keys are of equal content, options and model.
             data: the encoded media; None if it is at hand. Should it be gone when it is
-                wanted, the hold raises MediaNeededError.
+                wanted, or not be in the store, the hold raises MediaNeededError.
             owner: whose turn it is taken in.
             deadline: in seconds of `time.monotonic()`; nothing is begun after it.
+            looked: as of `at_hand`: the store is not asked once more.
         """
-        hold = Hold(self, key, modality, data, Job(owner, len(data or b""), deadline))
+        hold = Hold(
+            self, key, modality, data, Job(owner, len(data or b""), deadline), looked=looked
+        )
         self._attach(hold, new=True)
         # What a store is being asked for is counted when it has answered.
-        if hold.source != "computed" or self.store is None:
+        if hold.source != "computed" or looked or self.store is None:
             self._metrics.lookups.labels(hold.source).inc()
         self._pump()
         return hold
@@ -176,20 +195,23 @@ class Computations:
             return
         work = self._works.get(hold.key)
         if work is None:
-            if hold._data is None:
+            store = None if hold._looked else self.store
+            if hold._data is None and store is None:
                 self._tell(hold, MediaNeededError("the embedding of known media is gone"))
                 return
             hold.source = "computed"
             work = Work(hold.key, hold._modality, hold._data, hold._job)
             work.since = time.perf_counter()
             self._works[hold.key] = work
-            if self.store is None:
+            if store is None:
                 self._let_wait(work)
             else:
                 work.state = State.LOOKING
-                self._spawn(self._look(work, self.store, new), [work])
+                self._spawn(self._look(work, store, new), [work])
         else:
             hold.source = "coalesced"
+            if work.data is None:
+                work.data = hold._data
             work.job.deadline = max(work.job.deadline, hold._job.deadline)
         hold._work = work
         work.holds.append(hold)
@@ -241,7 +263,7 @@ class Computations:
         old = work.job
         work.job = Job(
             old.owner,
-            len(work.data),
+            len(work.media),
             old.deadline,
             alone=work.losses > 0,
             parked=old.parked,
@@ -272,18 +294,22 @@ class Computations:
 
     async def _look(self, work: Work, store: SharedStore, new: bool) -> None:
         found = await store.find(work.key, work.modality)
-        if new:
+        # What needs media is counted when its asker has come again with them.
+        if new and (found is not None or work.data is not None):
             self._metrics.lookups.labels("computed" if found is None else "stored").inc()
         if found is not None:
             for hold in work.holds:
                 if hold.source == "computed":
                     hold.source = "stored"
             self._share(work, found.layout, found.embedding)
-        elif work.holds:
+        elif work.holds and work.data is not None:
             work.enter(State.WAITING)
             self._let_wait(work)
         else:
-            self._end(work, State.FAILED)
+            holds = work.holds
+            self._fail(work, MediaNeededError("the store does not have the embedding"))
+            for hold in holds:
+                hold.ms.update(work.ms)
 
     def _pump(self) -> None:
         """Begin whatever may be begun now."""
@@ -358,7 +384,7 @@ class Computations:
 
     async def _prepare(self, work: Work, lane: Lane) -> None:
         try:
-            prepared = await lane.tower.prepare(work.modality, work.data)
+            prepared = await lane.tower.prepare(work.modality, work.media)
         except TowerLostError:
             self._lost(work)
             self._take_back(lane)
@@ -455,7 +481,7 @@ class Computations:
         self._metrics.batch_items.observe(len(works))
         if elapsed_s > 0:
             weight = 0.2 if lane.rate else 1.0
-            nbytes = sum(len(work.data) for work in works)
+            nbytes = sum(len(work.media) for work in works)
             lane.rate += (patches / elapsed_s - lane.rate) * weight
             lane.byte_rate += (nbytes / elapsed_s - lane.byte_rate) * weight
         while works:
@@ -516,7 +542,7 @@ class Computations:
         work.enter(State.WAITING)
         self._let_wait(work)
 
-    def _fail(self, work: Work, error: EpdError) -> None:
+    def _fail(self, work: Work, error: EpdError | MediaNeededError) -> None:
         holds = work.holds
         work.holds = []
         self._end(work, State.FAILED)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MediaNeededError(Exception):
-    """An embedding that was there when it was asked for without media has gone since.
+    """An embedding that was asked for without media is not in the store, or has gone since.
 
     Whoever asked asks again, with the media: it goes no further.
     """
@@ -38,13 +38,21 @@ class Hold:
     """
 
     def __init__(
-        self, computations: Computations, key: bytes, modality: str, data: bytes | None, job: Job
+        self,
+        computations: Computations,
+        key: bytes,
+        modality: str,
+        data: bytes | None,
+        job: Job,
+        *,
+        looked: bool,
     ) -> None:
         self._computations = computations
         self.key = key
         self._modality = modality
         self._data = data
         self._job = job
+        self._looked = looked
         self._wanted = True
         self._over = False
         self._layout: Layout | None = None

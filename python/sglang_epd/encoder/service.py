@@ -274,20 +274,23 @@ class EncoderService:
             return embedding_key(self.namespace, digest, item.modality, item.options)
 
         def at_hand(digest: bytes) -> bool:
-            return self.computations.at_hand(key_of(digest))
+            return self.computations.at_hand(key_of(digest), looked=looked)
 
-        # Again when an embedding that was at hand went while its receiver had no memory.
+        looked = False
+        # Again when the store does not have the embedding of a known URL, or when one that
+        # was at hand went while its receiver had no memory.
         while True:
             with self._stage("acquire", ms):
                 content = await self._acquire(item, deadline, room, at_hand)
             key = key_of(content.digest)
             hold = self.computations.hold(
-                key, item.modality, content.data, request.request_id, deadline
+                key, item.modality, content.data, request.request_id, deadline, looked=looked
             )
             try:
                 return await self._deliver(request, item, deadline, hold, ms)
-            except MediaNeededError:
-                logger.info("Reading %s of %s once more", item.label, request.request_id)
+            except MediaNeededError as needed:
+                looked = True
+                logger.info("Reading %s of %s: %s", item.label, request.request_id, needed)
             finally:
                 hold.release()
                 ms |= hold.ms

@@ -74,8 +74,8 @@ class UrlReader:
         Args:
             source: a URL.
             deadline: the asker's, in seconds of `time.monotonic()`.
-            at_hand: whether the embedding of content with this digest is there, so that
-                its bytes are not needed.
+            at_hand: whether the embedding of content with this digest is there, or may
+                be, so that its bytes are not needed now.
 
         Raises:
             MediaError: it cannot be read, or may not be, now.

@@ -4,9 +4,10 @@
        |          ^           |          |         |
        |          +-----------+----------+---------+      its tower was lost
        +-> done               |          v         |
-           (a store has it)   |       dormant <----+      nobody wants it now, and its pixels'
-                              |                           place is needed (-> waiting)
-                              +-> failed
+       |   (a store has it)   |       dormant <----+      nobody wants it now, and its pixels'
+       |                      |                           place is needed (-> waiting)
+       +-> failed             +-> failed
+           (no store has it, and nobody its media)
 
 Decided and done by `computations`; here is only what is so.
 """
@@ -54,7 +55,8 @@ class Work:
 
     key: bytes
     modality: str
-    data: bytes
+    # Its encoded media; None while the store is asked for askers who have not read them.
+    data: bytes | None
     job: Job
     holds: list[Hold] = field(default_factory=list)
     state: State = State.WAITING
@@ -67,6 +69,12 @@ class Work:
     @property
     def wanted(self) -> bool:
         return any(hold._wanted for hold in self.holds)
+
+    @property
+    def media(self) -> bytes:
+        """What every stage but a look into the store needs."""
+        assert self.data is not None
+        return self.data
 
     def enter(self, state: State) -> None:
         """Take the next state; the time in the last one counts under its name.

@@ -49,7 +49,7 @@ from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
 from sglang_epd.media import MediaLimits
-from sglang_epd.seams import headers, local_rate
+from sglang_epd.seams import headers, identities, local_rate
 from sglang_epd.seams.hooks import hook
 from sglang_epd.wire import EncodeItem
 
@@ -224,9 +224,8 @@ class Adaptive:
                 f"the prompt has {places} placeholders for {len(read)} images: "
                 "placeholders do not match the media"
             )
-        if len(found) == len(read):
-            for item, one in zip(found, read, strict=True):
-                item.set_identity(one.key)
+        if found:
+            identities.name_items(tokenized.mm_inputs, {"IMAGE": [one.key for one in read]})
         return tokenized
 
     async def _elsewhere(

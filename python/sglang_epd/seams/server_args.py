@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import tokenizer_workers
+from sglang_epd.seams import identities, tokenizer_workers
 
 # What the families call the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
@@ -49,6 +49,8 @@ def check(server_args: Any) -> None:
 
     args = resolving_view(server_args)
     if not (args.encoder_only or args.language_only):
+        if args.tokenizer_worker_num > 1 and identities.asked():
+            tokenizer_workers.announce()
         return
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:

@@ -25,8 +25,8 @@ def announce() -> None:
     named = os.environ.get(_VARIABLE, _OURS)
     if named != _OURS:
         raise ConfigError(
-            f"{_VARIABLE}={named} with --language-only and several tokenizer workers: they "
-            "would start without this plug-in"
+            f"{_VARIABLE}={named} with several tokenizer workers: they would start without "
+            "this plug-in"
         )
     os.environ[_VARIABLE] = _OURS
 

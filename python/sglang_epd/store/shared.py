@@ -149,6 +149,11 @@ class SharedStore:
             self._writing.put(key, layout, embedding, nbytes)
 
     @property
+    def readable(self) -> bool:
+        """Whether it is worth asking: it is not being left alone."""
+        return not self._reads.breaker.blocks(time.monotonic())
+
+    @property
     def breakers(self) -> dict[str, Breaker]:
         return {"reads": self._reads.breaker, "writes": self._writes.breaker}
 

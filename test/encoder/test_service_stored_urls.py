@@ -1,0 +1,163 @@
+"""Known URLs whose embeddings lie in a shared store alone: no download, unless it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from encoder.site import BODY, Site
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.store import SharedStore, StoreUrl
+from sglang_epd.store.backend import StoreError
+from sglang_epd.wire import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
+from store.fakes import Counts, FakeBackend, written
+
+NAMESPACE = "Model/float32/0123456789abcdef"
+TIMEOUT_S = 0.2
+WHOLE, REVALIDATED = ("/a", ""), ("/a", '"v1"')
+
+
+class Stored:
+    """An encoder that keeps nothing itself, the site it reads from, and its store."""
+
+    def __init__(self, service: Any, fakes: Any, site: Site, backend: FakeBackend) -> None:
+        self.service, self.fakes, self.site, self.backend = service, fakes, site, backend
+        self.counts = Counts()
+        self._asked = 0
+
+    async def encode(self, path: str = "/a") -> ItemOutcome:
+        self._asked += 1
+        item = EncodeItem(0, "IMAGE", "image 1 of 1", url=self.site.url + path)
+        reply_to = ReplyTo("tcp://receiver:1", f"ticket {self._asked}")
+        request = EncodeRequest(f"r{self._asked}", NAMESPACE, 5.0, reply_to, [item])
+        (outcome,) = (await self.service.encode(request)).outcomes
+        return outcome
+
+    async def fill(self) -> bytes:
+        """Have the site's picture encoded and stored; its key."""
+        outcome = await self.encode()
+        assert (outcome.state, outcome.source) == ("delivered", "computed")
+        await written(self.counts)
+        assert self.site.take() == [WHOLE]
+        self.fakes.preprocess.calls.clear()
+        self.backend.calls.clear()
+        return outcome.key
+
+    def spoil(self) -> None:
+        for name, data in self.backend.held.items():
+            self.backend.held[name] = data[:-1] + bytes([data[-1] ^ 1])
+
+    @property
+    def gets(self) -> int:
+        return sum(what == "get" for what, _name in self.backend.calls)
+
+
+@pytest.fixture
+async def stored(
+    service_for: Any, fakes: Any, metrics: Any, site: Site, reader: Any, limits: Limits
+) -> AsyncIterator[Stored]:
+    backend = FakeBackend()
+    service = service_for(fakes)
+    stored = Stored(service, fakes, site, backend)
+    url = StoreUrl.parse("file:///nowhere")
+    store = SharedStore(backend, url, token="", timeout_s=TIMEOUT_S, observer=stored.counts)
+    service.urls = reader
+    service.computations = Computations([fakes], EmbeddingCache(0), metrics, limits, store)
+    yield stored
+    backend.error = None
+    backend.gate.set()
+    await service.computations.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "stale"])
+async def test_what_is_stored_is_not_downloaded(stored: Stored, fresh: bool) -> None:
+    stored.site.headers = [("Cache-Control", "max-age=60")] if fresh else []
+    key = await stored.fill()
+    again = await stored.encode()
+    assert (again.state, again.source, again.key) == ("delivered", "stored", key)
+    assert stored.site.take() == ([] if fresh else [REVALIDATED])
+    assert not stored.fakes.preprocess.calls
+    assert len(stored.fakes.batches) == 1
+    assert stored.service.admission.nbytes == 0
+    assert set(again.ms) >= {"acquire", "store"}
+
+
+async def test_of_those_who_ask_at_once_one_asks_the_store(stored: Stored) -> None:
+    await stored.fill()
+    stored.backend.gate.clear()
+    asking = [asyncio.create_task(stored.encode()) for _ in range(8)]
+    await asyncio.sleep(TIMEOUT_S / 4)
+    stored.backend.gate.set()
+    outcomes = await asyncio.gather(*asking)
+    assert {outcome.state for outcome in outcomes} == {"delivered"}
+    assert sorted(outcome.source for outcome in outcomes) == ["coalesced"] * 7 + ["stored"]
+    assert stored.gets == 1
+    assert stored.site.take() == [REVALIDATED]
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt", "dead", "broken", "slow"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "stale"])
+async def test_what_the_store_does_not_give_is_downloaded(
+    stored: Stored, fault: str, fresh: bool
+) -> None:
+    stored.site.headers = [("Cache-Control", "max-age=60")] if fresh else []
+    key = await stored.fill()
+    backend = stored.backend
+    match fault:
+        case "missing":
+            backend.held.clear()
+        case "corrupt":
+            stored.spoil()
+        case "dead":
+            backend.error = StoreError("down")
+        case "broken":
+            backend.error = RuntimeError("a bug in a library")
+        case "slow":
+            backend.gate.clear()
+    began = time.monotonic()
+    outcomes = await asyncio.gather(*(stored.encode() for _ in range(4)))
+    # Asked once and waited for once, then read once, whoever wants it.
+    assert time.monotonic() - began < TIMEOUT_S + 1.5
+    assert {(outcome.state, outcome.key) for outcome in outcomes} == {("delivered", key)}
+    assert sorted(outcome.source for outcome in outcomes) == ["coalesced"] * 3 + ["computed"]
+    assert stored.gets == 1
+    assert stored.site.take() == ([WHOLE] if fresh else [REVALIDATED, WHOLE])
+    assert stored.fakes.preprocess.calls == [BODY]
+    if fault == "corrupt":
+        assert stored.counts.reads["corrupt"] == 1
+
+
+async def test_a_store_that_is_left_alone_costs_a_known_url_nothing(stored: Stored) -> None:
+    await stored.fill()
+    stored.backend.error = StoreError("down")
+    for _ in range(5):
+        assert (await stored.encode()).source == "computed"
+    stored.site.take()
+    asked = stored.gets
+    assert (await stored.encode()).state == "delivered"
+    assert stored.site.take() == [WHOLE]
+    assert stored.gets == asked == 5
+
+
+async def test_content_that_changed_is_not_taken_from_the_store(stored: Stored) -> None:
+    key = await stored.fill()
+    stored.site.body, stored.site.etag = b"another", '"v2"'
+    again = await stored.encode()
+    assert (again.source, again.key == key) == ("computed", False)
+    assert stored.fakes.preprocess.calls == [b"another"]
+
+
+async def test_media_that_are_gone_when_they_are_needed_fail_that_item(stored: Stored) -> None:
+    stored.site.headers = [("Cache-Control", "max-age=60")]
+    await stored.fill()
+    stored.backend.held.clear()
+    stored.site.answer = lambda _request: stored.site.response(status=404)
+    outcome = await stored.encode()
+    assert (outcome.state, outcome.code) == ("failed", "MediaError")
+    assert "HTTP 404" in outcome.message

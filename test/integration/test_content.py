@@ -1,0 +1,99 @@
+"""Servers that encode themselves and name pictures by their content: nothing that is kept is
+taken for something else, and what is the same is known again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.test_forms import IMAGE
+from integration.test_parity import TOLERANCE
+from integration.test_reuse import conversation
+from integration.topology import Machine, Topology
+
+Photographs = list[Image.Image]
+Messages = list[dict[str, Any]]
+
+TOKENS = 8
+_MODEL = "tiny-qwen3-vl"
+# One server that does all, and a language server that sends only what it is told to.
+SERVERS = ["caching", "language"]
+
+pytestmark = pytest.mark.extended
+
+
+def equal_blocks() -> list[Messages]:
+    """A picture of twelve blocks in a row, and one of the same in a column."""
+    side = 32
+    row, column = Image.new("RGB", (12 * side, side)), Image.new("RGB", (side, 12 * side))
+    for number in range(12):
+        block = Image.new("RGB", (side, side), (20 * number, 255 - 20 * number, 128))
+        row.paste(block, (number * side, 0))
+        column.paste(block, (0, number * side))
+    return [
+        [user(image_part(data_url(picture)), text_part("What is it?"))] for picture in (row, column)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(machine: Machine) -> Callable[[Messages], Any]:
+    return lambda messages: machine.reference(_MODEL, messages, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def topology(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> Topology:
+    for messages in (*equal_blocks(), *(conversation(photographs, turns) for turns in (1, 2, 3))):
+        expected(messages)
+    return machine.use("content")
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_pictures_of_equal_blocks_are_two(
+    topology: Topology, expected: Callable[[Messages], Any], role: str
+) -> None:
+    client = Client(topology.urls[role])
+    for which in (0, 1, 0, 1):
+        messages = equal_blocks()[which]
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.distance(expected(messages)) < TOLERANCE
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_a_conversation_finds_its_pictures_again(
+    topology: Topology,
+    photographs: Photographs,
+    expected: Callable[[Messages], Any],
+    role: str,
+) -> None:
+    client = Client(topology.urls[role])
+    for turns in (1, 2, 3):
+        messages = conversation(photographs, turns)
+        actual = client.generation(*messages, tokens=TOKENS)
+        assert actual.tokens == expected(messages).tokens
+        assert actual.distance(expected(messages)) < TOLERANCE
+    usage = client.chat(*messages).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
+
+
+def test_it_is_one_picture_whoever_encodes_it(topology: Topology, photographs: Photographs) -> None:
+    """Encoded here, then by the encoder that the request names: the prefix is the same."""
+    url = topology.urls["language"]
+    encoder = topology.urls["encoder"].removeprefix("http://")
+    picture = data_url(photographs[0].rotate(40))
+    body = {"text": f"{IMAGE}What is it?", "image_data": [picture]}
+    told = []
+    for headers in ({}, {"x-encoder-hosts-ports": encoder}):
+        client = Client(url, headers)
+        answer = client.generate(**body, sampling_params={"max_new_tokens": 2}).json()
+        told.append(answer["meta_info"])
+    here, there = told
+    assert "media_sources" not in here
+    assert sum(there["media_sources"].values()) == 1
+    assert here["cached_tokens"] < 0.1 * here["prompt_tokens"]
+    assert there["cached_tokens"] > 0.9 * there["prompt_tokens"]

@@ -129,13 +129,14 @@ def main() -> int:
             shown = [f"{one:.0f}" for one in figures]
             shown += [f"{ratio:.2f}", "" if said is None else f"{said:.0f}"]
             rows.append([role, arm, *shown])
+    command = " ".join([".venv/bin/python", "benchmark/weights.py", *sys.argv[1:]])
     page = "\n".join(
         [
             "# Weights\n",
             "What a server with one part of a checkpoint holds of it: proportional set size of "
             "all its processes after one picture, less that of a server of a tiny checkpoint, "
             f"over the weights that it needs. The bound is {BOUND}.\n",
-            f"`{' '.join(['.venv/bin/python', 'benchmark/weights.py', *sys.argv[1:]])}`: {os.cpu_count()} cores, "
+            f"`{command}`: {os.cpu_count()} cores, "
             f"{psutil.virtual_memory().total / 1e9:.0f} GB, {platform.system()} "
             f"{platform.release()}, sglang {version('sglang')}, torch {version('torch')}; "
             f"{HEAVY} in float32, {heavy['files']} files.\n",

@@ -1,6 +1,7 @@
-"""What encoder-only and language-only servers hold of a checkpoint, next to in-tree EPD.
+"""What encoder-only and language-only servers hold of a checkpoint.
 
-    .venv/bin/python benchmark/weights.py
+    .venv/bin/python benchmark/weights.py             # ours
+    .venv/bin/python benchmark/weights.py --in-tree   # also SGLang's own EPD
 
 The checkpoint's language model is ten times its tower, and lies in several files. What a
 server of it takes more than one of a tiny checkpoint of the same family, whose fixed cost
@@ -108,15 +109,17 @@ def tensors_mb(model: str) -> dict[str, float]:
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--in-tree", action="store_true", help="next to SGLang's own")
+    options = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-weights-"))
     heavy, tiny = tensors_mb(HEAVY), tensors_mb(TINY)
     head = ["server", "arm", "its weights (MB)", "memory (MB)", "of a tiny one (MB)"]
     rows = [[*head, "more, of its weights", "says it holds (MB)"]]
     failed = False
-    for arm in ARMS:
+    for arm in list(ARMS) if options.in_tree else ["sglang-epd"]:
         small, large = weigh(TINY, arm, logs), weigh(HEAVY, arm, logs)
         for role in ("encoder", "language"):
             ratio = (large[role].memory_mb - small[role].memory_mb) / (heavy[role] - tiny[role])
@@ -126,13 +129,14 @@ def main() -> int:
             shown = [f"{one:.0f}" for one in figures]
             shown += [f"{ratio:.2f}", "" if said is None else f"{said:.0f}"]
             rows.append([role, arm, *shown])
+    command = " ".join([".venv/bin/python", "benchmark/weights.py", *sys.argv[1:]])
     page = "\n".join(
         [
             "# Weights\n",
             "What a server with one part of a checkpoint holds of it: proportional set size of "
             "all its processes after one picture, less that of a server of a tiny checkpoint, "
             f"over the weights that it needs. The bound is {BOUND}.\n",
-            f"`.venv/bin/python benchmark/weights.py`: {os.cpu_count()} cores, "
+            f"`{command}`: {os.cpu_count()} cores, "
             f"{psutil.virtual_memory().total / 1e9:.0f} GB, {platform.system()} "
             f"{platform.release()}, sglang {version('sglang')}, torch {version('torch')}; "
             f"{HEAVY} in float32, {heavy['files']} files.\n",

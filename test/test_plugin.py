@@ -52,7 +52,7 @@ def test_it_hooks_what_it_says(monkeypatch, hooked):
         "sglang.srt.disaggregation.encoder.receiver.EncoderBootstrapServer": "replace",
         "sglang.srt.managers.scheduler_components.request_receiver"
         ".SchedulerRequestReceiver._pull_raw_reqs": "around",
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "after",
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "around",
         "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs": "after",

@@ -16,6 +16,7 @@ from photographs import load as load_photograph
 # that are not named use "qwen2_5", or that and "qwen3". One wants the answers of "qwen2_5",
 # then servers of its own.
 _AFTER_QWEN2_5 = "test_reuse"
+_FAMILIES = "test_families"
 _ORDER = [
     "test_adaptive",
     "test_audio",
@@ -44,11 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[bool, int, int]:
+def _place(item: pytest.Item) -> tuple[bool, int, int, str, bool]:
     name = item.path.stem
     order = _ORDER.index(name) + 1 if name in _ORDER else 0
     within = 1 if name == _AFTER_QWEN2_5 else 2 * (not order and "[qwen3" in item.name)
-    return "integration" in item.path.parts, order, within
+    # Ids begin with the family and the backend; the first of those has the reference.
+    family, *rest = item.name.partition("[")[2].split("-") if name == _FAMILIES else [""]
+    others = bool(rest) and rest[0] != "zmq_to_scheduler"
+    return "integration" in item.path.parts, order, within, family, others
 
 
 @pytest.fixture(scope="session")

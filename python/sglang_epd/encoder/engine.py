@@ -176,10 +176,10 @@ class Engine:
             for item in items:
                 item.feature = item.feature.to(self._encoder.device)
         with torch.inference_mode():
-            parts = encode(items)
-            if isinstance(parts, torch.Tensor):
-                parts = [parts]
-            together = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+            made = encode(items)
+            if not isinstance(made, torch.Tensor):
+                made = torch.cat([part.reshape(-1, part.shape[-1]) for part in made])
+            together: torch.Tensor = made.reshape(-1, made.shape[-1])
         layout = batch[0].layout.embedding
         tokens = sum(prepared.layout.tokens for prepared in batch)
         expected = TensorSpec(layout.dtype, (tokens, layout.shape[1]))

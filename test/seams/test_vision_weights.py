@@ -11,7 +11,7 @@ from torch import nn
 from sglang_epd.families.reading import tensors_other_than
 from sglang_epd.namespace import of_language_model, of_tower
 from sglang_epd.seams import local_rate
-from sglang_epd.seams.vision_weights import ReleasedTower, load, release, one_block
+from sglang_epd.seams.vision_weights import ReleasedTower, load, one_block, release
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from sglang_epd.families.reading import tensors_other_than
 from sglang_epd.namespace import of_language_model, of_tower
 from sglang_epd.seams import local_rate
-from sglang_epd.seams.vision_weights import ReleasedTower, load, release, without_blocks
+from sglang_epd.seams.vision_weights import ReleasedTower, load, one_block, release
 
 
 class Model(nn.Module):
@@ -47,7 +47,7 @@ def run(sglang, monkeypatch):
 
 def test_a_language_only_server_builds_and_keeps_no_tower(run):
     model = Model()
-    assert run(model) == 0
+    assert run(model) == 1
     assert [name for name, _ in model.named_parameters()] == ["model.weight", "model.bias"]
     with pytest.raises(RuntimeError, match="--language-only"):
         model.visual(None)
@@ -86,8 +86,8 @@ def test_a_configuration_with_two_names_for_its_depth_is_as_it_was():
             self.encoder_layers = count
 
     thinker = SimpleNamespace(audio_config=Config(), vision_config=None)
-    with pytest.raises(KeyError), without_blocks(SimpleNamespace(thinker_config=thinker)):
-        assert thinker.audio_config.encoder_layers == 0
+    with pytest.raises(KeyError), one_block(SimpleNamespace(thinker_config=thinker)):
+        assert thinker.audio_config.encoder_layers == 1
         raise KeyError
     assert thinker.audio_config.encoder_layers == 3
 

@@ -1,8 +1,8 @@
 """Keep the tower out of a language server's memory.
 
 SGLang's models build their tower and read its weights even with `--language-only`;
-nothing calls it there, because every image arrives as an embedding. So it is built of no
-blocks, none of its tensors is read from the checkpoint, files without any other are not
+nothing calls it there, because every image arrives as an embedding. So it is built of one
+block, none of its tensors is read from the checkpoint, files without any other are not
 opened, and what is left of it is released, before SGLang sizes the KV cache. Kept, and its
 speed measured, where `--enable-adaptive-dispatch-to-encoder` may run it.
 
@@ -66,7 +66,7 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
         watch = local_rate.TowerWatch(local_rate.path())
         watch.watch(tower for tower in towers if isinstance(tower, nn.Module))
         return
-    with without_blocks(model_runner.model_config.hf_config), tensors_other_than(of_tower):
+    with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)
     release(model_runner.model)
     held = held_bytes(model_runner.model)
@@ -89,8 +89,8 @@ def release(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_blocks(hf_config: Any) -> Iterator[None]:
-    """The towers' configurations without blocks, while the model is built."""
+def one_block(hf_config: Any) -> Iterator[None]:
+    """The towers' configurations with one block, at which some look as they are built."""
     hf_config = getattr(hf_config, "thinker_config", hf_config)
     changed = []
     for name in _TOWER_CONFIGS:
@@ -98,7 +98,7 @@ def without_blocks(hf_config: Any) -> Iterator[None]:
         for field in _BLOCKS:
             if isinstance(getattr(config, field, None), int):
                 changed.append((config, field, getattr(config, field)))
-                setattr(config, field, 0)
+                setattr(config, field, 1)
     try:
         yield
     finally:

@@ -523,7 +523,9 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ],
     ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
+        'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
         "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
+        "input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)",
         'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
     ],
     ("encoder/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [

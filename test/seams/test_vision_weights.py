@@ -25,7 +25,13 @@ class Model(nn.Module):
 def run(sglang, monkeypatch):
     """What `load` makes of a runner; while SGLang's own function runs, how deep a tower is."""
 
-    def run(model: nn.Module, *, language_only: bool = True, adaptive: bool = False) -> int:
+    def run(
+        model: nn.Module,
+        *,
+        language_only: bool = True,
+        adaptive: bool = False,
+        architecture: str = "Qwen3VLForConditionalGeneration",
+    ) -> int:
         flags = SimpleNamespace(
             language_only=language_only, enable_adaptive_dispatch_to_encoder=adaptive
         )
@@ -33,7 +39,9 @@ def run(sglang, monkeypatch):
         monkeypatch.setattr(context, "get_disagg", lambda: flags)
         quiet = SimpleNamespace(enable_metrics=False)
         monkeypatch.setattr(context, "get_observability", lambda: quiet)
-        config = SimpleNamespace(vision_config=SimpleNamespace(depth=4))
+        config = SimpleNamespace(
+            vision_config=SimpleNamespace(depth=4), architectures=[architecture]
+        )
         seen = []
         load(
             lambda runner: seen.append(runner.model_config.hf_config.vision_config.depth),

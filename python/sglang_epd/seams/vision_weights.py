@@ -15,11 +15,16 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from sglang_epd.families import family_of
+from sglang_epd.families.names import prove_names
+from sglang_epd.families.processors import load_processor
+from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes, tensors_other_than
 from sglang_epd.namespace import of_tower
 from sglang_epd.seams import local_rate
@@ -42,7 +47,17 @@ _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
 class ReleasedTower(nn.Module):
-    """Stands where the tower was, and says so to whoever calls it."""
+    """Stands where the tower was, and says so to whoever calls it.
+
+    What a tower says of prompts (Pixtral's puts the names of pictures into them) needs
+    nothing of its memory, and stays.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        pad = getattr(type(tower), "pad_input_ids", None)
+        if pad is not None:
+            self.pad_input_ids = MethodType(pad, self)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         raise RuntimeError(
@@ -69,6 +84,7 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)
     release(model_runner.model)
+    _prove(model_runner)
     held = held_bytes(model_runner.model)
     logger.info("Holds the language model alone: %.1f MiB", held / 2**20)
     if get_observability().enable_metrics:
@@ -77,12 +93,23 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
         WEIGHTS_BYTES.set(held)
 
 
+def _prove(model_runner: Any) -> None:
+    """A model that SGLang does not list has to name pictures by what is known here."""
+    config = model_runner.model_config
+    architecture = config.hf_config.architectures[0]
+    family = family_of(architecture)
+    if family is not None:
+        processor = load_processor(model_runner.server_args, config)
+        prove_names(model_runner.model, adapt(processor, architecture, family), architecture)
+
+
 def release(model: nn.Module) -> None:
     """Drop what there is of the towers."""
     model = getattr(model, "thinker", model)
     for name in _TOWERS:
-        if isinstance(getattr(model, name, None), nn.Module):
-            setattr(model, name, ReleasedTower())
+        tower = getattr(model, name, None)
+        if isinstance(tower, nn.Module):
+            setattr(model, name, ReleasedTower(tower))
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

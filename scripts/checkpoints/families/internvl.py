@@ -53,6 +53,7 @@ class InternVL(Family):
     )
     special_tokens = (_START, _PAD, _END, _VIDEO)
     marks = {IMAGE: "<image>"}
+    without = {"image of a tool": "SGLang's chat template of this family knows no tools"}
     rules = (
         Rule(r"lambda_\d$", deviation=0.1, offset=1.0),
         Rule(r"cls_token|position_embeddings", deviation=0.5),

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from families.conftest import Processor
+from sglang_epd.errors import ConfigError
+from sglang_epd.families import Family
+from sglang_epd.families.names import prove_names
+from sglang_epd.families.proof import adapt
+from sglang_epd.seams.vision_weights import ReleasedTower
+
+ARCHITECTURE = "SomeForConditionalGeneration"
+
+
+@pytest.fixture
+def adapter(sglang):
+    return adapt(Processor(), ARCHITECTURE, Family())
+
+
+def fill_in(ids, inputs):
+    """As most of SGLang's models do it."""
+    filled = list(ids)
+    for item in inputs.mm_items:
+        for first, last in item.offsets:
+            filled[first : last + 1] = [item.pad_value] * (last - first + 1)
+    return array("q", filled)
+
+
+def test_a_model_that_goes_by_places_is_served(adapter):
+    prove_names(SimpleNamespace(pad_input_ids=fill_in), adapter, ARCHITECTURE)
+    prove_names(SimpleNamespace(), adapter, ARCHITECTURE)
+
+
+def of_pixels(_ids, inputs):
+    return [item.image_sizes for item in inputs.mm_items]
+
+
+def elsewhere(ids, inputs):
+    return fill_in(ids, inputs)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [(of_pixels, "image_sizes"), (elsewhere, "elsewhere than their rows")]
+)
+def test_a_model_that_does_not_is_refused(adapter, function, reason):
+    with pytest.raises(ConfigError, match=f"{ARCHITECTURE} cannot.*{reason}"):
+        prove_names(SimpleNamespace(pad_input_ids=function), adapter, ARCHITECTURE)
+
+
+def test_what_a_tower_says_of_prompts_stays():
+    class Tower(torch.nn.Linear):
+        def pad_input_ids(self, ids, inputs):
+            return fill_in(ids, inputs)
+
+    released = ReleasedTower(Tower(4, 4))
+    inputs = SimpleNamespace(mm_items=[SimpleNamespace(offsets=[(1, 2)], pad_value=7)])
+    assert released.pad_input_ids([0, 1, 2, 3], inputs).tolist() == [0, 7, 7, 3]
+    assert not list(released.parameters())
+    assert not hasattr(ReleasedTower(torch.nn.Linear(4, 4)), "pad_input_ids")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +10,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.counters import answered, counted
 from integration.hostile import flood_the_payload_port
 from integration.test_parity import CASES, TOKENS, TOLERANCE
 from integration.topology import TOPOLOGIES, Machine, Topology
@@ -55,17 +55,6 @@ def entry(
     return topology, Client(topology.urls[role])
 
 
-def counted(url: str, name: str, label: str) -> dict[str, float]:
-    """A counter of a server's /metrics, by the values of one of its labels."""
-    text = requests.get(f"{url}/metrics", timeout=20).text
-    found: dict[str, float] = {}
-    for labels, value in re.findall(rf"^{name}_total(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
-        kind = re.search(rf'{label}="([^"]*)"', labels) if label else None
-        key = kind.group(1) if kind else ""
-        found[key] = found.get(key, 0.0) + float(value)
-    return found
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_log_probabilities_equal_one_servers(
     machine: Machine, entry: tuple[Topology, Client], photographs: Photographs, case: Any
@@ -100,14 +89,13 @@ def test_what_was_sent_once_is_not_sent_again(
     topology, client = entry
     parts = [image_part(data_url(photo.resize((392, 252)))) for photo in photographs]
     first = client.generation(user(*parts, text_part("What are these?")), tokens=4)
-    encoder = f"{topology.urls['encoder']}/v1/status"
-    before = requests.get(encoder, timeout=20).json()["finished"]
+    before = answered(topology)
     for _ in range(3):
         again = client.generation(user(*parts, text_part("What are these?")), tokens=4)
         assert again.distance(first) < TOLERANCE
     another = user(text_part("Well?"), *reversed(parts))
     assert client.chat(another).status_code == 200
-    assert requests.get(encoder, timeout=20).json()["finished"] == before
+    assert answered(topology) == before
 
 
 def test_samples_and_many_at_once(

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
-from integration.test_backends import counted
+from integration.counters import counted
 from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology
 

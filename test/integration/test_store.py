@@ -23,7 +23,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, Generation, data_url, image_part, text_part, user
-from integration.test_backends import counted
+from integration.counters import counted
 from integration.test_forms import IMAGE
 from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology

@@ -17,8 +17,27 @@ ARCHITECTURE = "SomeForConditionalGeneration"
 
 
 @pytest.fixture
-def adapter(sglang):
-    return adapt(Processor(), ARCHITECTURE, Family())
+def adapter(sglang, monkeypatch):
+    """Of a processor whose outputs are SGLang's own."""
+    module = sglang("managers.schedule_batch")
+    adapter = adapt(Processor(), ARCHITECTURE, Family())
+    process = adapter.process
+
+    def with_theirs(prompt, pictures):
+        made = process(prompt, pictures)
+        items = [
+            module.MultimodalDataItem(
+                modality=module.Modality.IMAGE,
+                offsets=item.offsets,
+                feature=item.feature,
+                model_specific_data=item.model_specific_data,
+            )
+            for item in made.mm_items
+        ]
+        return module.MultimodalProcessorOutput(mm_items=items, input_ids=list(made.input_ids))
+
+    monkeypatch.setattr(adapter, "process", with_theirs)
+    return adapter
 
 
 def fill_in(ids, inputs):
@@ -40,11 +59,13 @@ def of_pixels(_ids, inputs):
 
 
 def elsewhere(ids, inputs):
-    return fill_in(ids, inputs)[::-1]
+    """Only where the pixels are not known."""
+    filled = fill_in(ids, inputs)
+    return filled if inputs.mm_items[0].feature is not None else filled[::-1]
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [(of_pixels, "image_sizes"), (elsewhere, "elsewhere than their rows")]
+    ("function", "reason"), [(of_pixels, "image_sizes"), (elsewhere, "elsewhere than one server")]
 )
 def test_a_model_that_does_not_is_refused(adapter, function, reason):
     with pytest.raises(ConfigError, match=f"{ARCHITECTURE} cannot.*{reason}"):

@@ -41,40 +41,46 @@ def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
         return
     # In a thread, because SGLang's processors want an event loop of their own.
     with ThreadPoolExecutor(1) as thread:
-        output = thread.submit(_prompt, adapter).result()
-    from sglang.srt.managers.schedule_batch import MultimodalInputs
-
-    wanted = list(output.input_ids)
-    inputs = MultimodalInputs.from_processor_output(output)
-    for item in inputs.mm_items:
-        for first, last in item.offsets:
-            wanted[first : last + 1] = [item.pad_value] * (last - first + 1)
+        ours, theirs = thread.submit(_prompts, adapter).result()
     try:
-        filled = list(fill_in(array("q", output.input_ids), inputs))
+        filled = _filled_in(fill_in, ours)
     except Exception as error:
         raise ConfigError(
             f"{architecture} cannot have its encoder apart: it names the pictures of a prompt by "
             f"more than their places ({type(error).__name__}: {error})"
         ) from error
-    if filled != wanted:
+    if filled != _filled_in(fill_in, theirs):
         raise ConfigError(
             f"{architecture} cannot have its encoder apart: it puts the names of a prompt's "
-            "pictures elsewhere than their rows"
+            "pictures elsewhere than one server does"
         )
 
 
-def _prompt(adapter: Adapter) -> Any:
-    """SGLang's `MultimodalProcessorOutput` of two pictures, as a request's is made."""
+def _filled_in(fill_in: Any, output: Any) -> list[int | None]:
+    """The prompt with None for every name, whichever: one server has fewer, or other ones."""
+    from sglang.srt.managers.schedule_batch import MultimodalInputs
+
+    for number, item in enumerate(output.mm_items):
+        item.set_identity(hashlib.sha256(bytes([number])).digest())
+    inputs = MultimodalInputs.from_processor_output(output)
+    names = {item.pad_value for item in inputs.mm_items}
+    filled = fill_in(array("q", output.input_ids), inputs)
+    return [None if token in names else token for token in filled]
+
+
+def _prompts(adapter: Adapter) -> tuple[Any, Any]:
+    """Two SGLang's `MultimodalProcessorOutput` of a prompt with two pictures: as a language
+    server makes it, and as one server does."""
     from sglang.srt.managers.schedule_batch import Modality
 
-    seen = [adapter.see(Image.new("RGB", size, (200, 80, 40))) for size in _SIZES]
+    pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES]
+    seen = [adapter.see(picture) for picture in pictures]
     written = adapter.family.written(adapter.processor)
-    output = adapter.get_validated_mm_data(
-        f"Here is {written} and there is {written}.",
+    prompt = f"Here is {written} and there is {written}."
+    ours = adapter.get_validated_mm_data(
+        prompt,
         {Modality.IMAGE: torch.zeros(sum(one.expansion.rows for one in seen), 1)},
         expansion=[msgspec.to_builtins(one.expansion) for one in seen],
         img_grid_thw=torch.tensor([one.grid for one in seen]) if seen[0].grid else None,
     )
-    for number, item in enumerate(output.mm_items):
-        item.set_identity(hashlib.sha256(bytes([number])).digest())
-    return output
+    return ours, adapter.process(prompt, pictures)

@@ -301,7 +301,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "modality precomputed_embeddings"
     ),
     ("language/planner", "utils.common", "ImageData"): "url detail content_hash",
-    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): "model model_config",
+    ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): (
+        "model model_config server_args is_draft_worker"
+    ),
     ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),

@@ -31,6 +31,7 @@ def run(sglang, monkeypatch):
         language_only: bool = True,
         adaptive: bool = False,
         architecture: str = "Qwen3VLForConditionalGeneration",
+        draft: bool = False,
     ) -> int:
         flags = SimpleNamespace(
             language_only=language_only, enable_adaptive_dispatch_to_encoder=adaptive
@@ -45,7 +46,11 @@ def run(sglang, monkeypatch):
         seen = []
         load(
             lambda runner: seen.append(runner.model_config.hf_config.vision_config.depth),
-            SimpleNamespace(model=model, model_config=SimpleNamespace(hf_config=config)),
+            SimpleNamespace(
+                model=model,
+                model_config=SimpleNamespace(hf_config=config),
+                is_draft_worker=draft,
+            ),
         )
         assert config.vision_config.depth == 4
         return seen[0]
@@ -59,6 +64,12 @@ def test_a_language_only_server_builds_and_keeps_no_tower(run):
     assert [name for name, _ in model.named_parameters()] == ["model.weight", "model.bias"]
     with pytest.raises(RuntimeError, match="--language-only"):
         model.visual(None)
+
+
+def test_a_draft_model_is_left_alone(run):
+    model = Model()
+    assert run(model, architecture="LlamaForCausalLMEagle3", draft=True) == 4
+    assert isinstance(model.visual, nn.Linear)
 
 
 def test_a_tower_inside_a_thinker_is_found():

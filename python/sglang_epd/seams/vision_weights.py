@@ -71,7 +71,8 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     from sglang.srt.runtime_context import get_disagg, get_observability
 
     disagg = get_disagg()
-    if not disagg.language_only:
+    # A draft model is of another architecture, and has no tower.
+    if not disagg.language_only or model_runner.is_draft_worker:
         original(model_runner)
         return
     if disagg.enable_adaptive_dispatch_to_encoder:

@@ -131,7 +131,8 @@ def page(records: dict[str, Any]) -> str:
     lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
     lines += ["", "Versions, of the last run of each:", ""]
     lines += [
-        f"- {_title(name)}: " + ", ".join(f"{k} {v}" for k, v in records[name]["versions"].items())
+        f"- {_title(name)}: "
+        + ", ".join(f"{k} {v}" for k, v in sorted(records[name]["versions"].items()))
         for name in sorted(records)
     ]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from PIL import Image
 from safetensors import safe_open
+from transformers import CONFIG_MAPPING
 from transformers.video_utils import VideoMetadata
 
 import checkpoints.build
@@ -20,6 +21,7 @@ import photographs
 import sounds
 from checkpoints.check import Subject, generation, image_dependence, measure, sound_dependence
 from checkpoints.families import FAMILIES, SPECS, family_of
+from checkpoints.family import Family
 
 TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
 
@@ -184,8 +186,15 @@ def test_shards_and_their_index_have_the_published_names(tmp_path: Path) -> None
 
 @pytest.mark.extended
 @pytest.mark.servers
-@pytest.mark.parametrize("name", [family.specs[0].name for family in FAMILIES.values()])
-def test_a_familys_answers_depend_on_its_media(name: str) -> None:
+# Raised in `transformers`, where GLM-4.1V's processor reads a picture.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.specs[0].name)
+def test_a_familys_answers_depend_on_its_media(family: Family) -> None:
+    if family.name not in CONFIG_MAPPING:
+        pytest.skip(
+            "in its makers' form, which `transformers` does not read; its servers are asked"
+        )
+    name = family.specs[0].name
     assert [str(m) for m in measure(make_checkpoint.ensure(name)) if not m.passed] == []
 
 

@@ -28,7 +28,7 @@ class Gemma3(Family):
             "tiny-gemma3",
             TextSpec(2, 128, 256, 2, 2),
             VisionSpec(4, 64, 128, 2),
-            seed=1,
+            seed=2,
         ),
     )
     special_tokens = (_START, _PAD, _END)

@@ -135,11 +135,6 @@ class Qwen35Vision(Qwen3Vision):
         Rule(r"\.dt_bias$", deviation=0.3, offset=-2.0),
     )
 
-    def vision_config(self, spec: CheckpointSpec) -> dict[str, Any]:
-        config = super().vision_config(spec)
-        del config["deepstack_visual_indexes"]
-        return config
-
     def linear_attention(self, spec: CheckpointSpec) -> dict[str, Any]:
         """How its language model differs from Qwen3-VL's."""
         return {

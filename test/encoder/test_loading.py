@@ -121,6 +121,22 @@ def test_the_language_model_takes_no_memory(load, files):
     assert next(model.language_model.parameters()).dtype == torch.float32
 
 
+def test_a_thinker_is_told_that_it_only_encodes(load, files, config, monkeypatch):
+    thinker = SimpleNamespace(**vars(config))
+    vars(config).clear()
+    config.thinker_config = thinker
+    seen = []
+    original = Model.__init__
+
+    def build(self, whole):
+        seen.append(whole.thinker_config.encoder_only)
+        original(self, whole.thinker_config)
+
+    monkeypatch.setattr(Model, "__init__", build)
+    _, _, built = load(Loader(files))
+    assert (seen, built) == ([True], 2)
+
+
 def test_the_configuration_is_what_it_was(load, files, config):
     before = vars(config.text_config).copy()
     original = Loader._get_all_weights

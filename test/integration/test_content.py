@@ -11,17 +11,13 @@ from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
 from integration.test_forms import IMAGE
-from integration.test_parity import TOLERANCE
-from integration.test_reuse import conversation
+from integration.test_reuse import TOKENS, Server, conversation
 from integration.topology import Machine, Topology
 
 Photographs = list[Image.Image]
 Messages = list[dict[str, Any]]
 
-TOKENS = 8
 _MODEL = "tiny-qwen3-vl"
-# One server that does all, and a language server that sends only what it is told to.
-SERVERS = ["caching", "language"]
 
 pytestmark = pytest.mark.extended
 
@@ -53,31 +49,23 @@ def topology(
     return machine.use("content")
 
 
-@pytest.mark.parametrize("role", SERVERS)
-def test_pictures_of_equal_blocks_are_two(
-    topology: Topology, expected: Callable[[Messages], Any], role: str
-) -> None:
-    client = Client(topology.urls[role])
+# One server that does all, and a language server that sends only what it is told to.
+@pytest.fixture(params=["caching", "language"])
+def server(
+    topology: Topology, expected: Callable[[Messages], Any], request: pytest.FixtureRequest
+) -> Server:
+    return Server(topology, request.param, expected)
+
+
+def test_pictures_of_equal_blocks_are_two(server: Server) -> None:
     for which in (0, 1, 0, 1):
-        messages = equal_blocks()[which]
-        actual = client.generation(*messages, tokens=TOKENS)
-        assert actual.distance(expected(messages)) < TOLERANCE
+        server.check(equal_blocks()[which])
 
 
-@pytest.mark.parametrize("role", SERVERS)
-def test_a_conversation_finds_its_pictures_again(
-    topology: Topology,
-    photographs: Photographs,
-    expected: Callable[[Messages], Any],
-    role: str,
-) -> None:
-    client = Client(topology.urls[role])
+def test_a_conversation_finds_its_pictures_again(server: Server, photographs: Photographs) -> None:
     for turns in (1, 2, 3):
-        messages = conversation(photographs, turns)
-        actual = client.generation(*messages, tokens=TOKENS)
-        assert actual.tokens == expected(messages).tokens
-        assert actual.distance(expected(messages)) < TOLERANCE
-    usage = client.chat(*messages).json()["usage"]
+        server.check(conversation(photographs, turns))
+    usage = server.client.chat(*conversation(photographs, 3)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
 
 

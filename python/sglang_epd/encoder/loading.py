@@ -36,7 +36,10 @@ def without_language_model() -> Iterator[None]:
     load = server.load_model
 
     def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
-        with _nothing_to_say(model_config.hf_config), tensors_other_than(of_language_model):
+        hf_config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
+        # SGLang says so of the whole model only, and a thinker is asked by itself.
+        hf_config.encoder_only = True
+        with _nothing_to_say(hf_config), tensors_other_than(of_language_model):
             model: nn.Module = load(
                 model_config=model_config, load_config=load_config, device_config=device_config
             )
@@ -53,7 +56,6 @@ def without_language_model() -> Iterator[None]:
 @contextmanager
 def _nothing_to_say(hf_config: Any) -> Iterator[None]:
     """The language model's configuration, next to nothing while the model is built."""
-    hf_config = getattr(hf_config, "thinker_config", hf_config)
     found = [getattr(hf_config, name, None) for name in _TEXT_CONFIGS]
     # SGLang may have copied its fields to the whole model's, and some models read those.
     configs = [config for config in (hf_config, *found) if hasattr(config, "num_hidden_layers")]

@@ -64,15 +64,7 @@ class InternVL(Family):
 
         assert spec.vision is not None
         return InternVLConfig(
-            vision_config={
-                "num_hidden_layers": spec.vision.depth,
-                "hidden_size": spec.vision.hidden_size,
-                "intermediate_size": spec.vision.intermediate_size,
-                "num_attention_heads": spec.vision.num_heads,
-                "image_size": _TILE,
-                "patch_size": _PATCH,
-                "attention_bias": True,
-            },
+            vision_config=_tower(spec.vision) | {"attention_bias": True},
             text_config=text_config(spec, tokenizer)
             | {"model_type": "qwen2", "tie_word_embeddings": False},
             image_token_id=tokenizer.convert_tokens_to_ids(_PAD),
@@ -93,15 +85,10 @@ class InternVL(Family):
             "model_type": self.name,
             "architectures": [self.architecture],
             "llm_config": text,
-            "vision_config": {
+            "vision_config": _tower(spec.vision)
+            | {
                 "architectures": ["InternVisionModel"],
                 "model_type": "intern_vit_6b",
-                "num_hidden_layers": spec.vision.depth,
-                "hidden_size": spec.vision.hidden_size,
-                "intermediate_size": spec.vision.intermediate_size,
-                "num_attention_heads": spec.vision.num_heads,
-                "image_size": _TILE,
-                "patch_size": _PATCH,
                 "qkv_bias": True,
                 "qk_normalization": False,
                 "norm_type": "layer_norm",
@@ -120,6 +107,18 @@ class InternVL(Family):
         write_json(folder / "config.json", published)
         file = folder / "model.safetensors"
         save_file(_published(load_file(file)), file, metadata={"format": "pt"})
+
+
+def _tower(tower: VisionSpec) -> dict[str, Any]:
+    """What both forms say of the tower."""
+    return {
+        "num_hidden_layers": tower.depth,
+        "hidden_size": tower.hidden_size,
+        "intermediate_size": tower.intermediate_size,
+        "num_attention_heads": tower.num_heads,
+        "image_size": _TILE,
+        "patch_size": _PATCH,
+    }
 
 
 def _published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

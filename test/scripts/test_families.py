@@ -76,6 +76,20 @@ def test_results_are_read_and_told(tmp_path: Path) -> None:
     assert "- Qwen2-Audio: sglang " in told
 
 
+def test_what_failed_leaves_no_figure_of_a_former_run(tmp_path: Path) -> None:
+    file = tmp_path / "results.xml"
+    change = '<property name="change" value="1.5"/></properties>'
+    file.write_text(RESULTS.replace(change, "</properties><failure/>"))
+    records: dict = {
+        "qwen3_vl": {"depends": {"image": 1.5}},
+        "qwen2_audio": {"depends": {"audio": 1.5}, "parity": {"mooncake": {}}},
+    }
+    add(records, file)
+    assert records["qwen3_vl"]["depends"] == {"image": None}
+    assert " | **failed** |\n" in page(records)
+    assert records["qwen2_audio"].keys() == {"stopped", "versions"}
+
+
 def test_a_case_that_could_not_start_has_failed(tmp_path: Path) -> None:
     file = tmp_path / "results.xml"
     file.write_text(RESULTS.replace("<failure", "<error"))

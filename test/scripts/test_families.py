@@ -35,6 +35,12 @@ def test_every_architecture_of_in_tree_epd_is_made_or_said_not_to_be() -> None:
     assert made | NOT_MADE.keys() >= IN_TREE
 
 
+def test_some_of_the_checkpoints_that_are_compared_are_sharded() -> None:
+    """One that SGLang lists, and one that it does not."""
+    sharded = {f.architecture in IN_TREE for f in FAMILIES.values() if f.specs[0].shard_mb}
+    assert sharded == {True, False}
+
+
 def test_the_page_is_what_the_results_give() -> None:
     records = json.loads((DOCS / "families.json").read_text())
     assert (DOCS / "families.md").read_text() == page(records), "run scripts/families --render"

@@ -122,7 +122,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
         "self"
     ),
-    ("seams/decode", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
+    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
         "self start_pd_bootstrap_service"
     ),
     (
@@ -399,7 +399,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "self._setup_routes()",
         "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
     ],
-    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
         "else None )",
         "self.mm_receiver = create_mm_receiver(",

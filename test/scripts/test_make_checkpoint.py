@@ -192,7 +192,8 @@ def test_shards_and_their_index_have_the_published_names(tmp_path: Path) -> None
 def test_a_familys_answers_depend_on_its_media(family: Family) -> None:
     if family.name not in CONFIG_MAPPING_NAMES:
         pytest.skip(
-            "in its makers' form, which `transformers` does not read by itself; its servers are asked"
+            "in its makers' form, which `transformers` does not read by itself: its servers "
+            "are asked"
         )
     name = family.specs[0].name
     assert [str(m) for m in measure(make_checkpoint.ensure(name)) if not m.passed] == []

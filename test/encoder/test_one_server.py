@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -43,3 +44,8 @@ def test_time_passes_as_fast_as_the_processors_default_says() -> None:
     encoder = preprocessor(None)
     assert seconds_per_grid(encoder, "qwen2_5_vl") == 2 / 24
     assert seconds_per_grid(encoder, "qwen3_omni_moe") == 2.0
+
+
+def test_qwen3_omnis_default_rate_is_still_the_one_we_know() -> None:
+    source = inspect.getsource(Qwen3OmniMoeProcessor.__call__)
+    assert 'output_kwargs["videos_kwargs"].get("fps", 1.0)' in source

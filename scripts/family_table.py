@@ -37,14 +37,17 @@ NOT_MADE = {
         ),
         "`transformers` has no class of it that could be built",
     ),
-    **dict.fromkeys(
-        (
-            "Glm5NextForConditionalGeneration",
-            "KimiK25ForConditionalGeneration",
-            "MiniMaxM3SparseForConditionalGeneration",
-        ),
-        "nobody has tried: `transformers` has a class of it, whose weights and configuration are "
-        "called otherwise than those that SGLang reads",
+    "Glm5NextForConditionalGeneration": (
+        "not run: by SGLang's code three of its four layers are Triton kernels "
+        "(`causal_conv1d_triton`, `chunk_kda`), which a CPU has no driver for"
+    ),
+    "KimiK25ForConditionalGeneration": (
+        "not run: SGLang's processor asks for `media_processor`, which only the code that is "
+        "published with its weights has, and the processor of `transformers` has not"
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": (
+        "not run: by SGLang's code its sparse attention (`minimax_sparse_ops`) is written for "
+        "CUDA, ROCm and Ascend"
     ),
     "Qwen2_5OmniForConditionalGeneration": "SGLang 0.5.23 has no class of that name",
 }

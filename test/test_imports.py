@@ -174,6 +174,7 @@ def test_the_dependencies_are_declared():
     """Whatever is imported from outside is in pyproject.toml."""
     text = (ROOT.parents[1] / "pyproject.toml").read_text()
     names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+    names["yaml"] = "pyyaml"
     brought = {"yarl": "aiohttp", "starlette": "fastapi"}
     brought |= dict.fromkeys(("huggingface_hub", "torchcodec", "transformers"), "sglang")
     undeclared = set()

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from sglang_epd.cli import up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     name="sglang-epd",
     help="Encode-prefill-decode disaggregation for models served by SGLang.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     # A defect shows the traceback that Python would show; what a user can mend is a line.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,6 +43,9 @@ def _common(
     ] = False,
 ) -> None:
     pass
+
+
+app.command("up")(up.up)
 
 
 def run() -> None:

@@ -8,10 +8,21 @@ from sglang_epd.tally import DISPATCH_COUNTERS, Tally
 
 
 class PrometheusDispatchTally(Tally):
-    """Also counts in the process's default registry, which SGLang's `/metrics` collects."""
+    """Also counts in the process's default registry, which SGLang's `/metrics` collects.
 
-    def __init__(self) -> None:
+    Args:
+        namespace: of the encoders that this server takes embeddings from.
+    """
+
+    def __init__(self, namespace: str) -> None:
         super().__init__()
+        identity = Gauge(
+            "sglang:epd_dispatch_namespace",
+            "Always 1; its label is the namespace that encoders have to share with this server",
+            ["namespace"],
+            multiprocess_mode="max",
+        )
+        identity.labels(namespace).set(1)
         self._counters = {
             name: Counter(f"sglang:epd_dispatch_{name}", text, [label] if label else [])
             for name, (label, text) in DISPATCH_COUNTERS.items()

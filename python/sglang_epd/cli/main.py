@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_epd.cli import status, up
+from sglang_epd.cli import doctor, status, up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -48,6 +48,7 @@ def _common(
 app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("top")(status.top)
+app.command("doctor")(doctor.doctor)
 
 
 def run() -> None:

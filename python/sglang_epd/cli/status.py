@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
@@ -13,8 +13,10 @@ from rich.table import Table
 
 from sglang_epd.cli import runs
 from sglang_epd.cli.console import console, print_json, state, table
-from sglang_epd.cli.probes import Target, View, ask, target, targets_of
 from sglang_epd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_epd.cli.probes import Target, View
 
 Urls = Annotated[
     list[str] | None,
@@ -43,6 +45,8 @@ def status(
 
     `sglang-epd status http://encoder-0:30000 http://prefill:30100`
     """
+    from sglang_epd.cli.probes import ask
+
     targets, run = _targets(urls)
     views = ask(targets, ssl_ca_certs)
     if as_json:
@@ -70,6 +74,8 @@ def top(
 
     Rates are those between two looks. Servers that `up` starts again are followed.
     """
+    from sglang_epd.cli.probes import ask
+
     before: dict[str, tuple[float, View]] = {}
     with Live(console=console(), auto_refresh=False, transient=False) as live:
         try:
@@ -90,6 +96,8 @@ def _targets(urls: Sequence[str] | None) -> tuple[list[Target], dict[str, Any] |
     Raises:
         ConfigError: there is nobody to ask.
     """
+    from sglang_epd.cli.probes import target, targets_of
+
     if urls:
         return [target(url) for url in urls], None
     found = runs.find(runs.root())

@@ -32,6 +32,8 @@ LAYERS = (
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
+# The schema of settings is one.
+SIDEWAYS.add(("media", "config"))
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",

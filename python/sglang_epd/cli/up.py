@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +22,56 @@ from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
 from sglang_epd.cli.topology import LOOPBACK, Plan, Shape, plan
-from sglang_epd.config import Settings
+from sglang_epd.config import CONFIG_FILE, Settings, read_file, variables
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
 
 _USUAL_PORT = 8000
+# Options that say something of one call, not of a topology.
+_NOT_IN_A_FILE = ("config", "settings", "dry-run", "as-json")
 _SHAPE = "Topology"
 _RUNNING = "Running"
 
 
+def _load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Have the file's `up` section stand for options that are not typed.
+
+    Raises:
+        ConfigError: it has one that there is not.
+    """
+    if path is None:
+        return None
+    told = read_file(path).get("up", {})
+    known = {
+        name.replace("_", "-"): name
+        for name in (one.name for one in context.command.params)
+        if name
+    }
+    for name in _NOT_IN_A_FILE:
+        known.pop(name)
+    defaults = {}
+    for option, value in told.items():
+        if option not in known:
+            raise ConfigError(f"{path}: up: {option!r} is not one of {', '.join(known)}")
+        if value is None or isinstance(value, dict | list):
+            raise ConfigError(f"{path}: up: {option} has to be one value")
+        defaults[known[option]] = value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path.resolve()
+
+
 def up(
     *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file: `up` has these options by their names, `settings` those of "
+            "docs/settings.md. What is typed counts before it.",
+            callback=_load_config,
+            is_eager=True,
+            rich_help_panel=_RUNNING,
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(help="Checkpoint: a folder, or a name on the hub.", rich_help_panel=_SHAPE),
@@ -126,6 +166,16 @@ def up(
             rich_help_panel=_RUNNING,
         ),
     ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of docs/settings.md for all servers, by its name in a file: "
+            "dispatch_policy=round_robin. May be repeated; counts before the environment.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -172,9 +222,10 @@ def up(
             "--prefill and --decode hand KV over by Mooncake, which is not installed: "
             'pip install "sglang-epd[mooncake]" (mooncake-cpu without CUDA)'
         )
+    env = _environment(config, settings or [])
     # What servers would refuse is refused here, before any of them starts.
-    settings = Settings.from_env()
-    MediaLimits.from_env()
+    token = Settings.from_env(env).token
+    MediaLimits.from_env(env)
     made = plan(shape, free_port, _places(gpus, shape))
     out = console()
     if as_json:
@@ -192,7 +243,8 @@ def up(
         made,
         out,
         model=shape.model,
-        token=bool(settings.token),
+        env=env,
+        token=bool(token),
         quiet=quiet,
         restarts=Restarts(most=max_restarts),
         timeout_s=timeout,
@@ -204,6 +256,7 @@ def _run(
     out: Console,
     *,
     model: str,
+    env: Mapping[str, str],
     token: bool,
     quiet: bool,
     restarts: Restarts,
@@ -235,7 +288,7 @@ def _run(
         made,
         run.folder,
         reporter,
-        env=os.environ,
+        env=env,
         restarts=restarts,
         changed=write,
         start_timeout_s=timeout_s,
@@ -284,6 +337,23 @@ def _described(made: Plan) -> dict[str, Any]:
             for server in made.servers
         ],
     }
+
+
+def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]:
+    """What servers inherit: the environment, `--config`, and `--set` before both.
+
+    Raises:
+        ConfigError: a `--set` is no setting.
+    """
+    env = dict(os.environ)
+    if config is not None:
+        env[CONFIG_FILE] = str(config)
+    for typed in settings:
+        name, sign, value = typed.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {typed}: expected NAME=VALUE")
+        env |= variables({name: value}, "--set")
+    return env
 
 
 def _checkpoint(model: str) -> str:

@@ -300,11 +300,12 @@ class _Source:
         for node in tree.body:
             if isinstance(node, kinds) and node.name == name:
                 return module, node
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(_SRT):
+        for imported in ast.walk(tree):
+            source = (imported.module or "") if isinstance(imported, ast.ImportFrom) else ""
+            if not isinstance(imported, ast.ImportFrom) or not source.startswith(_SRT):
                 continue
-            below = (node.module or "").removeprefix(_SRT)
-            for alias in node.names:
+            below = source.removeprefix(_SRT)
+            for alias in imported.names:
                 if alias.name == "*" or name == (alias.asname or alias.name):
                     wanted = name if alias.name == "*" else alias.name
                     if found := self._definition(below, wanted, depth + 1):

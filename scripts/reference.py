@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Writes the pages of reference that follow from the code: docs/settings.md and docs/metrics.md.
+
+scripts/reference.py            # write them
+scripts/reference.py --check    # fail where one is not as it would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sglang_epd import config
+from sglang_epd.config import Declared
+from sglang_epd.media import limits
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Read by `plugin`, by SGLang, and before any setting is.
+_SWITCHES = (
+    Declared("SGLANG_EPD", "on, off", "on", "all", "`off`: SGLang's own EPD, unchanged."),
+    Declared(
+        "SGLANG_PLUGINS",
+        "names, with commas between",
+        "",
+        "all",
+        "SGLang's: the plug-ins that are loaded. `sglang_epd_cpu`: the CPU platform only.",
+    ),
+    Declared(
+        config.CONFIG_FILE, "a path", "", "all", "A YAML file with the settings below, see above."
+    ),
+    Declared(
+        "SGLANG_VLM_CACHE_SIZE_MB",
+        "whole number",
+        "4096",
+        "encoders with `--enable-prefix-mm-cache`",
+        "SGLang's: embeddings kept for the next who asks.",
+    ),
+)
+_SETTINGS_HEAD = """# Settings
+
+What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names; `sglang-epd up` takes the file with `--config` and single settings with `--set`. What is typed counts before the environment, and that before the file. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
+
+    settings:                    # in small letters, without SGLANG_EPD_
+      dispatch_policy: least_loaded
+      media_allowed_networks: [10.0.0.0/8]
+    up:                          # only read by `sglang-epd up`: its options
+      model: Qwen/Qwen2.5-VL-7B-Instruct
+      encoders: 2
+
+Language servers, their encoders and decode servers need the same `token`.
+
+"""  # noqa: E501
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    parts = [
+        ("Switches", _SWITCHES),
+        ("Requests, encoders and stores", config.declared()),
+        ("Media", limits.declared()),
+    ]
+    tables = (f"## {title}\n\n{_table(rows)}" for title, rows in parts)
+    return _SETTINGS_HEAD + "\n".join(tables)
+
+
+def _table(settings: Iterable[Declared]) -> str:
+    rows = "".join(
+        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {one.values} "
+        f"| {one.servers} | {one.text} |\n"
+        for one in settings
+    )
+    return f"| variable | default | values | servers | |\n|---|---|---|---|---|\n{rows}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each page's place, and what belongs there."""
+    yield DOCS / "settings.md", settings_page()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [path for path, text in pages() if not path.exists() or path.read_text() != text]
+    for path, text in pages():
+        if path in stale and not check:
+            path.write_text(text)
+    for path in stale:
+        print(f"{path.name} {'is not up to date: scripts/reference.py' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

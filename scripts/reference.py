@@ -11,10 +11,20 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sglang_epd import config
 from sglang_epd.config import Declared
 from sglang_epd.media import limits
+from sglang_epd.observability.decisions import DecisionMetrics, HeaderMetrics
+from sglang_epd.observability.decode import DecodeMetrics
+from sglang_epd.observability.dispatch import PrometheusDispatchTally
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.observability.receiver import PrometheusTally
+from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.weights import WEIGHTS_BYTES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Read by `plugin`, by SGLang, and before any setting is.
@@ -52,6 +62,11 @@ What SGLang has a flag for is set by SGLang's flags. The rest is read once, when
 Language servers, their encoders and decode servers need the same `token`.
 
 """  # noqa: E501
+_METRICS_HEAD = """# Metrics
+
+Encoders show these at `/metrics`, always; language, prefill and decode servers among SGLang's own, with `--enable-metrics`. A counter's name ends in `_total`, a histogram has `_bucket`, `_sum` and `_count` behind its name; one that has labels and has not counted yet is not shown. Labels take few values, all of them this package's: none is a user's to choose.
+
+"""  # noqa: E501
 
 
 def settings_page() -> str:
@@ -74,9 +89,54 @@ def _table(settings: Iterable[Declared]) -> str:
     return f"| variable | default | values | servers | |\n|---|---|---|---|---|\n{rows}"
 
 
+def metrics() -> dict[str, list[Any]]:
+    """The metrics of each kind of server, as the objects that count."""
+    encoder, language, decode = EncoderMetrics().registry, CollectorRegistry(), CollectorRegistry()
+    StoreMetrics(encoder)
+    PrometheusDispatchTally("", language)
+    DecisionMetrics(language)
+    HeaderMetrics(language)
+    PrometheusTally(language)
+    DecodeMetrics(decode)
+    return {
+        "Encoders": _metrics_of(encoder),
+        "Language and prefill servers": [*_metrics_of(language), WEIGHTS_BYTES],
+        "Decode servers": _metrics_of(decode),
+    }
+
+
+def _metrics_of(registry: CollectorRegistry) -> list[Any]:
+    # Its only list of what counts, rather than of what has been counted so far.
+    return list(registry._collector_to_names)
+
+
+def samples_of(metric: Any) -> list[str]:
+    """The names under which a metric can be asked for."""
+    name = metric.describe()[0].name
+    endings = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"], Gauge: [""]}
+    return [name + ending for ending in endings[type(metric)]]
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    parts = []
+    for title, found in metrics().items():
+        rows = "".join(_metric_row(metric) for metric in found)
+        parts.append(f"## {title}\n\n| metric | kind | labels | |\n|---|---|---|---|\n{rows}")
+    return _METRICS_HEAD + "\n".join(parts)
+
+
+def _metric_row(metric: Any) -> str:
+    told = metric.describe()[0]
+    name = samples_of(metric)[0].removesuffix("_bucket")
+    labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+    return f"| `{name}` | {told.type} | {labels} | {told.documentation} |\n"
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Each page's place, and what belongs there."""
     yield DOCS / "settings.md", settings_page()
+    yield DOCS / "metrics.md", metrics_page()
 
 
 def main() -> int:

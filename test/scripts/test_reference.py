@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 import reference
+import sglang_epd
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,12 @@ def test_other_pages_name_settings_that_there_are():
     for path in [*reference.DOCS.glob("*.md"), reference.DOCS.parent / "README.md"]:
         named = set(re.findall(r"\bSGLANG_EPD_[A-Z_]+[A-Z]\b(?!_|\*)", path.read_text()))
         assert named <= known, path.name
+
+
+def test_every_metric_of_the_package_is_on_its_page():
+    package = Path(sglang_epd.__file__).parent
+    source = "".join(path.read_text() for path in (package / "observability").glob("*.py"))
+    named = set(re.findall(r"\"(sglang:epd_[a-z_]+[a-z])\"", source))
+    assert len(named) > 30
+    shown = set(re.findall(r"`(sglang:epd_\w+?)(?:_total)?`", reference.metrics_page()))
+    assert named <= shown

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import simpy
 
@@ -120,7 +121,7 @@ class Clients:
     def _enough(self) -> bool:
         return self._demand.count >= self._requests or self._env.now >= self._seconds
 
-    def _arrivals(self, gaps: Iterator[float]) -> Iterator[simpy.Event]:
+    def _arrivals(self, gaps: Iterator[float]) -> Generator[simpy.Event, Any, None]:
         for gap in gaps:
             if self._demand.count >= self._requests or self._env.now + gap >= self._seconds:
                 break
@@ -128,7 +129,7 @@ class Clients:
             self._send(self._demand.next(self._env.now))
         self._over()
 
-    def _user(self, think_s: float) -> Iterator[simpy.Event]:
+    def _user(self, think_s: float) -> Generator[simpy.Event, Any, None]:
         while not self._enough():
             request = self._demand.next(self._env.now)
             answered = self._answered[request.number] = self._env.event()

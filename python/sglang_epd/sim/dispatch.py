@@ -25,6 +25,24 @@ SILENT_S = 2.0
 _RETRY_AFTER_S = 1.0
 
 
+class Reports:
+    """What encoders said when they were last asked, all at the same time.
+
+    Attributes:
+        number: how often they were.
+        latest: whether each answered, the patches in its queue, and its rate.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder]) -> None:
+        self._encoders = encoders
+        self.number = 0
+        self.latest = [(True, 0.0, 0.0)] * len(encoders)
+
+    def renew(self) -> None:
+        self.number += 1
+        self.latest = [(one.alive, one.queued, one.rate) for one in self._encoders]
+
+
 class Dispatch:
     """Sends items to encoders, again where they were refused or lost.
 
@@ -33,9 +51,16 @@ class Dispatch:
     """
 
     def __init__(
-        self, env: simpy.Environment, encoders: Sequence[Encoder], name: str, rng: random.Random
+        self,
+        env: simpy.Environment,
+        encoders: Sequence[Encoder],
+        reports: Reports,
+        name: str,
+        rng: random.Random,
     ) -> None:
         self.retries = 0
+        self._reports = reports
+        self._heard = 0
         self._env = env
         self._encoders = encoders
         self._numbers = {encoder.url: number for number, encoder in enumerate(encoders)}
@@ -45,8 +70,8 @@ class Dispatch:
         self._turn = 0
         # What this server has sent there and not heard of; and so at the last report.
         self._outstanding = [0.0] * len(encoders)
-        self._reported = [(0.0, 0.0, 0.0)] * len(encoders)
-        self._usable = [True] * len(encoders)
+        # Patches that this server had there when the encoder last told of its queue.
+        self._reported = [0.0] * len(encoders)
         self._busy_until = [0.0] * len(encoders)
         self._views = [View(encoder.url) for encoder in encoders]
 
@@ -57,6 +82,7 @@ class Dispatch:
 
     def landed(self, item: Item) -> None:
         """An encoder has answered for an item."""
+        self._hear()
         self._outstanding[item.encoder] -= item.patches
         self._see(item.encoder)
 
@@ -65,38 +91,37 @@ class Dispatch:
         self.landed(item)
         self._again(item, SILENT_S)
 
-    def probe(self) -> None:
-        """Hear of all encoders how they are."""
-        for number, encoder in enumerate(self._encoders):
-            report = (encoder.queued, encoder.rate, self._outstanding[number])
-            if encoder.alive != self._usable[number] or report != self._reported[number]:
-                self._usable[number] = encoder.alive
-                self._reported[number] = report
+    def _hear(self) -> None:
+        """Take note of the latest reports. What this server had outstanding when they were
+        made is what it has now: it calls this before that changes."""
+        if self._heard != self._reports.number:
+            self._heard = self._reports.number
+            self._reported = self._outstanding.copy()
+            for number in range(len(self._views)):
                 self._see(number)
 
     def _see(self, number: int) -> None:
         """As `dispatch.pool` reckons an encoder's load."""
-        queued, rate, at_report = self._reported[number]
+        _, queued, rate = self._reports.latest[number]
         outstanding = self._outstanding[number]
         self._views[number] = View(
             self._encoders[number].url,
             State.READY,
-            max(outstanding, queued + outstanding - at_report),
+            max(outstanding, queued + outstanding - self._reported[number]),
             rate,
             self._env.now < self._busy_until[number],
         )
 
     def _spread(self, items: Sequence[Item]) -> None:
-        views = tuple(self._views)
-        if not all(self._usable) or any(self._busy_until):
-            now = self._env.now
-            views = tuple(
-                view
-                for view, usable, until in zip(
-                    views, self._usable, self._busy_until, strict=True
-                )
-                if usable and until <= now
+        self._hear()
+        now = self._env.now
+        views = tuple(
+            view
+            for view, (alive, _, _), until in zip(
+                self._views, self._reports.latest, self._busy_until, strict=True
             )
+            if alive and until <= now
+        )
         if not views:
             for item in items:
                 self._again(item, _RETRY_AFTER_S)

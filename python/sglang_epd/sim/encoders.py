@@ -3,7 +3,7 @@ and run in batches by its bounds. What is kept is in the package's own cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ class Encoder:
 
         self._grant(item, granted)
 
-    def _run(self) -> Iterator[simpy.Event]:
+    def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
             now = self._env.now
             for job in self._queue.take_expired(now) if len(self._queue) else ():

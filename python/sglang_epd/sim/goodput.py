@@ -116,9 +116,7 @@ def goodput(
 
     def works(rate: float) -> bool:
         requests = round(min(max(rate * seconds, least_requests), most_requests))
-        tries.append(
-            holds(profile, workload, topology, slo, rate, requests=requests, seed=seed)
-        )
+        tries.append(holds(profile, workload, topology, slo, rate, requests=requests, seed=seed))
         return tries[-1].holds
 
     low, high = 0.0, math.inf

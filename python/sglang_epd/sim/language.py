@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import simpy
 
@@ -58,6 +59,11 @@ class Server:
         """Whether its KV can ever be here."""
         return self._prompts.needs(request) <= self.costs.kv_tokens
 
+    @property
+    def held_tokens(self) -> int:
+        """Of its KV cache, promised or used."""
+        return self._prompts.kv_tokens
+
     def add(self, request: Request) -> None:
         """A request whose prompt is complete."""
         self._prompts.add(request)
@@ -91,7 +97,7 @@ class Server:
             self._leaping = False
             self._process.interrupt()
 
-    def _run(self) -> Iterator[simpy.Event]:
+    def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
             self._join()
             if self._prompts.may_begin(len(self._running)):
@@ -110,7 +116,7 @@ class Server:
             request.first = self.env.now
             self._go_on(request)
 
-    def _prefill(self) -> Iterator[simpy.Event]:
+    def _prefill(self) -> Generator[simpy.Event, Any, None]:
         """One pass; of a server that mixes, with a step of those that decode."""
         sequences = len(self._running)
         mixed = self.costs.mixed and sequences > 0
@@ -139,7 +145,7 @@ class Server:
             else:
                 self._prefilled(request, self)
 
-    def _decode(self) -> Iterator[simpy.Event]:
+    def _decode(self) -> Generator[simpy.Event, Any, None]:
         """Steps until one ends, or somebody comes who may begin."""
         steps = self._running.until_next()
         began, self._leaping = self.env.now, True

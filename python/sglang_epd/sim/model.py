@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import simpy
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.sim.clients import Clients, Demand
-from sglang_epd.sim.dispatch import PROBE_S, Dispatch
+from sglang_epd.sim.dispatch import PROBE_S, Dispatch, Reports
 from sglang_epd.sim.encoders import Encoder
 from sglang_epd.sim.language import Server
 from sglang_epd.sim.profile import Profile
@@ -23,7 +24,7 @@ from sglang_epd.sim.transfer import Arena, arrival
 from sglang_epd.sim.workload import Closed, Workload
 
 
-class Failure(Data):
+class Failure(Data, frozen=True):
     """An encoder that dies and comes back, with nothing in its cache."""
 
     encoder: Count
@@ -116,14 +117,22 @@ class Deployment:
         ]
         budget = profile.language.receive_mb << 20
         self.arenas = [Arena(env, budget) for _ in self.prefills]
+        self._reports = Reports(self.encoders)
         self.dispatches = [
-            Dispatch(env, self.encoders, topology.policy, random.Random(policies.random()))
+            Dispatch(
+                env,
+                self.encoders,
+                self._reports,
+                topology.policy,
+                random.Random(policies.random()),
+            )
             for _ in self.prefills
         ]
         self._at: dict[int, int] = {}
         self._behind: dict[int, Server] = {}
         self.report = Report(profile, topology)
         self.live = 0
+        self._idle: simpy.Event | None = None
         self._clients = Clients(
             env,
             Demand(workload, profile, demand),
@@ -145,7 +154,12 @@ class Deployment:
         """To the end of the last request, or until `stop` says so."""
         self.env.run(until=self._done)
         self.report.close(
-            self.env.now, self.encoders, self.prefills, self.decodes, self.arenas, self.dispatches
+            self.env.now,
+            encoders=self.encoders,
+            prefills=self.prefills,
+            decodes=self.decodes,
+            arenas=self.arenas,
+            dispatches=self.dispatches,
         )
         return self.report
 
@@ -154,6 +168,8 @@ class Deployment:
     def _arrive(self, request: Request) -> None:
         self.live += 1
         self.report.arrived += 1
+        if self._idle is not None and not self._idle.triggered:
+            self._idle.succeed()
         number = self._route(self.prefills)
         server = self.prefills[number]
         server.outstanding += 1
@@ -201,8 +217,8 @@ class Deployment:
             request.prompt * links.kv_bytes_per_token,
             server.outward,
             behind.inward,
-            links.kv_latency_s,
-            links.kv_bytes_per_s,
+            latency_s=links.kv_latency_s,
+            bytes_per_s=links.kv_bytes_per_s,
         )
         self._after(end - self.env.now, partial(self._handed_over, request, server, behind))
 
@@ -262,8 +278,8 @@ class Deployment:
             item.tokens * links.bytes_per_token,
             self.encoders[item.encoder].out,
             self.prefills[number].inward,
-            links.latency_s,
-            links.bytes_per_s,
+            latency_s=links.latency_s,
+            bytes_per_s=links.bytes_per_s,
         )
         self._after(end - self.env.now, partial(self._landed, item))
 
@@ -296,13 +312,17 @@ class Deployment:
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
         self.env.timeout(max(0.0, seconds)).callbacks.append(lambda _event: then())
 
-    def _probe(self) -> Iterator[simpy.Event]:
+    def _probe(self) -> Generator[simpy.Event, Any, None]:
         while True:
+            if not self.live:
+                # Nobody would see the difference.
+                self._idle = self.env.event()
+                yield self._idle
+                self._idle = None
             yield self.env.timeout(PROBE_S)
-            for dispatch in self.dispatches:
-                dispatch.probe()
+            self._reports.renew()
 
-    def _fail(self, failure: Failure) -> Iterator[simpy.Event]:
+    def _fail(self, failure: Failure) -> Generator[simpy.Event, Any, None]:
         encoder = self.encoders[failure.encoder]
         yield self.env.timeout(failure.at_s)
         encoder.die()

@@ -7,7 +7,7 @@ the slowest requests wait for grows until the SLO holds, and what is too much is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -178,7 +178,9 @@ def plan(
     )
 
 
-def _trim(counts: dict[str, int], found: Try, tried, profile: Profile) -> Try:  # type: ignore[no-untyped-def]
+def _trim(
+    counts: dict[str, int], found: Try, tried: Callable[[dict[str, int]], Try], profile: Profile
+) -> Try:
     """Take back what is not needed, the dearest kind of server first."""
     gpus = {"encoders": profile.encoder.gpus}
     for name in sorted(counts, key=lambda name: -gpus.get(name, profile.language.gpus)):

@@ -35,7 +35,8 @@ class Chunk:
 
     def encode_seconds(self, costs: Language) -> float:
         """Of the tower, in passes of as many items as may run together."""
-        seconds, batch, patches = 0.0, [], 0.0
+        batch: list[float] = []
+        seconds = patches = 0.0
         for item in self.items:
             full = len(batch) == costs.tower.batch_items
             if batch and (full or patches + item.patches > costs.tower.batch_patches):

@@ -15,7 +15,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text, load
 
 
-class Pixels(Data):
+class Pixels(Data, frozen=True):
     """How pictures become patches and tokens.
 
     Attributes:
@@ -27,7 +27,7 @@ class Pixels(Data):
     merge: Positive
 
 
-class Host(Data):
+class Host(Data, frozen=True):
     """Fetching, decoding and preprocessing, in threads beside the accelerator.
 
     Attributes:
@@ -39,7 +39,7 @@ class Host(Data):
     patch_s: Cost = 0.0
 
 
-class Tower(Data):
+class Tower(Data, frozen=True):
     """One forward pass of the vision tower: `launch_s + sum(p patch_s + p^2 patch2_s)` over
     its items of p patches each.
 
@@ -60,7 +60,7 @@ class Tower(Data):
         )
 
 
-class Encoder(Data):
+class Encoder(Data, frozen=True):
     """An encoder server.
 
     Attributes:
@@ -78,7 +78,7 @@ class Encoder(Data):
     max_items: Positive = 1024
 
 
-class Language(Data):
+class Language(Data, frozen=True):
     """A server that runs prefill, decode or both.
 
     Attributes:
@@ -125,7 +125,7 @@ class Language(Data):
         )
 
 
-class Links(Data):
+class Links(Data, frozen=True):
     """Embeddings from encoders to language servers, KV from prefill to decode. Each server
     sends and receives at the rate, one after the other."""
 
@@ -137,7 +137,7 @@ class Links(Data):
     kv_bytes_per_s: Rate = 1e12
 
 
-class Profile(Data):
+class Profile(Data, frozen=True):
     """All of it.
 
     Attributes:
@@ -147,7 +147,7 @@ class Profile(Data):
     """
 
     name: Text
-    source: list[Text]
+    source: tuple[Text, ...]
     hardware: Text
     model: Text
     pixels: Pixels

@@ -36,7 +36,7 @@ STEPS = (
 )
 
 
-class Slo(Data):
+class Slo(Data, frozen=True):
     """What has to hold for that share of all requests, each for itself.
 
     Attributes:
@@ -106,6 +106,7 @@ class Report:
     def close(
         self,
         now: float,
+        *,
         encoders: Sequence[Encoder],
         prefills: Sequence[Server],
         decodes: Sequence[Server],
@@ -214,9 +215,7 @@ class Report:
             "requests": self.counted,
             "outcomes": dict(self.outcomes),
             "requests_per_s": round(self.throughput, 4),
-            "output_tokens_per_s": round(
-                self.tokens * self.throughput / max(1, len(self.ttft)), 2
-            ),
+            "output_tokens_per_s": round(self.tokens * self.throughput / max(1, len(self.ttft)), 2),
             **latencies,
             "steps_mean_ms": {step: _ms(value) for step, value in self.step_means().items()},
             "busy": {name: round(share, 4) for name, share in self.busy.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -51,28 +51,37 @@ def simulate(
     )
     whole = Report(profile, topology)
     calls = [
-        (profile, workload, one, share, seed * 1_000_003 + cell, failures)
+        _Cell(profile, workload, one, share, seed * 1_000_003 + cell, failures)
         for cell in range(topology.cells)
     ]
     if jobs == 1 or stop is not None:
         for call in calls:
-            whole.merge(_cell(*call, stop=stop))
+            whole.merge(call.run(stop))
         return whole
     with ProcessPoolExecutor(jobs) as pool:
-        for report in pool.map(_cell, *zip(*calls, strict=True), chunksize=1):
+        for report in pool.map(_Cell.run, calls):
             whole.merge(report)
     return whole
 
 
-def _cell(
-    profile: Profile,
-    workload: Workload,
-    topology: Topology,
-    traffic: Traffic,
-    seed: int,
-    failures: tuple[Failure, ...],
-    stop: StopWhen | None = None,
-) -> Report:
-    return Deployment(
-        profile, workload, topology, traffic, seed=seed, failures=failures, stop=stop
-    ).run()
+@dataclass(frozen=True)
+class _Cell:
+    """One cell's run, to be sent to another process."""
+
+    profile: Profile
+    workload: Workload
+    topology: Topology
+    traffic: Traffic
+    seed: int
+    failures: tuple[Failure, ...]
+
+    def run(self, stop: StopWhen | None = None) -> Report:
+        return Deployment(
+            self.profile,
+            self.workload,
+            self.topology,
+            self.traffic,
+            seed=self.seed,
+            failures=self.failures,
+            stop=stop,
+        ).run()

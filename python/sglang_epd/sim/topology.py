@@ -21,7 +21,7 @@ _NOTATION = re.compile(
 )
 
 
-class Topology(Data):
+class Topology(Data, frozen=True):
     """Servers of one deployment.
 
     Attributes:
@@ -59,9 +59,7 @@ class Topology(Data):
     def gpus(self, profile: Profile) -> float:
         """Accelerators of all servers."""
         servers = self.language + self.prefills + self.decodes
-        return self.cells * (
-            self.encoders * profile.encoder.gpus + servers * profile.language.gpus
-        )
+        return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
 
     def hour_cost(self, profile: Profile) -> float:
         return self.gpus(profile) * profile.gpu_hour_cost

@@ -22,7 +22,13 @@ class Port:
 
 
 def arrival(
-    now: float, nbytes: float, sender: Port, receiver: Port, latency_s: float, bytes_per_s: float
+    now: float,
+    nbytes: float,
+    sender: Port,
+    receiver: Port,
+    *,
+    latency_s: float,
+    bytes_per_s: float,
 ) -> float:
     """When bytes that are sent now will be there. Both ends are taken for as long as they
     move, one transfer after the other."""
@@ -70,6 +76,10 @@ class Arena:
 
     def __post_init__(self) -> None:
         self._extents = Extents(self.nbytes)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._extents.taken_bytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether there can ever be room for as much."""

@@ -12,7 +12,7 @@ from sglang_epd.sim.profile import Pixels
 from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text
 
 
-class Uniform(Data, tag="uniform", tag_field="kind"):
+class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):
     """Whole numbers from `low` to `high`, both included."""
 
     low: Count
@@ -23,11 +23,11 @@ class Uniform(Data, tag="uniform", tag_field="kind"):
             raise ValueError(f"low ({self.low}) is above high ({self.high})")
 
 
-class Choice(Data, tag="choice", tag_field="kind"):
+class Choice(Data, frozen=True, tag="choice", tag_field="kind"):
     """One of `values`, by their weights (equal ones where there are none)."""
 
-    values: list[Count]
-    weights: list[Cost] = []
+    values: tuple[Count, ...]
+    weights: tuple[Cost, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.values or (self.weights and len(self.weights) != len(self.values)):
@@ -36,13 +36,13 @@ class Choice(Data, tag="choice", tag_field="kind"):
             raise ValueError("a choice needs a positive weight")
 
 
-class Exponential(Data, tag="exponential", tag_field="kind"):
+class Exponential(Data, frozen=True, tag="exponential", tag_field="kind"):
     """Of that mean, rounded, at least 1."""
 
     mean: Rate
 
 
-class Lognormal(Data, tag="lognormal", tag_field="kind"):
+class Lognormal(Data, frozen=True, tag="lognormal", tag_field="kind"):
     """Of that mean and coefficient of variation, rounded, within the bounds."""
 
     mean: Rate
@@ -54,7 +54,7 @@ class Lognormal(Data, tag="lognormal", tag_field="kind"):
 Number = int | Uniform | Choice | Exponential | Lognormal
 
 
-class Picture(Data):
+class Picture(Data, frozen=True):
     """An image, or a video of so many pairs of frames."""
 
     width: Positive
@@ -68,7 +68,7 @@ class Picture(Data):
         return float(tokens * pixels.merge * self.frames)
 
 
-class Kind(Data):
+class Kind(Data, frozen=True):
     """Requests of one kind.
 
     Attributes:
@@ -84,7 +84,7 @@ class Kind(Data):
     output_tokens: Number
     weight: Rate = 1.0
     items: Number = 0
-    pictures: list[Picture] = []
+    pictures: tuple[Picture, ...] = ()
     patches: Number | None = None
     catalogue: Count = 0
     zipf: Cost = 1.1
@@ -100,21 +100,21 @@ class Kind(Data):
             raise ValueError("items are given by pictures or by patches")
 
 
-class Poisson(Data, tag="poisson", tag_field="kind"):
+class Poisson(Data, frozen=True, tag="poisson", tag_field="kind"):
     """Independent clients."""
 
 
-class Constant(Data, tag="constant", tag_field="kind"):
+class Constant(Data, frozen=True, tag="constant", tag_field="kind"):
     """One after the other, at equal intervals."""
 
 
-class Gamma(Data, tag="gamma", tag_field="kind"):
+class Gamma(Data, frozen=True, tag="gamma", tag_field="kind"):
     """Intervals of that coefficient of variation: above 1 requests come in bursts."""
 
     cv: Rate
 
 
-class Closed(Data, tag="closed", tag_field="kind"):
+class Closed(Data, frozen=True, tag="closed", tag_field="kind"):
     """So many users, each of whom waits for an answer, and thinks, before asking again. The
     rate follows from that: none may be given."""
 
@@ -125,7 +125,7 @@ class Closed(Data, tag="closed", tag_field="kind"):
 Arrival = Poisson | Constant | Gamma | Closed
 
 
-class Workload(Data):
+class Workload(Data, frozen=True):
     """What clients do.
 
     Attributes:
@@ -134,7 +134,7 @@ class Workload(Data):
     """
 
     name: Text
-    kinds: list[Kind]
+    kinds: tuple[Kind, ...]
     arrival: Arrival = Poisson()
     source: str = ""
     deadline_s: Rate = 120.0
@@ -169,7 +169,7 @@ def mean(number: Number) -> float:
         case Uniform():
             return (number.low + number.high) / 2
         case Choice():
-            weights = number.weights or [1.0] * len(number.values)
+            weights = number.weights or (1.0,) * len(number.values)
             pairs = zip(number.values, weights, strict=True)
             return sum(value * weight for value, weight in pairs) / sum(weights)
         case Exponential() | Lognormal():

@@ -19,8 +19,7 @@ class Demand:
     """Requests of one workload, one after the other.
 
     Attributes:
-        rng: of what they are; when they come has a source of its own, so that another rate
-            brings the same requests.
+        rng: of what they are.
     """
 
     workload: Workload
@@ -73,6 +72,12 @@ class Demand:
         if kind.patches is not None:
             return float(max(1, drawn(kind.patches, rng)))
         return rng.choice(kind.pictures).patches(self.profile.pixels)
+
+
+def generators(seed: int) -> tuple[random.Random, random.Random]:
+    """Of arrivals and of what is asked for: apart, so that another rate brings the same
+    requests."""
+    return random.Random(f"{seed} arrivals"), random.Random(f"{seed} demand")
 
 
 class Clients:

@@ -128,6 +128,7 @@ class Encoder:
         def granted() -> None:
             if life != self._life:
                 return
+            item.granted = self._env.now
             self._queue.push(
                 Job(item.request.number, item.patches, item.request.deadline, content=item)
             )
@@ -169,8 +170,8 @@ class Encoder:
             if self._cache is not None:
                 self._keep(item)
             for asker in self._making.pop(item.key):
-                asker.prepared = asker.prepared or item.prepared
-                asker.begun, asker.encoded = job.content.begun, self._env.now
+                asker.prepared, asker.granted = item.prepared, item.granted
+                asker.begun, asker.encoded = item.begun, self._env.now
                 self._found[asker] = None
                 self._grant_and_deliver(asker)
 

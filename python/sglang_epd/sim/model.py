@@ -11,7 +11,7 @@ from typing import Any
 import simpy
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.clients import Clients, Demand
+from sglang_epd.sim.clients import Clients, Demand, generators
 from sglang_epd.sim.dispatch import PROBE_S, Dispatch, Reports
 from sglang_epd.sim.encoders import Encoder
 from sglang_epd.sim.language import Server
@@ -90,9 +90,8 @@ class Deployment:
         self._traffic = traffic
         self._stop = stop
         # Each source of chance has its own, so that one more draw here changes nothing there.
-        arrivals, demand, policies, routes = (
-            random.Random(f"{seed} {name}") for name in ("arrivals", "demand", "policy", "routes")
-        )
+        arrivals, demand = generators(seed)
+        policies, routes = random.Random(f"{seed} policy"), random.Random(f"{seed} routes")
         self._routes = routes
         self.encoders = [
             Encoder(

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
 # The counts that a step of the time to the first token is blamed on, the first that there is.
 _BLAME: dict[str, tuple[str, ...]] = {
     "prepare": ("encoders", "prefills", "language"),
+    "memory": ("prefills", "language"),
     "encoder queue": ("encoders",),
     "encode": ("encoders",),
     "transfer": ("prefills", "language"),

@@ -20,8 +20,9 @@ class Item:
 
     Attributes:
         tries: encoders that have refused or lost it.
-        prepared, begun, encoded, landed: the ends of preparing, of waiting for the tower, of
-            the forward pass and of the transfer; 0 until then.
+        prepared, granted, begun, encoded, landed: the ends of preparing, of waiting for memory
+            where it goes, of waiting for the tower, of the forward pass and of the transfer; 0
+            until then.
     """
 
     request: Request
@@ -31,6 +32,7 @@ class Item:
     encoder: int = -1
     tries: int = 0
     prepared: float = 0.0
+    granted: float = 0.0
     begun: float = 0.0
     encoded: float = 0.0
     landed: float = 0.0

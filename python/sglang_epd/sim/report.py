@@ -27,6 +27,7 @@ StopWhen = Callable[["Report", Request], bool]
 # What a request's time to its first token is made of; its last item to land stands for all.
 STEPS = (
     "prepare",
+    "memory",
     "encoder queue",
     "encode",
     "transfer",
@@ -226,19 +227,15 @@ class Report:
 def _steps(request: Request) -> tuple[float, ...]:
     start = request.arrived
     last = max(request.items, key=_landed, default=None)
-    if last is None or not last.landed:
-        # Without media, or encoded where it is prefilled.
-        prepared = request.landed - start
-        media = (prepared, 0.0, 0.0, 0.0)
-    else:
-        # What was found in a cache was neither prepared nor encoded for it.
-        prepared = last.prepared or last.landed
-        begun = last.begun or prepared
-        encoded = last.encoded or begun
-        prepared = min(max(prepared, start), last.landed)
-        begun = min(max(begun, prepared), last.landed)
-        encoded = min(max(encoded, begun), last.landed)
-        media = (prepared - start, begun - prepared, encoded - begun, last.landed - encoded)
+    # Without media, or encoded where it is prefilled.
+    media = [request.landed - start, 0.0, 0.0, 0.0, 0.0]
+    if last is not None and last.landed:
+        # What was found in a cache was not encoded for it, and what another request has asked
+        # for was prepared before it came.
+        media, reached = [], start
+        for end in (last.prepared, last.granted, last.begun, last.encoded, last.landed):
+            media.append(max(0.0, end - reached))
+            reached = max(reached, end)
     return (
         *media,
         request.began - request.landed,

@@ -284,7 +284,9 @@ one H20's peak):
 token (deepstack included), 300 MB a request, and stays until its answer ends. With the default
 of 2048 the same requests at 1 a second have a mean TTFT of
 {figures["budget"]["1E1PD"]["ttft_s"]:.1f} s (1E1PD) and
-{figures["budget"]["2E1PD"]["ttft_s"]:.1f} s (2E1PD) in place of {arms["1E1PD"][-1]["ttft_s"]:.1f} s and {arms["2E1PD"][-1]["ttft_s"]:.1f} s.
+{figures["budget"]["2E1PD"]["ttft_s"]:.1f} s (2E1PD), in place of
+{arms["1E1PD"][-1]["ttft_s"]:.1f} s and
+{arms["2E1PD"][-1]["ttft_s"]:.1f} s.
 
 What equal numbers of GPUs give (p99 TTFT within 10 s and TPOT within 200 ms, prefill at 75%):
 
@@ -400,22 +402,22 @@ Runs of some 25 s on a shared machine vary by several percent themselves.
 
 
 _SGLANG_READING = """Read: with the published ViT the order is right and the factors are too
-small, because four and a half pictures of 116 ms are a third of what a request costs a server of TP 4; the rest is the
-prefill of 9,300 tokens, which all arms pay. With the 0.2 to 0.3 s that a picture of 1080p comes
-to, 2E1P has the published TTFT (6 to 8 times lower), nearly the throughput (about double), and,
-with a prefill at 75% of the peak, the TPOT (8 to 10 times lower). 1E1P has not: at 0.3 s a
-picture one encoder would need 1.35 s a request at 1 request a second. What was published of
-1E1P alone is in plots, whose values are not in the text."""
+small, because four and a half pictures of 116 ms are a third of what a request costs a server
+of TP 4; the rest is the prefill of 9,300 tokens, which all arms pay. With the 0.2 to 0.3 s that
+a picture of 1080p comes to, 2E1P has the published TTFT (6 to 8 times lower), nearly the
+throughput (about double), and, with a prefill at 75% of the peak, the TPOT (8 to 10 times
+lower). 1E1P has not: at 0.3 s a picture one encoder would need 1.35 s a request at 1 request a
+second. What was published of 1E1P alone is in plots, whose values are not in the text."""
 _VLLM_READING = """Read: reckoned from FLOP and bandwidth, DP4 does two to three times what was
 published, and 1E3PD does not pay at equal counts: a quarter of the GPUs would encode, which is
 a smaller part of the work. So the published gain comes from something that an image costs a
-server that also decodes, beyond arithmetic. Given that one cost (and that of receiving an embedding), DP4 is
-within a quarter of the published figure at 400 + 1 and 2000 + 4 and half too high at 2000 + 1;
-1E3PD is near at 2000 + 4, above the rates that were tried at 400 + 1, and a third too low at
-2000 + 1: 18 requests of 2,400 tokens on three GPUs are 14,400 tokens a second on each beside
-decoding, nearly all that the profile's prefill can do (17,200). So four images are reproduced,
-and long text with one image is not. 2E2PD would have been the better split only for short text
-with 4 images, and not as good as 1E3PD there."""
+server that also decodes, beyond arithmetic. Given that one cost (and that of receiving an
+embedding), DP4 is within a quarter of the published figure at 400 + 1 and 2000 + 4 and half too
+high at 2000 + 1; 1E3PD is near at 2000 + 4, above the rates that were tried at 400 + 1, and a
+third too low at 2000 + 1: 18 requests of 2,400 tokens on three GPUs are 14,400 tokens a second
+on each beside decoding, nearly all that the profile's prefill can do (17,200). So four images
+are reproduced, and long text with one image is not. 2E2PD would have been worse than 1E3PD
+everywhere."""
 
 
 def page(figures: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ _ORDER = [
     "test_backends",
     "test_budget",
     "test_chaos",
+    "test_cli",
     "test_content",
     "test_families",
     "test_rival",

@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
-_MODULES = ("pictures", "pages", "open_loop", "comparison", "compare")
+_MODULES = ("pictures", "pages", "open_loop", "comparison", "compare", "ttft")
 
 
 def _load(name: str) -> None:

@@ -123,9 +123,7 @@ class Comparison:
         options = self._options
         running = Running(arm, self._model, options.flags, self._place, self._folder)
         try:
-            seconds = running.start()
-            self.results.starts.append(Start(arm.name, number, seconds, running.commands))
-            _say(f"round {number + 1} of {options.rounds}: {arm.name} is up after {seconds:.0f} s")
+            self._start(running, number)
             for workload in self.results.workloads:
                 self._ask(workload, running, number)
             for workload in self.results.workloads:
@@ -134,11 +132,27 @@ class Comparison:
                     self._run(workload, running, number, rate, bench)
                 if scale.goodput is not None and number < options.goodput_rounds:
                     self._search(workload, running, number, bench)
-        except ServerError as error:
-            _say(f"{arm.name}: {error}")
-            raise
         finally:
             running.stop()
+
+    def _start(self, running: Running, number: int) -> None:
+        seconds = running.start()
+        name = running.arm.name
+        self.results.starts.append(Start(name, number, seconds, running.commands))
+        _say(f"round {number + 1} of {self._options.rounds}: {name} is up after {seconds:.0f} s")
+
+    def _revive(self, running: Running, number: int, workload: Workload) -> None:
+        """Start an arm anew if a load has ended one of its servers."""
+        try:
+            for server in running.servers:
+                server.check_running()
+        except ServerError as error:
+            told = str(error).splitlines()[0]
+            where = f"before {workload.name} of round {number + 1}"
+            self.results.notes.append(f"{told.rstrip('.')}; all were started anew {where}")
+            _say(self.results.notes[-1])
+            running.stop()
+            self._start(running, number)
 
     def _ask(self, workload: Workload, running: Running, number: int) -> None:
         """The questions are the same in every round: servers have been started anew."""
@@ -163,6 +177,7 @@ class Comparison:
     ) -> Run:
         """One load; pictures of one are in no other on the same servers."""
         options = self._options
+        self._revive(running, number, workload)
         scale = workload.scale(options.scale)
         seed = (options.seed, number, rate, probe)
         made = requests(workload, options.scale, seed, self._count)

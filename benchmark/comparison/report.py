@@ -233,6 +233,7 @@ def _failures(results: Results) -> str:
             f"- {arm.title}: {why.total()} of {total} failed"
             + (f": {shown_ones}" if shown_ones else "")
         )
+    lines += [f"- {note}" for note in results.notes]
     return "## Failures\n\nSearches for goodput included.\n\n" + "\n".join(lines)
 
 

@@ -71,6 +71,7 @@ class Results(msgspec.Struct):
         machine: its words by name; `load` is the load average when it began.
         arms: the first is the baseline.
         note: what the reader has to know of this run.
+        notes: servers that ended.
     """
 
     command: str
@@ -92,6 +93,7 @@ class Results(msgspec.Struct):
     runs: list[Run] = []
     searches: list[Search] = []
     questions: list[Question] = []
+    notes: list[str] = []
 
     @property
     def baseline(self) -> Arm:

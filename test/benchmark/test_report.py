@@ -132,7 +132,9 @@ def test_failures_are_counted_and_told(results: Results) -> None:
     bad = Outcome("text", None, None, 0, "HTTP 503: no encoder")
     first = next(run for run in results.runs if run.arm == "in-tree-1e1p")
     results.runs.append(msgspec.structs.replace(first, outcomes=[*first.outcomes, bad, bad]))
+    results.notes.append("in-tree-1e1p language exited with status 1")
     page = report.page(results)
+    assert "\n- in-tree-1e1p language exited with status 1" in page
     assert "- the in-tree-1e1p: 2 of 30 failed: 2 'HTTP 503: no encoder'" in page
     assert "- the epd-1e1p: 0 of 24 failed" in page
 

@@ -22,14 +22,14 @@ _DPI = 110
 def draw(results: Results, folder: Path) -> list[Path]:
     """Write the plots into a folder; returns their paths.
 
-    A workload without a rate, one at a time, has none.
+    A workload of one rate has none: its tables say as much.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for workload in results.workloads:
         runs = [r for r in results.runs if (r.workload, r.probe) == (workload.name, False)]
         runs = [run for run in runs if run.rate]
-        if runs:
+        if len({run.rate for run in runs}) > 1:
             path = folder / f"{workload.name}.png"
             _rates(workload.title, runs, results.arms, path)
             drawn.append(path)
@@ -65,7 +65,7 @@ def _of(what: str, figure: Callable[[Sequence[float]], float]) -> Callable[[Run]
 def _lines(
     axis: pyplot.Axes, runs: Sequence[Run], arms: Sequence[Arm], figure: Callable[[Run], float]
 ) -> None:
-    """One a arm: medians over rounds, with lowest and highest."""
+    """One an arm: medians over rounds, with lowest and highest."""
     for arm in arms:
         points = []
         for rate in sorted({run.rate for run in runs}):
@@ -85,7 +85,8 @@ def _lines(
                 label=arm.title,
             )
     axis.set_xlabel("requests a second")
-    axis.set_ylim(bottom=0)
+    axis.set_xlim(left=0)
+    axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
     axis.grid(alpha=0.3)
 
 

@@ -51,23 +51,24 @@ def _head(results: Results) -> str:
         if results.client_cores == results.cores
         else f"the client on {_cores(results.client_cores)}"
     )
-    took = f"{results.rounds} rounds in {results.minutes:.0f} minutes"
+    several = results.rounds > 1
+    took = f"{results.rounds} round{'s' if several else ''} in {results.minutes:.0f} minutes"
+    order = "; the order of the arms was another in each round" if several else ""
     gpus = f", GPUs {', '.join(map(str, results.gpus))}" if results.gpus else ""
     return f"""# Arms side by side
 
 `{results.command}`
 
 {where}; {packages}; checkpoint {results.model}{f", `{results.flags}`" if results.flags else ""};
-scale {results.scale}, seed {results.seed}, {took}.
-{results.note}
+scale {results.scale}, seed {results.seed}, {took}. {results.note}
 
-One arm was up at a time, each on {cores}{gpus}, {client}; the order of the arms was
-another in each round. All got the same requests, byte for byte
-({"yes" if same_requests(results) else "NO"}, by digest). Times are in
-milliseconds, of all rounds together; failed requests have none, and are counted. p99 is the
-least value that 99% do not exceed: of fewer than a hundred requests the largest. Ratios are
-medians over rounds of the ratio in each, with the lowest and the highest; below 1 is better
-for times, above 1 for throughput. `{baseline}` is the baseline."""
+One arm was up at a time, each on {cores}{gpus}, {client}{order}.
+All got the same requests, byte for byte
+({"yes" if same_requests(results) else "NO"}, by digest). Times are in milliseconds, of all
+rounds together; failed requests have none, and are counted. p99 is the least value that 99%
+do not exceed: of fewer than a hundred requests the largest. Ratios are medians over rounds of
+the ratio in each, with the lowest and the highest; below 1 is better for times, above 1 for
+throughput. The baseline: {baseline}."""
 
 
 def same_requests(results: Results) -> bool:
@@ -106,11 +107,13 @@ def _workload(results: Results, workload: Workload) -> str:
     if scale.clip is not None:
         clip = scale.clip
         media = f"clips of {clip.frames} frames of {clip.width}x{clip.height}"
+    each = "a turn" if workload.turns > 1 else "each"
+    long = [f"runs of {scale.seconds:g} s"] if any(scale.rates) else []
+    long += [f"{scale.requests} requests one at a time"] if 0 in scale.rates else []
     text = f"""## {workload.title}
 
-`{workload.name}`: {scale.text_tokens} tokens of text and {scale.answer_tokens} of answer
-{"a turn" if workload.turns > 1 else "each"}, {media}; runs of {scale.seconds:g} s, or
-{scale.requests} requests one at a time.
+`{workload.name}`: {scale.text_tokens} tokens of text and {scale.answer_tokens} of answer {each},
+{media}; {", ".join(long)}.
 
 {table(rows)}"""
     return text + (f"\n\n{table(against)}" if len(against) > 1 else "")

@@ -46,7 +46,7 @@ from comparison.clients import (  # noqa: E402
     question,
     write_load,
 )
-from comparison.figures import Limits, Run, goodput, percentile  # noqa: E402
+from comparison.figures import Run, goodput  # noqa: E402
 from comparison.files import DataFileError, read_all  # noqa: E402
 from comparison.results import (  # noqa: E402
     Question,
@@ -66,8 +66,6 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 # Questions of each workload whose answers are compared, and their tokens.
 QUESTIONS, QUESTION_TOKENS = 2, 8
-# A rate that is looked for is no round number.
-_DIGITS = 3
 
 
 class Comparison:
@@ -209,7 +207,7 @@ class Comparison:
     def _search(
         self, workload: Workload, running: Running, number: int, bench: BenchServing
     ) -> None:
-        limits = self._limits(workload)
+        limits = self.results.limits(workload)
         looked_for = workload.scale(self._options.scale).goodput
         assert looked_for is not None
         if limits is None:
@@ -224,20 +222,6 @@ class Comparison:
         search = Search(running.arm.name, workload.name, number, limits, found)
         self.results.searches.append(search)
         _say(f"{running.arm.name}, {workload.name}: goodput {found.rate:g} requests/s")
-
-    def _limits(self, workload: Workload) -> Limits | None:
-        """Multiples of what the baseline needed in the first round, one request at a time."""
-        looked_for = workload.scale(self._options.scale).goodput
-        key = (self.results.baseline.name, workload.name, 0, 0)
-        for run in self.results.runs:
-            if (run.arm, run.workload, run.round, run.rate) == key and looked_for is not None:
-                if run.failed:
-                    return None
-                return Limits(
-                    round(looked_for.ttft * percentile(run.ttfts_ms(), 0.5), _DIGITS),
-                    round(looked_for.tpot * percentile(run.tpots_ms(), 0.5), _DIGITS),
-                )
-        return None
 
 
 def rotated(arms: list[Arm], number: int, rounds: int) -> list[Arm]:

@@ -52,6 +52,7 @@ def _head(results: Results) -> str:
         else f"the client on {_cores(results.client_cores)}"
     )
     several = results.rounds > 1
+    note = f" {results.note}" if results.note else ""
     took = f"{results.rounds} round{'s' if several else ''} in {results.minutes:.0f} minutes"
     order = "; the order of the arms was another in each round" if several else ""
     gpus = f", GPUs {', '.join(map(str, results.gpus))}" if results.gpus else ""
@@ -60,7 +61,7 @@ def _head(results: Results) -> str:
 `{results.command}`
 
 {where}; {packages}; checkpoint {results.model}{f", `{results.flags}`" if results.flags else ""};
-scale {results.scale}, seed {results.seed}, {took}. {results.note}
+scale {results.scale}, seed {results.seed}, {took}.{note}
 
 One arm was up at a time, each on {cores}{gpus}, {client}{order}.
 All got the same requests, byte for byte

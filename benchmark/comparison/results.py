@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from comparison.arms import Arm
-from comparison.figures import Goodput, Limits, Run
+from comparison.figures import Goodput, Limits, Run, percentile
 from comparison.files import DataFileError
 from comparison.workloads import ScaleName, Workload
 
@@ -98,6 +98,20 @@ class Results(msgspec.Struct):
     @property
     def baseline(self) -> Arm:
         return self.arms[0]
+
+    def limits(self, workload: Workload) -> Limits | None:
+        """What has to hold for goodput: multiples of what the baseline needed in the first
+        round, one request at a time. None where it failed, or goodput is not asked for.
+        """
+        looked_for = workload.scale(self.scale).goodput
+        key = (self.baseline.name, workload.name, 0, 0, False)
+        for run in self.runs:
+            if key == (run.arm, run.workload, run.round, run.rate, run.probe) and looked_for:
+                if run.failed:
+                    return None
+                ttft_ms = looked_for.ttft * percentile(run.ttfts_ms(), 0.5)
+                return Limits(ttft_ms, looked_for.tpot * percentile(run.tpots_ms(), 0.5))
+        return None
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

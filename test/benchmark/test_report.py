@@ -177,6 +177,21 @@ def test_goodput_says_its_limits_and_what_was_tried(results: Results) -> None:
     assert "| four_images | the colocated | 2.00 | 1.00 | 1 yes, 4 no |" in page
 
 
+def test_limits_are_multiples_of_the_unloaded_baseline(results: Results) -> None:
+    looked_for = results.workloads[-1]
+    assert results.limits(looked_for) is None  # it was not run at rate 0
+    alone = msgspec.structs.replace(results.runs[0], workload="four_images")
+    results.runs.append(msgspec.structs.replace(alone, arm="epd-1e1p"))
+    assert results.limits(looked_for) is None  # the baseline was not
+    results.runs.append(alone)
+    assert results.limits(looked_for) == Limits(505.0, 60.0)
+    assert results.limits(results.workloads[0]) is None  # nobody asks for it
+    results.runs[-1] = msgspec.structs.replace(
+        alone, outcomes=[*alone.outcomes, Outcome("media", None, None, 0, "HTTP 500")]
+    )
+    assert results.limits(looked_for) is None
+
+
 def test_plots_of_what_has_rates(results: Results, tmp_path: Path) -> None:
     drawn = plots.draw(results, tmp_path / "plots")
     assert [path.name for path in drawn] == ["interference.png", "goodput.png"]

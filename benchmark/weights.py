@@ -24,7 +24,8 @@ from pathlib import Path
 
 import psutil
 import requests
-from main_job import first_token_s, memory_mb, picture, table
+from main_job import first_token_s, memory_mb, picture
+from pages import table
 from safetensors import safe_open
 
 from make_checkpoint import ensure

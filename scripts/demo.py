@@ -32,17 +32,10 @@ from PIL import Image
 import photographs
 from checkpoints.families import SPECS
 from make_checkpoint import ensure
+from sglang_epd.cli.logs import FIRST_PHASE, PHASES
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 
 _HOST = "127.0.0.1"
-# What a server's log says, and the start-up phase that begins there.
-_PHASES = (
-    ("server_args=", "configured"),
-    ("Load weight begin", "loading weights"),
-    ("Load weight end", "weights loaded"),
-    ("KV Cache is allocated", "KV cache allocated"),
-    ("Uvicorn running", "listening"),
-)
 
 
 @dataclass(frozen=True)
@@ -144,8 +137,8 @@ class _PhasePrinter:
     @staticmethod
     def _phase(server: ServerProcess) -> str:
         log = server.log_path.read_text(errors="replace") if server.log_path.exists() else ""
-        reached = [phase for text, phase in _PHASES if text in log]
-        return reached[-1] if reached else "importing"
+        reached = [phase for text, phase in PHASES if text in log]
+        return reached[-1] if reached else FIRST_PHASE
 
 
 def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:

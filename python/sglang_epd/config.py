@@ -1,147 +1,62 @@
-"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*`.
+"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
 
-Everything SGLang does have a flag for is read from SGLang. An `SGLANG_EPD_`
-variable that is not listed here is an error, so that a typing mistake is not
-silently without effect.
+Everything SGLang does have a flag for is read from SGLang. What is declared here, and in
+`media/limits.py`, is the one schema: it reads the environment and the file, refuses what
+it does not know, so that a typing mistake is not silently without effect, and
+docs/settings.md is written from it.
+
+`SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
+without the prefix; what the environment says counts before it:
+
+    settings:
+      dispatch_policy: least_loaded
+      media_allowed_networks: [10.0.0.0/8]
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_epd.errors import ConfigError
 
 PREFIX = "SGLANG_EPD_"
-# Read elsewhere: the switch by plugin.py, the run id between the processes of one
-# server, the media limits by media/limits.py, the cache folder by scripts/.
-_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
+CONFIG_FILE = "SGLANG_EPD_CONFIG"
+# Read elsewhere: the run id between the processes of one server, the cache folder by
+# scripts/. The switch `SGLANG_EPD` itself, read by plugin.py, has no underscore behind.
+_OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _MEDIA_PREFIX = "SGLANG_EPD_MEDIA_"
-_MAY_BE_ZERO = {"min_patches", "url_cache_entries", "embedding_cache_mb"}
+_MOST_FILE_BYTES = 1 << 20
+# What a file may hold beside `settings`: options of `sglang-epd up`, which reads them.
+SECTIONS = ("settings", "up")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of one server process.
+class Declared:
+    """One setting, as people are told of it.
 
     Attributes:
-        token: secret shared by encoder, language and decode servers; empty = none.
-        request_timeout_s: one deadline for a request's items, from the moment it
-            arrives until its embeddings are in the scheduler; retries spend it.
-        dispatch_policy: how items are spread over encoders.
-        encode: whether a language server that holds its tower
-            (`--enable-adaptive-dispatch-to-encoder`) sends anything to encoders.
-        min_patches: requests whose images are all smaller stay on such a server.
-        encoder_header: whether a request may name its encoders (`x-encoder-hosts-ports`).
-        encoder_wait_s: how long a request waits for an encoder where none is left to ask.
-        encoder_timeout_s: how long one encoder may take for its share of a request before
-            others are asked.
-        max_body_mb: largest encode request an encoder accepts.
-        receive_budget_mb: embeddings that a language server has granted, received or is
-            reading take at most this; encoders wait for more.
-        embedding_cache_mb: of the receive budget, what embeddings that nobody uses any more
-            may take until their room is needed.
-        grant_timeout_s: how long an encoder may take from a grant to the payload.
-        shared_memory: whether an encoder writes into the memory of language servers of
-            its own machine, instead of sending over a socket.
-        encoder_max_items: items in work at a time on an encoder; more are refused with 503.
-        encoder_queue_mb: encoded media in work at a time on an encoder, likewise.
-        url_cache_entries: URLs that an encoder remembers the content of; 0 for none.
-        encoder_batch_patches, encoder_batch_items: what an encoder runs in one forward
-            pass; a single item may have more patches. None: as the device likes it.
-        encoder_advertise_url: how language servers reach an encoder that registers itself;
-            empty for its host and port.
-        store: URL of a store that encoders share (`store.url`); empty for none. May hold a
-            password.
-        store_timeout_ms: how long an encoder waits for the store before it computes.
-        content_identity: whether a server that encodes all of its media itself names them
-            by their content, as encoders do (`seams/identities.py`).
-        checksum: whether an encoder sends a digest of each embedding, to be compared
-            where it arrives.
+        variable: its name in the environment.
+        values: what it takes.
+        default: as it would be typed; empty for none.
+        servers: whom it concerns.
+        text: what it does.
     """
 
-    token: str = field(default="", repr=False)
-    request_timeout_s: float = 120.0
-    dispatch_policy: str = "affinity"
-    encoder_wait_s: float = 30.0
-    encoder_timeout_s: float = 60.0
-    max_body_mb: int = 512
-    receive_budget_mb: int = 2048
-    embedding_cache_mb: int = 1024
-    grant_timeout_s: float = 30.0
-    encoder_max_items: int = 1024
-    encoder_queue_mb: int = 1024
-    url_cache_entries: int = 8192
-    encoder_batch_patches: int | None = None
-    encoder_batch_items: int = 32
-    shared_memory: bool = True
-    checksum: bool = False
-    content_identity: bool = False
-    encode: bool = True
-    min_patches: int = 0
-    encoder_header: bool = False
-    encoder_advertise_url: str = ""
-    store: str = field(default="", repr=False)
-    store_timeout_ms: float = 250.0
+    variable: str
+    values: str
+    default: str
+    servers: str
+    text: str
 
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
-        """Read and check the settings.
-
-        Raises:
-            ConfigError: an unknown variable or a value out of range, by name.
-        """
-        known: dict[str, tuple[str, Callable[[str], Any]]] = {
-            "SGLANG_EPD_TOKEN": ("token", str),
-            "SGLANG_EPD_REQUEST_TIMEOUT_S": ("request_timeout_s", float),
-            "SGLANG_EPD_DISPATCH_POLICY": ("dispatch_policy", str),
-            "SGLANG_EPD_ENCODER_WAIT_S": ("encoder_wait_s", float),
-            "SGLANG_EPD_ENCODER_TIMEOUT_S": ("encoder_timeout_s", float),
-            "SGLANG_EPD_MAX_BODY_MB": ("max_body_mb", int),
-            "SGLANG_EPD_RECEIVE_BUDGET_MB": ("receive_budget_mb", int),
-            "SGLANG_EPD_EMBEDDING_CACHE_MB": ("embedding_cache_mb", int),
-            "SGLANG_EPD_GRANT_TIMEOUT_S": ("grant_timeout_s", float),
-            "SGLANG_EPD_ENCODER_MAX_ITEMS": ("encoder_max_items", int),
-            "SGLANG_EPD_ENCODER_QUEUE_MB": ("encoder_queue_mb", int),
-            "SGLANG_EPD_URL_CACHE_ENTRIES": ("url_cache_entries", int),
-            "SGLANG_EPD_ENCODER_BATCH_PATCHES": ("encoder_batch_patches", int),
-            "SGLANG_EPD_ENCODER_BATCH_ITEMS": ("encoder_batch_items", int),
-            "SGLANG_EPD_SHARED_MEMORY": ("shared_memory", switch),
-            "SGLANG_EPD_CHECKSUM": ("checksum", switch),
-            "SGLANG_EPD_CONTENT_IDENTITY": ("content_identity", switch),
-            "SGLANG_EPD_STORE": ("store", str),
-            "SGLANG_EPD_STORE_TIMEOUT_MS": ("store_timeout_ms", float),
-            "SGLANG_EPD_ENCODE": ("encode", switch),
-            "SGLANG_EPD_MIN_PATCHES": ("min_patches", int),
-            "SGLANG_EPD_ENCODER_HEADER": ("encoder_header", switch),
-            "SGLANG_EPD_ENCODER_ADVERTISE_URL": ("encoder_advertise_url", str),
-        }
-        values: dict[str, Any] = {}
-        for name, raw in env.items():
-            if not name.startswith(PREFIX) or name in _OTHER or name.startswith(_MEDIA_PREFIX):
-                continue
-            if name not in known:
-                raise ConfigError(
-                    f"{name} is not a setting of sglang-epd; known: {', '.join(sorted(known))}"
-                )
-            field, kind = known[name]
-            try:
-                values[field] = kind(raw)
-            except ValueError:
-                raise ConfigError(
-                    f"{name}={raw!r} is not a valid {kind.__name__.strip('_')}"
-                ) from None
-        settings = cls(**values)
-        for name, (field, kind) in known.items():
-            value = getattr(settings, field)
-            if kind is float and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be greater than 0 and finite")
-            least = 0 if field in _MAY_BE_ZERO else 1
-            if kind is int and value is not None and value < least:
-                raise ConfigError(f"{name} must be greater than 0")
-        return settings
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return self.variable.removeprefix(PREFIX).lower()
 
 
 def switch(raw: str) -> bool:
@@ -151,3 +66,287 @@ def switch(raw: str) -> bool:
         return values[raw.strip().lower()]
     except KeyError:
         raise ValueError(raw) from None
+
+
+_KINDS: dict[Callable[[str], Any], str] = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    switch: "on, off",
+}
+
+
+def _setting(
+    kind: Callable[[str], Any],
+    default: Any,
+    servers: str,
+    text: str,
+    *,
+    least: int = 1,
+    secret: bool = False,
+) -> Any:
+    """A field of `Settings`.
+
+    Args:
+        kind: reads it from text.
+        servers: whom it concerns.
+        text: what it does, for docs/settings.md.
+        least: the smallest whole number.
+        secret: whether it must not be shown.
+    """
+    told = {"kind": kind, "servers": servers, "text": text, "least": least}
+    return dataclasses.field(default=default, repr=not secret, metadata=told)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one server process; each says itself what it does."""
+
+    token: str = _setting(
+        str,
+        "",
+        "encoders, language, decode",
+        "Secret that they share. Without it encoders are asked, and register, with SGLang's "
+        "`--api-key`.",
+        secret=True,
+    )
+    request_timeout_s: float = _setting(
+        float,
+        120.0,
+        "language",
+        "One deadline for a request's media, from its arrival until its embeddings are in "
+        "the scheduler; retries spend it.",
+    )
+    dispatch_policy: str = _setting(
+        str,
+        "affinity",
+        "language",
+        "How items are spread over encoders: `affinity` (what was encoded somewhere goes there "
+        "again), `least_loaded` (patches in work), `round_robin`, or `shuffle` (SGLang's own).",
+    )
+    encoder_wait_s: float = _setting(
+        float,
+        30.0,
+        "language",
+        "How long a request waits where no encoder is left to ask; then it gets 503.",
+    )
+    encoder_timeout_s: float = _setting(
+        float,
+        60.0,
+        "language",
+        "How long one encoder may take for its share of a request before others are asked.",
+    )
+    encoder_header: bool = _setting(
+        switch,
+        False,
+        "language",
+        "Whether a request may name its encoders (`x-encoder-hosts-ports: host:port,...`).",
+    )
+    encode: bool = _setting(
+        switch,
+        True,
+        "language, with `--enable-adaptive-dispatch-to-encoder`",
+        "Whether anything goes to encoders.",
+    )
+    min_patches: int = _setting(
+        int,
+        0,
+        "language, with `--enable-adaptive-dispatch-to-encoder`",
+        "Requests whose images are all smaller than so many patches (14 x 14 px) do not go to "
+        "encoders.",
+        least=0,
+    )
+    receive_budget_mb: int = _setting(
+        int,
+        2048,
+        "language",
+        "Embeddings that it holds at a time: granted, received, being read or kept. Encoders "
+        "wait for more.",
+    )
+    embedding_cache_mb: int = _setting(
+        int,
+        1024,
+        "language",
+        "Of that budget, embeddings that nobody uses any more, kept for who sends the same "
+        "image again; they go when their room is needed.",
+        least=0,
+    )
+    grant_timeout_s: float = _setting(
+        float, 30.0, "language", "How long an encoder may take from a grant to the payload."
+    )
+    max_body_mb: int = _setting(int, 512, "encoders", "Largest encode request.")
+    encoder_max_items: int = _setting(
+        int, 1024, "encoders", "Items in work at a time; more are answered with 503."
+    )
+    encoder_queue_mb: int = _setting(
+        int, 1024, "encoders", "Encoded media in work at a time; more is answered with 503."
+    )
+    encoder_batch_patches: int | None = _setting(
+        int,
+        None,
+        "encoders",
+        "Patches in one forward pass; a single item may have more. 16384, or 2048 on a CPU, "
+        "unless given.",
+    )
+    encoder_batch_items: int = _setting(int, 32, "encoders", "Items in one forward pass.")
+    encoder_advertise_url: str = _setting(
+        str,
+        "",
+        "encoders with `--encoder-register-urls`",
+        "How language servers reach it; its host and port unless given.",
+    )
+    url_cache_entries: int = _setting(
+        int,
+        8192,
+        "encoders",
+        "URLs whose content is known for as long as HTTP caching lets it; 0 asks for each anew.",
+        least=0,
+    )
+    shared_memory: bool = _setting(
+        switch,
+        True,
+        "encoders",
+        "Whether it writes into the memory of language servers on its own machine, instead of "
+        "sending over a socket.",
+    )
+    checksum: bool = _setting(
+        switch,
+        False,
+        "encoders",
+        "Whether a digest goes with each embedding, to be compared where it arrives.",
+    )
+    store: str = _setting(
+        str,
+        "",
+        "encoders",
+        "URL of a store of embeddings that they share: `file://`, `redis://`, `mooncake://`.",
+        secret=True,
+    )
+    store_timeout_ms: float = _setting(
+        float, 250.0, "encoders", "How long the store may delay an item."
+    )
+    content_identity: bool = _setting(
+        switch,
+        False,
+        "servers that encode all media themselves",
+        "Whether inline media have the names in the prefix cache that they have on language "
+        "servers, of their bytes and not of their pixels.",
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """Read and check the settings.
+
+        Raises:
+            ConfigError: an unknown variable or a value out of range, by name.
+        """
+        fields = {f"{PREFIX}{one.name.upper()}": one for one in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, raw in environment(env).items():
+            if not name.startswith(PREFIX) or name in _OTHER or name.startswith(_MEDIA_PREFIX):
+                continue
+            if name not in fields:
+                raise ConfigError(
+                    f"{name} is not a setting of sglang-epd; known: {', '.join(sorted(fields))}"
+                )
+            values[fields[name].name] = _read(name, raw, fields[name].metadata)
+        return cls(**values)
+
+
+def declared() -> list[Declared]:
+    """The settings of this module, in their order."""
+    return [
+        Declared(
+            f"{PREFIX}{one.name.upper()}",
+            _KINDS[one.metadata["kind"]],
+            _typed(one.default),
+            one.metadata["servers"],
+            one.metadata["text"],
+        )
+        for one in dataclasses.fields(Settings)
+    ]
+
+
+def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    """The environment, and beneath it what the file has that `SGLANG_EPD_CONFIG` names.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    env = os.environ if env is None else env
+    path = env.get(CONFIG_FILE, "")
+    if not path:
+        return env
+    return {**variables(read_file(Path(path)).get("settings", {}), path), **env}
+
+
+def read_file(path: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a configuration file; its settings are not looked at yet.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file.
+    """
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_FILE_BYTES + 1)
+        if len(text) > _MOST_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
+        told = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" (line {where.line + 1})" if where is not None else ""
+        raise ConfigError(f"{path} is not YAML{line}") from None
+    if told is None:
+        return {}
+    if not isinstance(told, dict) or not all(isinstance(one, dict) for one in told.values()):
+        raise ConfigError(f"{path} has to have the sections {', '.join(SECTIONS)}")
+    if unknown := sorted(map(str, told.keys() - set(SECTIONS))):
+        raise ConfigError(f"{path}: {', '.join(unknown)}: not one of {', '.join(SECTIONS)}")
+    return told
+
+
+def variables(told: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Settings of a file, as the environment would have them.
+
+    Args:
+        where: they come from, for messages.
+
+    Raises:
+        ConfigError: a name that cannot be one, or a value that is nested or empty.
+    """
+    found = {}
+    for key, value in told.items():
+        name = f"{PREFIX}{key}".upper()
+        if not isinstance(key, str) or key != key.lower() or name in _OTHER:
+            raise ConfigError(f"{where}: {key!r} is not a setting")
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, str | int | float) for part in parts):
+            raise ConfigError(f"{where}: {key} has to be one value, or a list of them")
+        found[name] = ",".join(map(_typed, parts))
+    return found
+
+
+def _typed(value: Any) -> str:
+    """A value as it would be typed into the environment."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if value is None else str(value)
+
+
+def _read(name: str, raw: str, told: Mapping[str, Any]) -> Any:
+    kind = told["kind"]
+    try:
+        value = kind(raw)
+    except ValueError:
+        raise ConfigError(f"{name}={raw!r} is not a valid {kind.__name__}") from None
+    if kind is float and not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be greater than 0 and finite")
+    if kind is int and value < told["least"]:
+        raise ConfigError(f"{name} must be {told['least']} or more")
+    return value

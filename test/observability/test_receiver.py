@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import subprocess
 import sys
@@ -18,18 +17,14 @@ PREFIX = "sglang:epd_receiver_"
 
 
 @pytest.fixture
-def registry(monkeypatch) -> prometheus_client.CollectorRegistry:
+def registry() -> prometheus_client.CollectorRegistry:
     """In place of the process's default one, which may hold these metrics already."""
-    registry = prometheus_client.CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Histogram"):
-        metric = getattr(prometheus_client, kind)
-        monkeypatch.setattr(receiver, kind, functools.partial(metric, registry=registry))
-    return registry
+    return prometheus_client.CollectorRegistry()
 
 
 @pytest.fixture
 def tally(registry):
-    return receiver.PrometheusTally()
+    return receiver.PrometheusTally(registry)
 
 
 @pytest.fixture

@@ -18,214 +18,10 @@ import pytest
 
 from sglang_epd.families import IN_TREE
 from sglang_epd.seams import server_args
+from sglang_epd.seams.contract import SIGNATURES, violations
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
 Find = Callable[[str, str], Any]
-
-# (our module, module below sglang.srt, function or Class.method): its parameters.
-# "async" in front marks a coroutine function.
-SIGNATURES: dict[tuple[str, str, str], str] = {
-    ("plugin", "arg_groups.pd_disaggregation_hook", "handle_encoder_disaggregation"): (
-        "server_args"
-    ),
-    ("plugin", "disaggregation.encoder.http_server", "launch_server"): "server_args",
-    ("plugin", "disaggregation.encoder.receiver", "create_mm_receiver"): (
-        "server_args dtype hf_config scheduler transport_mode encode_urls"
-    ),
-    (
-        "plugin",
-        "managers.scheduler_components.request_receiver",
-        "SchedulerRequestReceiver._pull_raw_reqs",
-    ): "self",
-    ("plugin", "model_executor.model_runner", "ModelRunner.load_model"): "self",
-    (
-        "families/adapter",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.process_mm_data_async",
-    ): "async self image_data audio_data input_text request_obj kwargs",
-    (
-        "families/adapter",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.compute_mrope_positions",
-    ): "self input_ids mm_items",
-    (
-        "families/internvl",
-        "multimodal.processors.internvl",
-        "InternVLProcessor._ensure_placeholders_before_assistant",
-    ): "self prompt placeholder want",
-    ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
-    ("families/reading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
-        "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides"
-    ),
-    ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
-        "self model_config model"
-    ),
-    ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
-        "target hook hook_type source"
-    ),
-    ("seams/hooks", "plugins.hook_registry", "HookRegistry.apply_hooks"): "",
-    ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
-        "self rid abort_all"
-    ),
-    (
-        "seams/tokenizer",
-        "managers.tokenizer_manager",
-        "TokenizerManager._handle_abort_finish_reason",
-    ): "async self out state is_stream",
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (
-        "self obj request"
-    ),
-    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager.convert_to_span_attrs"): (
-        "self state recv_obj i"
-    ),
-    ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
-        "self req is_retracted"
-    ),
-    ("seams/prefix", "managers.scheduler", "Scheduler.flush_cache"): "self empty_cache",
-    ("seams/prefix", "managers.scheduler", "Scheduler._release_aborted_request"): "self req",
-    (
-        "seams/prefix",
-        "disaggregation.prefill",
-        "SchedulerDisaggregationPrefillMixin.release_aborted_prefill_waiting_req",
-    ): "self req",
-    ("seams/prefix", "managers.schedule_policy", "PrefillAdder.add_one_req"): (
-        "self req has_chunked_req truncation_align_size"
-    ),
-    ("seams/prefix", "managers.schedule_batch", "ScheduleBatch.check_decode_mem"): (
-        "self selected_indices"
-    ),
-    ("seams/prefix", "managers.schedule_batch", "Req._compute_max_prefix_len"): "self input_len",
-    ("seams/prefix", "mem_cache.common", "_req_radix_key"): (
-        "tree_cache req token_ids max_prefix_len"
-    ),
-    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.match_prefix"): (
-        "self params"
-    ),
-    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.unlock"): "self lock",
-    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
-        "self obj request"
-    ),
-    (
-        "seams/adaptive",
-        "managers.tokenizer_manager",
-        "TokenizerManager._should_dispatch_to_encoder",
-    ): "self obj",
-    (
-        "seams/adaptive",
-        "managers.tokenizer_manager",
-        "TokenizerManager._handle_epd_disaggregation_encode_request",
-    ): "self obj",
-    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): (
-        "async self obj"
-    ),
-    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
-        "self"
-    ),
-    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
-        "self start_pd_bootstrap_service"
-    ),
-    (
-        "seams/decode",
-        "multimodal.processors.qwen_vl",
-        "QwenVLImageProcessor.process_mm_data_async",
-    ): ("async self image_data input_text request_obj args kwargs"),
-    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
-    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
-    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
-        "self server_args hf_config model_config"
-    ),
-    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase.create_req"): (
-        "self recv_req"
-    ),
-    ("seams/scheduler", "disaggregation.encoder.receiver", "_select_mm_processor_prompt"): (
-        "recv_req mm_processor"
-    ),
-    ("seams/receiving", "utils.network", "get_local_ip_auto"): "fallback",
-    (
-        "seams/receiving and encoder/server",
-        "distributed.parallel_state",
-        "get_mooncake_transfer_engine",
-    ): "",
-    (
-        "seams/prompt",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.build_input_ids",
-    ): "self prompt img_grid_thw video_grid_thw audio_seq_lens",
-    (
-        "seams/prompt",
-        "multimodal.processors.qwen_vl",
-        "QwenVLImageProcessor.build_input_ids_with_timestamps",
-    ): "self prompt embeddings img_grid_thw video_grid_thw video_timestamps",
-    (
-        "language/assembly",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.get_validated_mm_data",
-    ): "self prompt embeddings kwargs",
-    ("language/assembly", "managers.schedule_batch", "MultimodalDataItem.set_identity"): (
-        "self identity"
-    ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
-        "self server_args schedule_path dist_init_method rank gpu_id"
-    ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
-        "self modality"
-    ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
-        "self mm_feature preprocess_result indices modality"
-    ),
-    ("encoder/preparing", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
-    ("encoder/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
-    (
-        "encoder/preparing",
-        "disaggregation.encoder.preprocessor",
-        "EncoderPreprocessor.process_mm_items",
-    ): "async self mm_items modality",
-    ("encoder/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
-        "ele total_frames video_fps"
-    ),
-    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
-        "self source device num_decode_threads"
-    ),
-    ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
-    ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
-    ("encoder/towers", "plugins", "load_plugins"): "",
-    ("encoder/towers", "server_args", "ServerArgs.resolve_once"): "self",
-    ("encoder/towers and seams/server_args", "arg_groups.overrides", "model_config_of"): (
-        "server_args"
-    ),
-    ("encoder/towers", "utils.common", "maybe_reindex_device_id"): "gpu_id",
-    (
-        "encoder/towers",
-        "distributed.device_communicators.mooncake_transfer_engine",
-        "init_mooncake_transfer_engine",
-    ): "hostname gpu_id ib_device",
-    ("encoder/server", "runtime_context", "publish"): "server_args role hf_config ranks",
-    ("encoder/server", "utils", "configure_logger"): "server_args prefix",
-    ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
-    ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer"): (
-        "host port urls health_check_interval health_check_timeout evicted_ttl"
-    ),
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.list_urls"): (
-        "self"
-    ),
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.close"): "self",
-    **{
-        ("encoder and seams", "runtime_context", name): ""
-        for name in (
-            "get_device",
-            "get_disagg",
-            "get_exec",
-            "get_memory",
-            "get_mm",
-            "get_model",
-            "get_observability",
-            "get_parallel",
-            "get_serving",
-        )
-    },
-}
 
 # (our module, module, class): the attributes that are read or set.
 ATTRIBUTES: dict[tuple[str, str, str], str] = {
@@ -792,3 +588,18 @@ def test_every_way_in_hands_its_http_request_on(sglang):
     assert "tokenizer_manager.generate_request( adapted_request, raw_request )" in source
     source = one_line(inspect.getsource(server.serve_generate_request))
     assert source.count("generate_request( obj, request )") == 2
+
+
+def test_the_check_without_imports_sees_what_the_tests_above_see(tmp_path):
+    assert violations() == []
+    srt = tmp_path / "srt"
+    (srt / "plugins").mkdir(parents=True)
+    (srt / "plugins" / "hook_registry.py").write_text(
+        "class HookRegistry:\n    def register(target, hook): ...\n"
+    )
+    found = violations(srt)
+    assert len(found) == len(SIGNATURES)
+    (moved,) = [one for one in found if "HookRegistry.register" in one]
+    assert moved.startswith("seams/hooks")
+    assert "target hook" in moved
+    assert any("create_mm_receiver is gone" in one for one in found)

@@ -177,7 +177,7 @@ class ServerProcess:
         while True:
             elapsed = time.monotonic() - begin
             self.check_running()
-            if _answers_ok(self.ready_url, timeout_s=max(0.1, min(5.0, timeout_s - elapsed))):
+            if answers_ok(self.ready_url, timeout_s=max(0.1, min(5.0, timeout_s - elapsed))):
                 return time.monotonic() - begin
             if elapsed > timeout_s:
                 raise ServerError(
@@ -255,7 +255,8 @@ def stop_all(servers: Sequence[ServerProcess], grace_s: float = 10.0) -> None:
         list(pool.map(lambda server: server.stop(grace_s), servers))
 
 
-def _answers_ok(url: str, timeout_s: float) -> bool:
+def answers_ok(url: str, timeout_s: float) -> bool:
+    """Whether a GET of a URL on this machine is answered with 200 in time."""
     try:
         with _OPENER.open(url, timeout=timeout_s) as response:
             return bool(response.status == 200)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_epd.config import Declared, environment
 from sglang_epd.errors import ConfigError
 
 _PREFIX = "SGLANG_EPD_MEDIA_"
+_SERVERS = "encoders; language with `--enable-adaptive-dispatch-to-encoder`"
 _POSITIVE = (
     "max_bytes",
     "max_pixels",
@@ -89,20 +90,15 @@ class MediaLimits:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> MediaLimits:
         """Read `SGLANG_EPD_MEDIA_*`; what is unset or empty keeps its default.
 
-        MAX_MB (MiB), MAX_PIXELS, MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS,
-        MAX_VIDEO_TOTAL_PIXELS, MAX_AUDIO_S (seconds), MAX_REDIRECTS, TIMEOUT_S (seconds in total),
-        ALLOWED_DOMAINS and ALLOWED_NETWORKS (comma-separated), LOCAL_ROOT (a folder).
-
         Args:
             environ: instead of the process's environment.
 
         Raises:
             ConfigError: a value cannot be read or is out of range, or the variable is
-                none of these; the message names it.
+                none that is declared; the message names it.
         """
-        environ = os.environ if environ is None else environ
         fields: dict[str, Any] = {}
-        for name, value in environ.items():
+        for name, value in environment(environ).items():
             if not name.startswith(_PREFIX):
                 continue
             variable = _VARIABLES.get(name.removeprefix(_PREFIX))
@@ -111,16 +107,23 @@ class MediaLimits:
                 raise ConfigError(f"{name} is not a setting; there are {known}")
             if not value.strip():
                 continue
-            read, expected = variable
             try:
-                update = read(value.strip())
+                update = variable.read(value.strip())
                 cls(**update)
             except ConfigError as error:
                 raise ConfigError(f"{name}={value!r}: {error}") from None
             except (ValueError, OverflowError):
-                raise ConfigError(f"{name}={value!r}: expected {expected}") from None
+                raise ConfigError(f"{name}={value!r}: expected {variable.values}") from None
             fields |= update
         return cls(**fields)
+
+
+def declared() -> list[Declared]:
+    """The settings of this module, as people are told of them."""
+    return [
+        Declared(_PREFIX + name, one.values, one.default, _SERVERS, one.text)
+        for name, one in _VARIABLES.items()
+    ]
 
 
 def _read_timeout(text: str) -> dict[str, Any]:
@@ -135,19 +138,65 @@ def _read_list(text: str) -> tuple[str, ...]:
     return tuple(part for part in map(str.strip, text.split(",")) if part)
 
 
-_VARIABLES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
-    "MAX_MB": (lambda text: {"max_bytes": int(float(text) * (1 << 20))}, "a number of MiB"),
-    "MAX_PIXELS": (lambda text: {"max_pixels": int(text)}, "a whole number"),
-    "MAX_VIDEO_FRAMES": (lambda text: {"max_video_frames": int(text)}, "a whole number"),
-    "MAX_VIDEO_PIXELS": (lambda text: {"max_video_pixels": int(text)}, "a whole number"),
-    "MAX_VIDEO_TOTAL_PIXELS": (
-        lambda text: {"max_video_total_pixels": int(text)},
-        "a whole number",
+@dataclass(frozen=True)
+class _Variable:
+    """One variable: how it is read, and what people are told of it."""
+
+    read: Callable[[str], dict[str, Any]]
+    values: str
+    default: str
+    text: str
+
+
+def _whole(field: str, text: str) -> _Variable:
+    default = str(getattr(MediaLimits, field))
+    return _Variable(lambda raw: {field: int(raw)}, "a whole number", default, text)
+
+
+_VARIABLES: dict[str, _Variable] = {
+    "MAX_MB": _Variable(
+        lambda raw: {"max_bytes": int(float(raw) * (1 << 20))},
+        "a number of MiB",
+        str(MediaLimits.max_bytes >> 20),
+        "Of one item's encoded media, also after a Content-Encoding is undone.",
     ),
-    "MAX_AUDIO_S": (lambda text: {"max_audio_s": float(text)}, "a number of seconds"),
-    "MAX_REDIRECTS": (lambda text: {"max_redirects": int(text)}, "a whole number"),
-    "TIMEOUT_S": (_read_timeout, "a number of seconds"),
-    "ALLOWED_DOMAINS": (lambda text: {"allowed_domains": _read_list(text)}, "host names"),
-    "ALLOWED_NETWORKS": (lambda text: {"allowed_networks": _read_list(text)}, "CIDRs"),
-    "LOCAL_ROOT": (lambda text: {"allowed_local_root": Path(text)}, "a folder"),
+    "MAX_PIXELS": _whole("max_pixels", "Width times height that an image's header may claim."),
+    "MAX_VIDEO_FRAMES": _whole("max_video_frames", "Frames in a video file, read or not."),
+    "MAX_VIDEO_PIXELS": _whole("max_video_pixels", "Pixels of one frame of a video."),
+    "MAX_VIDEO_TOTAL_PIXELS": _whole(
+        "max_video_total_pixels",
+        "Pixels of all frames that the model is shown, before they are made smaller.",
+    ),
+    "MAX_AUDIO_S": _Variable(
+        lambda raw: {"max_audio_s": float(raw)},
+        "a number of seconds",
+        f"{MediaLimits.max_audio_s:.0f}",
+        "How long a sound may last.",
+    ),
+    "MAX_REDIRECTS": _whole("max_redirects", "Followed for one URL."),
+    "TIMEOUT_S": _Variable(
+        _read_timeout,
+        "a number of seconds",
+        f"{MediaLimits.total_timeout_s:.0f}",
+        "For all that a fetch does: names, TLS, redirects and the body.",
+    ),
+    "ALLOWED_DOMAINS": _Variable(
+        lambda raw: {"allowed_domains": _read_list(raw)},
+        "host names, with commas between",
+        "",
+        "Hosts that may be asked, each with its subdomains; all unless given. Opens no private "
+        "address.",
+    ),
+    "ALLOWED_NETWORKS": _Variable(
+        lambda raw: {"allowed_networks": _read_list(raw)},
+        "CIDRs, with commas between",
+        "",
+        "Private networks that media may come from.",
+    ),
+    "LOCAL_ROOT": _Variable(
+        lambda raw: {"allowed_local_root": Path(raw)},
+        "a folder",
+        "",
+        "Folder below which `file://` media may be read.",
+    ),
 }

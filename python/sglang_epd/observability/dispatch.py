@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from sglang_epd.tally import DISPATCH_COUNTERS, Tally
 
 
 class PrometheusDispatchTally(Tally):
-    """Also counts in the process's default registry, which SGLang's `/metrics` collects."""
+    """Also counts in the process's default registry, which SGLang's `/metrics` collects.
 
-    def __init__(self) -> None:
+    Args:
+        namespace: of the encoders that this server takes embeddings from.
+    """
+
+    def __init__(self, namespace: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__()
+        identity = Gauge(
+            "sglang:epd_dispatch_namespace",
+            "Always 1; its label is the namespace that encoders have to share with this server",
+            ["namespace"],
+            multiprocess_mode="max",
+            registry=registry,
+        )
+        identity.labels(namespace).set(1)
         self._counters = {
-            name: Counter(f"sglang:epd_dispatch_{name}", text, [label] if label else [])
+            name: Counter(
+                f"sglang:epd_dispatch_{name}", text, [label] if label else [], registry=registry
+            )
             for name, (label, text) in DISPATCH_COUNTERS.items()
         }
         self._encoders = Gauge(
@@ -21,6 +35,7 @@ class PrometheusDispatchTally(Tally):
             "Encoders that this server knows, by state",
             ["state"],
             multiprocess_mode="max",
+            registry=registry,
         )
 
     def add(self, name: str, kind: str = "", amount: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from sglang_epd.tally import COUNTERS, Tally
 
@@ -12,22 +12,31 @@ _WAIT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 class PrometheusTally(Tally):
     """Also counts in the process's default registry, which SGLang's `/metrics` collects."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__()
         self._counters = {
-            name: Counter(f"sglang:epd_receiver_{name}", text, [label] if label else [])
+            name: Counter(
+                f"sglang:epd_receiver_{name}", text, [label] if label else [], registry=registry
+            )
             for name, (label, text) in COUNTERS.items()
         }
         self._wait_seconds = Histogram(
             "sglang:epd_receiver_wait_seconds",
             "Time offers waited for memory before they were granted",
             buckets=_WAIT_BUCKETS_S,
+            registry=registry,
         )
+        shown = {
+            "bytes": ("held_bytes", "Bytes granted, received or being read"),
+            "waiting": ("waiting_offers", "Offers that wait for memory"),
+            "quarantined": ("quarantined_blocks", "Revoked grants still being written to"),
+            "kept": ("kept_bytes", "Bytes of embeddings that are kept for who asks again"),
+        }
         self._gauges = {
-            "bytes": _gauge("held_bytes", "Bytes granted, received or being read"),
-            "waiting": _gauge("waiting_offers", "Offers that wait for memory"),
-            "quarantined": _gauge("quarantined_blocks", "Revoked grants still being written to"),
-            "kept": _gauge("kept_bytes", "Bytes of embeddings that are kept for who asks again"),
+            kind: Gauge(
+                f"sglang:epd_receiver_{name}", text, multiprocess_mode="livesum", registry=registry
+            )
+            for kind, (name, text) in shown.items()
         }
 
     def add(self, name: str, kind: str = "", amount: int = 1) -> None:
@@ -43,7 +52,3 @@ class PrometheusTally(Tally):
         self._gauges["waiting"].set(waiting)
         self._gauges["quarantined"].set(quarantined)
         self._gauges["kept"].set(kept)
-
-
-def _gauge(name: str, text: str) -> Gauge:
-    return Gauge(f"sglang:epd_receiver_{name}", text, multiprocess_mode="livesum")

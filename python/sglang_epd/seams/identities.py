@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_epd.config import Settings
+from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError, MediaError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ REQUEST_OPTIONS = (
 
 def asked() -> bool:
     """Whether the setting is on; others are not looked at where it is not there at all."""
-    return _SETTING in os.environ and Settings.from_env().content_identity
+    return _SETTING in environment() and Settings.from_env().content_identity
 
 
 def set_up(manager: Any) -> None:

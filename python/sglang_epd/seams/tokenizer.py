@@ -204,7 +204,7 @@ def create_frontend(
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
-    tally = PrometheusDispatchTally()
+    tally = PrometheusDispatchTally(identity)
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":

@@ -1,0 +1,119 @@
+"""A checkpoint: complete, and of a model that can be split."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_epd.cli.checks.finding import Finding, fail, note, ok
+from sglang_epd.families.in_tree import IN_TREE
+from sglang_epd.namespace import checkpoint_folder
+
+_MOST_HEADER_BYTES = 100 << 20
+
+
+def checkpoint(model: str) -> Iterator[Finding]:
+    """The files of a checkpoint, without loading it.
+
+    Args:
+        model: a folder, or a name on the hub that has been downloaded.
+    """
+    subject = "checkpoint"
+    try:
+        folder = checkpoint_folder(model, None)
+    except Exception as error:  # huggingface_hub has a tree of its own
+        first = str(error).partition("\n")[0]
+        yield fail(
+            subject, f"{model} is neither a folder nor downloaded: {first}", f"hf download {model}"
+        )
+        return
+    config = _object(folder / "config.json")
+    if isinstance(config, str):
+        yield fail(subject, config, "download the checkpoint again")
+        return
+    yield from _architecture(config)
+    problems = [*_weights(folder), *_processor(folder)]
+    for problem in problems:
+        yield fail(subject, problem, "download the checkpoint again")
+    if not problems:
+        files = list(folder.glob("*.safetensors"))
+        gib = sum(file.stat().st_size for file in files) / (1 << 30)
+        yield ok(subject, f"{len(files)} safetensors files, {gib:.1f} GiB, whole")
+
+
+def _architecture(config: dict[str, Any]) -> Iterator[Finding]:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        yield fail("model", "config.json names no architecture", "use a checkpoint that does")
+    elif name in IN_TREE:
+        yield ok("model", f"{name}, which SGLang's own EPD knows")
+    else:
+        yield note(
+            "model",
+            f"{name} is not on SGLang's list for EPD: images only, if it passes the proof at"
+            " start-up",
+            "docs/families.md has what was compared",
+        )
+
+
+def _weights(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        told = _object(index)
+        if isinstance(told, str):
+            yield told
+            return
+        weights = told.get("weight_map")
+        named = set(weights.values()) if isinstance(weights, dict) else set()
+        if not named or not all(isinstance(name, str) for name in named):
+            yield f"{index.name} names no files"
+            return
+        files = [folder / name for name in sorted(named)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            yield "there is no safetensors file"
+    for file in files:
+        if problem := _truncated(file):
+            yield f"{file.name}: {problem}"
+
+
+def _truncated(file: Path) -> str:
+    """Whether a safetensors file is shorter than its header says; empty if it is whole."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            (header_bytes,) = struct.unpack("<Q", opened.read(8))
+            if header_bytes > min(size, _MOST_HEADER_BYTES):
+                return "its header cannot be read"
+            header = json.loads(opened.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
+    except OSError as error:
+        return error.strerror or "cannot be read"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
+        return "its header cannot be read"
+    expected = 8 + header_bytes + max(ends, default=0)
+    return "" if size >= expected else f"has {size} bytes of {expected}"
+
+
+def _processor(folder: Path) -> Iterator[str]:
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((folder / name).exists() for name in names):
+        yield f"has none of {' and '.join(names)}, by which media are read"
+    if not any(folder.glob("tokenizer*")):
+        yield "has no tokenizer"
+
+
+def _object(path: Path) -> dict[str, Any] | str:
+    """What a JSON file holds, or what is wrong with it."""
+    try:
+        told = json.loads(path.read_text())
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    except ValueError as error:
+        return f"{path.name} is not JSON: {error}"
+    return told if isinstance(told, dict) else f"{path.name} is no JSON object"

@@ -1,0 +1,125 @@
+"""The machine: accelerators, RDMA devices, ports, limits, clock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sglang_epd.cli.checks.finding import Finding, fail, note, ok, warn
+from sglang_epd.cli.places import accelerators
+from sglang_epd.errors import ConfigError
+
+# SGLang's ports that servers use unless they are told otherwise, and whose they are.
+USUAL_PORTS = {
+    30000: "--port",
+    8997: "--encoder-bootstrap-port",
+    8998: "--disaggregation-bootstrap-port",
+}
+_FILES = 65_536
+# From <sys/timex.h>: what adjtimex answers while nothing disciplines the clock, and room
+# for its structure.
+_TIME_ERROR = 5
+_TIMEX_BYTES = 512
+
+
+def devices() -> Iterator[Finding]:
+    """What models run on."""
+    try:
+        found = accelerators()
+    except ConfigError as error:
+        yield fail("accelerators", str(error), "look at `nvidia-smi`")
+        return
+    if found:
+        yield ok("accelerators", f"{len(found)} NVIDIA GPUs: {', '.join(found)}")
+    else:
+        cores = len(os.sched_getaffinity(0))
+        yield note("accelerators", f"no NVIDIA GPU; {cores} cores, if SGLang finds no other device")
+
+
+def rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
+    """Cards that Mooncake may write through."""
+    ports = sorted(root.glob("*/ports/*/state")) if root.is_dir() else []
+    if not ports:
+        yield note("RDMA", "no device: Mooncake and KV transfer go over TCP")
+        return
+    states = {f"{path.parts[-4]}/{path.parts[-2]}": _read(path) for path in ports}
+    active = [name for name, state in states.items() if "ACTIVE" in state]
+    if not active:
+        told = ", ".join(f"{name} {state}" for name, state in states.items())
+        yield warn("RDMA", f"no port is active: {told}", "look at `ibv_devinfo` and the link")
+        return
+    yield ok("RDMA", f"active: {', '.join(active)}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY:
+        yield warn(
+            "locked memory",
+            f"at most {soft >> 20} MiB, and RDMA locks what it registers",
+            "ulimit -l unlimited (LimitMEMLOCK=infinity, or the container's IPC_LOCK)",
+        )
+
+
+def ports(wanted: Sequence[int] = ()) -> Iterator[Finding]:
+    """Servers can listen where they will be told to.
+
+    Args:
+        wanted: instead of SGLang's usual ones.
+    """
+    free = []
+    for port in wanted or USUAL_PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError as error:
+                flag = USUAL_PORTS.get(port, "--port")
+                found = f"{port}: {error.strerror}"
+                mend = f"`ss -ltnp sport = :{port}` says whose it is; {flag} takes another"
+                # An own server may be there already, unless somebody asked for this one.
+                yield (fail if wanted else note)("ports", found, mend)
+            else:
+                free.append(str(port))
+    if free:
+        yield ok("ports", f"free: {', '.join(free)}")
+
+
+def limits() -> Iterator[Finding]:
+    """Bounds that a busy server would meet."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _FILES:
+        most = "" if hard == resource.RLIM_INFINITY or hard >= _FILES else f" (now at most {hard})"
+        yield warn(
+            "open files",
+            f"at most {soft}; each connection and each embedding under way is one",
+            f"ulimit -n {_FILES}{most}, or LimitNOFILE of the unit",
+        )
+    else:
+        yield ok("open files", "no narrow limit")
+
+
+def clock() -> Iterator[Finding]:
+    """Something keeps the clock right; stores and caches judge age by it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    told = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    if told < 0:
+        reason = os.strerror(ctypes.get_errno())
+        yield note("clock", f"the kernel does not tell whether it is kept right: {reason}")
+    elif told == _TIME_ERROR:
+        yield warn(
+            "clock",
+            "nothing keeps it right, as far as the kernel knows; shared stores and caches of"
+            " URLs judge age by it",
+            "run chrony or systemd-timesyncd (on the host, for a container)",
+        )
+    else:
+        yield ok("clock", "is kept right")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        return error.strerror or "cannot be read"

@@ -1,0 +1,82 @@
+"""Servers that run: reachable, of one namespace, of one token, of one time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from sglang_epd.cli.checks.finding import Finding, fail, ok, warn
+from sglang_epd.cli.probes import Target, ask
+
+_TIMEOUT_S = 5.0
+# Requests carry the seconds that are left, not a time; shared stores do compare times.
+_SKEW_S = 5.0
+
+
+def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterator[Finding]:
+    """What can be seen of servers from here.
+
+    Args:
+        token: is shown to encoders, and so to whoever is behind these URLs; empty for none.
+    """
+    views = ask(targets, ca_certs)
+    for view in views:
+        if view.state == "ready" and not view.problem:
+            yield ok(view.name, f"{view.role}, ready")
+        else:
+            mend = "is it started, and does a firewall or a NetworkPolicy let this host through?"
+            yield fail(view.name, f"{view.state} {view.problem}".strip(), mend)
+    yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
+    encoders = [view.url for view in views if view.role == "encoder"]
+    for url, status, skew_s in asyncio.run(_knock(encoders, token, ca_certs)):
+        if status == 401:
+            mend = "give this shell the encoder's SGLANG_EPD_TOKEN (or --api-key)"
+            yield fail("token", f"{url} does not take it", mend)
+        elif status is not None:
+            yield ok("token", f"{url} takes {'it' if token else 'requests without one'}")
+        if skew_s is not None and abs(skew_s) > _SKEW_S:
+            found = f"{url} is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+            yield warn("clock", found, "have both hosts keep time (chrony, systemd-timesyncd)")
+
+
+def _namespaces(found: dict[str, str]) -> Iterator[Finding]:
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{name} {namespace[:12]}" for name, namespace in found.items())
+        mend = "give all of them one checkpoint, one --dtype and one version of sglang-epd"
+        yield fail("namespace", f"not all hold the same encoder: {told}", mend)
+    elif found:
+        yield ok("namespace", f"{next(iter(found.values()))[:12]} on {len(found)} servers")
+
+
+async def _knock(
+    urls: Sequence[str], token: str, ca_certs: str
+) -> list[tuple[str, int | None, float | None]]:
+    """Of each encoder: the status of an empty encode request, and its clock against ours."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=ca_certs or None))
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def knock(url: str) -> tuple[str, int | None, float | None]:
+            try:
+                async with session.post(
+                    f"{url}/v1/encode", data=b"", headers=headers, allow_redirects=False
+                ) as answer:
+                    return url, answer.status, _skew_s(answer.headers.get("Date", ""))
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return url, None, None  # told above already
+
+        return list(await asyncio.gather(*map(knock, urls)))
+
+
+def _skew_s(date: str) -> float | None:
+    """How far a server's clock is ahead of ours; None where it does not tell."""
+    try:
+        return parsedate_to_datetime(date).timestamp() - time.time()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None

@@ -1,0 +1,69 @@
+"""What servers write into their logs: followed line by line, and what it says of start-up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+# What a server's log says, and the phase of its start-up that begins there.
+PHASES = (
+    ("server_args=", "configured"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "weights loaded"),
+    ("KV Cache is allocated", "KV cache allocated"),
+    ("Capture cuda graph begin", "capturing graphs"),
+    ("Uvicorn running", "listening"),
+)
+FIRST_PHASE = "importing"
+# At most so much at a time, so that a flood delays nobody else's lines.
+_CHUNK_BYTES = 1 << 20
+# Longer lines are shown in pieces.
+_LINE_BYTES = 64 << 10
+
+
+def phase_of(line: str) -> str:
+    """The phase that begins with this line; empty for none."""
+    return next((phase for text, phase in PHASES if text in line), "")
+
+
+class LogFollower:
+    """Reads what is added to a file, which may not be there yet, or be replaced.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int = -1
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """The lines that were finished since the last call."""
+        if self._file < 0:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        if self._file < 0:
+            return []
+        *whole, self._rest = (self._rest + os.read(self._file, _CHUNK_BYTES)).split(b"\n")
+        if len(self._rest) > _LINE_BYTES:
+            whole.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace").rstrip("\r") for line in whole]
+
+    def finish(self) -> list[str]:
+        """All that is left, whole lines or not; the next call reads a new file."""
+        found = []
+        while more := self.lines():
+            found += more
+        if self._rest:
+            found.append(self._rest.decode(errors="replace"))
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._rest = -1, b""

@@ -1,0 +1,135 @@
+"""Which accelerators, or which cores, each server of a topology gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_epd.errors import ConfigError
+
+_ASK_TIMEOUT_S = 20.0
+# With fewer each, servers that take turns are better off with all of them.
+_LEAST_CORES = 2
+_TENSOR = ("--tp", "--tp-size", "--tensor-parallel-size")
+_DATA = ("--dp", "--dp-size", "--data-parallel-size")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices of one server.
+
+    Attributes:
+        shown: for people; empty where it shares all with the others.
+        env: what tells the server.
+        prefix: what goes before its command.
+    """
+
+    shown: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+
+
+def devices_of(flags: Sequence[str]) -> int:
+    """How many accelerators a server with these SGLang flags runs on.
+
+    Raises:
+        ConfigError: a number is none.
+    """
+    ranks = _number(flags, _TENSOR)
+    # With data-parallel attention the replicas are among the tensor-parallel ranks.
+    return ranks if "--enable-dp-attention" in flags else ranks * _number(flags, _DATA)
+
+
+def _number(flags: Sequence[str], names: Sequence[str]) -> int:
+    value = "1"
+    for index, word in enumerate(flags):
+        name, sign, given = word.partition("=")
+        if name in names:
+            value = given if sign else "".join(flags[index + 1 : index + 2])
+            if not value.isdecimal() or not int(value):
+                raise ConfigError(f"{name} {value!r} is not a number of ranks")
+    return int(value)
+
+
+def accelerators(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The machine's NVIDIA GPUs, as `CUDA_VISIBLE_DEVICES` names them; none on a CPU.
+
+    Raises:
+        ConfigError: the driver's tool is there and does not answer.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in map(str.strip, visible.split(",")) if name and name != "-1"]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        asked = subprocess.run(
+            [tool, "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"nvidia-smi: {error}; name the GPUs with --gpus") from None
+    return asked.stdout.split()
+
+
+class Gpus:
+    """Deals GPUs out in order; one that is listed twice is shared.
+
+    Args:
+        names: as in `CUDA_VISIBLE_DEVICES`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._dealt = 0
+
+    def __call__(self, number: int) -> Place:
+        """The next GPUs.
+
+        Raises:
+            ConfigError: there are not so many left.
+        """
+        mine = self._names[self._dealt : self._dealt + number]
+        self._dealt += number
+        if len(mine) < number or len(set(mine)) < number:
+            raise ConfigError(
+                f"--gpus {','.join(self._names)} is too short for this topology, which needs"
+                f" {self._dealt} or more; list one twice to have two servers share it (and give"
+                " both --mem-fraction-static in --flags), or ask for fewer servers"
+            )
+        return Place(f"GPU {','.join(mine)}", {"CUDA_VISIBLE_DEVICES": ",".join(mine)})
+
+
+class Cores:
+    """Deals the cores of a machine without accelerators out, an equal share each.
+
+    Where there are too few for that, or `taskset` is missing, all servers share all.
+
+    Args:
+        cores: numbers of those that this process may use.
+        servers: how many will ask.
+    """
+
+    def __init__(self, cores: Sequence[int], servers: int) -> None:
+        share = len(cores) // servers
+        pinned = share >= _LEAST_CORES and shutil.which("taskset") is not None
+        self._shares: Iterator[Sequence[int]] = iter(
+            [cores[index * share : (index + 1) * share] for index in range(servers)]
+            if pinned
+            else [()] * servers
+        )
+
+    def __call__(self, _number: int) -> Place:
+        """The next share, whatever the number of ranks."""
+        mine = next(self._shares)
+        if not mine:
+            return Place()
+        listed = ",".join(map(str, mine))
+        return Place(f"cores {listed}", {}, ("taskset", "-c", listed))

@@ -1,0 +1,264 @@
+"""Asks servers how they do: what each is, its state, queue and hit rate.
+
+Encoders tell by `/v1/status` and `/metrics`, servers of SGLang by `/metrics`, which they
+have with `--enable-metrics`, and all of them by `/health`. None of these wants a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.wire.urls import server_url
+
+_TIMEOUT_S = 5.0
+_MAX_BYTES = 16 << 20
+_MAX_SHOWN = 300
+# An encoder's works that have not come to the tower yet.
+_QUEUED = ("looking", "waiting", "preparing", "ready")
+# What an encoder, and what a language server, did not have to compute.
+_ENCODER_HITS = ("cached", "stored", "coalesced")
+_LANGUAGE_HITS = ("kv", "language_cache")
+_ROLES = {"unified": "language", "prefill": "prefill", "decode": "decode"}
+# Requests that wait in a server of SGLang, whatever for.
+_QUEUES = (
+    "sglang:num_queue_reqs",
+    "sglang:num_prefill_bootstrap_queue_reqs",
+    "sglang:num_decode_prealloc_queue_reqs",
+    "sglang:num_decode_transfer_queue_reqs",
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """One server, as it was found.
+
+    Attributes:
+        state: ready, draining or unreachable; of servers that `up` runs, also pending,
+            starting, silent, down or failed.
+        queued, running: items on an encoder, requests elsewhere; None where the server
+            does not tell.
+        items, hits: all of the items of media that it was asked for so far, and those that
+            it, or the cache beside it, had.
+        utilisation: share of the last minute in which an encoder's towers ran.
+        namespace: of the embeddings that it makes or takes; empty where it has none.
+        encoders: those that a language server knows, by state.
+        problem: why there is nothing to tell; empty for none.
+    """
+
+    name: str
+    role: str
+    url: str
+    state: str = "unreachable"
+    queued: int | None = None
+    running: int | None = None
+    items: int | None = None
+    hits: int | None = None
+    utilisation: float | None = None
+    tokens_per_s: float | None = None
+    namespace: str = ""
+    encoders: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    pid: int | None = None
+    problem: str = ""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the items that did not have to be computed; None before the first."""
+        return self.hits / self.items if self.items and self.hits is not None else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom to ask.
+
+    Attributes:
+        role: empty where the answers will tell.
+        told: state, restarts and pid, from the `up` that runs it.
+    """
+
+    url: str
+    name: str = ""
+    role: str = ""
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def target(url: str) -> Target:
+    """A server by the URL that somebody typed.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    typed = url if "://" in url else f"http://{url}"
+    try:
+        return Target(server_url(typed))
+    except ProtocolError as error:
+        raise ConfigError(f"{url!r}: {error}") from None
+
+
+def targets_of(state: dict[str, Any]) -> list[Target]:
+    """The servers of a run of `up`."""
+    return [
+        Target(
+            server["url"],
+            server["name"],
+            server["role"],
+            {name: server[name] for name in ("state", "restarts", "pid")},
+        )
+        for server in state["servers"]
+    ]
+
+
+def ask(targets: Sequence[Target], ca_certs: str = "") -> list[View]:
+    """Ask all of them at once; takes a few seconds at most.
+
+    Args:
+        ca_certs: whose certificates are believed; empty for those of the system.
+    """
+    return asyncio.run(_ask_all(targets, ca_certs))
+
+
+async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[View]:
+    context = ssl.create_default_context(cafile=ca_certs or None)
+    connector = aiohttp.TCPConnector(ssl=context, limit=64)
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        return list(await asyncio.gather(*(_view(session, one) for one in targets)))
+
+
+async def _view(session: aiohttp.ClientSession, target: Target) -> View:
+    view = View(target.name or target.url, target.role or "server", target.url, **target.told)
+    if view.state in ("pending", "down", "failed", "stopped"):
+        return view
+    asked = ("/health", "/v1/status", "/metrics")
+    try:
+        health, status, metrics = await asyncio.gather(
+            *(_get(session, f"{target.url}{path}") for path in asked)
+        )
+    except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
+        state = view.state if view.state in ("starting", "silent") else "unreachable"
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
+        return replace(view, state=state, problem=_plain(problem))
+    if health[0] == 200:
+        view = replace(view, state="ready")
+    elif view.state != "starting":
+        view = replace(view, state="silent", problem=f"/health answers {health[0]}")
+    try:
+        samples = _samples(metrics[1]) if metrics[0] == 200 else Samples(())
+        told = json.loads(status[1]) if status[0] == 200 else {}
+        if isinstance(told, dict) and "encoder" in told:
+            return _encoder(view, told, samples)
+        return _sglang(view, samples)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return replace(view, problem=_plain(f"its answers cannot be understood: {error}"))
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
+    """Status and text of an answer.
+
+    Raises:
+        aiohttp.ClientError: there is none, or it is too long.
+        TimeoutError: not in time.
+    """
+    async with session.get(url, allow_redirects=False) as response:
+        body = bytearray()
+        async for chunk in response.content.iter_chunked(1 << 16):
+            body += chunk
+            if len(body) > _MAX_BYTES:
+                raise aiohttp.ClientPayloadError(f"{url} answers with more than {_MAX_BYTES} bytes")
+        return response.status, body.decode(errors="replace")
+
+
+class Samples:
+    """What a `/metrics` holds.
+
+    Args:
+        samples: name, labels and value of each.
+    """
+
+    def __init__(self, samples: Iterable[tuple[str, dict[str, str], float]]) -> None:
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for name, labels, value in samples:
+            self._samples.setdefault(name, []).append((labels, value))
+
+    def sum(self, name: str, label: str = "", among: Sequence[str] = ()) -> float | None:
+        """The sum over all labels, or those with one of these values; None if there is none."""
+        found = self._samples.get(name)
+        if found is None:
+            return None
+        return sum(value for labels, value in found if not label or labels.get(label) in among)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The sums for each value of a label."""
+        sums: dict[str, float] = {}
+        for labels, value in self._samples.get(name, ()):
+            sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+        return sums
+
+    def label(self, name: str, label: str) -> str:
+        """A label's value where they are all the same; else empty."""
+        values = {labels.get(label, "") for labels, _ in self._samples.get(name, ())}
+        return values.pop() if len(values) == 1 else ""
+
+
+def _samples(text: str) -> Samples:
+    families = text_string_to_metric_families(text)
+    return Samples(
+        (one.name, one.labels, one.value) for family in families for one in family.samples
+    )
+
+
+def _encoder(view: View, told: dict[str, Any], samples: Samples) -> View:
+    queue, lookups = told["queue"], "sglang:epd_encoder_lookups_total"
+    return replace(
+        view,
+        role="encoder",
+        state="draining" if told["state"] == "draining" else view.state,
+        # It answers /health with 503 then.
+        problem="" if told["state"] == "draining" else view.problem,
+        queued=sum(int(queue[name]) for name in _QUEUED),
+        running=int(queue["running"]),
+        items=int(samples.sum(lookups) or 0),
+        hits=int(samples.sum(lookups, "source", _ENCODER_HITS) or 0),
+        utilisation=float(told["utilisation"]),
+        namespace=_plain(told["namespace"]),
+    )
+
+
+def _sglang(view: View, samples: Samples) -> View:
+    running = samples.sum("sglang:num_running_reqs")
+    if running is None:
+        return view
+    namespace = samples.label("sglang:epd_dispatch_namespace", "namespace")
+    engine = samples.label("sglang:num_running_reqs", "engine_type")
+    role = _ROLES.get(engine, "server") if namespace or engine != "unified" else "server"
+    items = samples.sum("sglang:epd_dispatch_items_total")
+    hits = samples.sum("sglang:epd_dispatch_items_total", "source", _LANGUAGE_HITS)
+    return replace(
+        view,
+        role=view.role if view.role != "server" else role,
+        running=int(running),
+        queued=int(sum(samples.sum(name) or 0 for name in _QUEUES)),
+        items=None if items is None else int(items),
+        hits=None if hits is None else int(hits),
+        tokens_per_s=samples.sum("sglang:gen_throughput"),
+        namespace=_plain(namespace),
+        encoders={
+            _plain(state): int(number)
+            for state, number in samples.by("sglang:epd_dispatch_encoders", "state").items()
+            if number
+        },
+    )
+
+
+def _plain(text: object) -> str:
+    """What a stranger said, as it may be shown on a terminal."""
+    return "".join(one if one.isprintable() else "?" for one in str(text)[:_MAX_SHOWN])

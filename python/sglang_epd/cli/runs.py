@@ -1,0 +1,124 @@
+"""What `up` leaves for `status` and `top` to find: one folder for each run.
+
+`$XDG_RUNTIME_DIR/sglang-epd/<pid>/`, or `/tmp/sglang-epd-runs-<uid>/<pid>/`, holds
+`state.json`, the servers' logs, and a lock that the run holds for as long as it lives, be
+it killed or not. Only this user may enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_epd.errors import ConfigError
+
+_STATE = "state.json"
+_LOCK = "lock"
+# Folders of runs that ended without taking them away hold the logs that say why.
+_KEPT = 5
+
+
+def root(env: Mapping[str, str] = os.environ) -> Path:
+    """The folder of all of this user's runs.
+
+    Raises:
+        ConfigError: somebody else can write there.
+    """
+    given = env.get("XDG_RUNTIME_DIR", "")
+    if given and os.access(given, os.W_OK):
+        folder = Path(given) / "sglang-epd"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"sglang-epd-runs-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"{folder} is not a folder of this user's own; remove it")
+    return folder
+
+
+class Run:
+    """One `up`, from its first server to its last.
+
+    Args:
+        parent: the folder of all runs.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        _forget(parent)
+        self.folder = parent / str(os.getpid())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700)
+        self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Replace what is told of this run, as a whole."""
+        temporary = self.folder / f"{_STATE}.new"
+        with temporary.open("w") as file:
+            os.chmod(file.fileno(), 0o600)
+            json.dump(state, file, indent=1)
+        temporary.replace(self.folder / _STATE)
+
+    def close(self, *, keep: bool) -> None:
+        """End it.
+
+        Args:
+            keep: whether its logs may be wanted.
+        """
+        if keep:
+            (self.folder / _STATE).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run that lives.
+
+    Attributes:
+        pid: of its `up`.
+        state: what it wrote last.
+    """
+
+    pid: int
+    state: dict[str, Any]
+
+
+def find(parent: Path) -> list[FoundRun]:
+    """The runs that live, the latest first."""
+    found = []
+    for folder in parent.iterdir():
+        if folder.name.isdecimal() and _held(folder):
+            with contextlib.suppress(FileNotFoundError):
+                state = json.loads((folder / _STATE).read_text())
+                found.append(FoundRun(int(folder.name), state))
+    return sorted(found, key=lambda run: run.state["started_at"], reverse=True)
+
+
+def _held(folder: Path) -> bool:
+    try:
+        with (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def _forget(parent: Path) -> None:
+    """Remove what ended runs have left, but for the last of them."""
+    left = [folder for folder in parent.iterdir() if folder.is_dir() and not _held(folder)]
+    left.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in left[_KEPT:]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""Which servers a topology has, and the flags of each: plain data, nothing is started.
+
+The flags are those that a user would type, so that what `up` runs can be run without it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_epd.cli.places import Place, devices_of
+from sglang_epd.errors import ConfigError
+
+Role = Literal["encoder", "language", "prefill", "decode", "router"]
+
+LOOPBACK = "127.0.0.1"
+# What `up` decides itself; the same flag in a user's own would contradict it.
+_OURS = {
+    "--model",
+    "--model-path",
+    "--host",
+    "--port",
+    "--encoder-only",
+    "--language-only",
+    "--encoder-urls",
+    "--encoder-bootstrap-port",
+    "--disaggregation-mode",
+    "--disaggregation-bootstrap-port",
+    "--base-gpu-id",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What was asked for.
+
+    Attributes:
+        model: path or hub name.
+        encoders, language, prefill, decode: how many of each. Prefill and decode go
+            together and without language servers, which do both.
+        host: what the server that users talk to listens on; all others stay on the
+            loopback interface.
+        port: of that server; None for any.
+        flags: SGLang flags as typed, by role; "all" for every server that runs a model.
+
+    Raises:
+        ConfigError: the numbers make no topology, or a flag is `up`'s own; by its name.
+    """
+
+    model: str
+    encoders: int = 1
+    language: int = 0
+    prefill: int = 0
+    decode: int = 0
+    host: str = LOOPBACK
+    port: int | None = None
+    flags: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("language", "prefill", "decode"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative")
+        if self.encoders < 1:
+            raise ConfigError("--encoders must be at least 1")
+        if (self.prefill > 0) != (self.decode > 0):
+            given, missing = ("prefill", "decode") if self.prefill else ("decode", "prefill")
+            raise ConfigError(
+                f"--{given} needs --{missing} (servers that do both are --language N)"
+            )
+        if self.language and self.prefill:
+            raise ConfigError(
+                "--language with --prefill and --decode: prefill and decode are apart or together"
+            )
+        if not self.language and not self.prefill:
+            raise ConfigError("--language must be at least 1 without --prefill and --decode")
+        for role in self.flags:
+            for word in self.words(role):
+                if word.partition("=")[0] in _OURS:
+                    raise ConfigError(f"--{_option(role)}: {word} is decided by `up` itself")
+
+    def words(self, role: str) -> list[str]:
+        """The flags typed for a role.
+
+        Raises:
+            ConfigError: a quote is not closed.
+        """
+        try:
+            return shlex.split(self.flags.get(role, ""))
+        except ValueError as error:
+            raise ConfigError(f"--{_option(role)} {self.flags[role]!r}: {error}") from None
+
+    def flags_of(self, role: Role) -> list[str]:
+        """What is typed for all, then for the role, which counts where both say something."""
+        return self.words("all") + self.words(role)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server of a topology.
+
+    Attributes:
+        name: of its role and number.
+        command: the argument vector, without what its place puts before it.
+        place: the devices that it runs on.
+        url: where this machine reaches it.
+        ready_path: answers 200 once it takes requests.
+        needs: those that have to be ready before it starts.
+    """
+
+    name: str
+    role: Role
+    command: tuple[str, ...]
+    url: str
+    place: Place = field(default_factory=Place)
+    ready_path: str = "/health"
+    needs: tuple[str, ...] = ()
+
+    def argv(self, python: str) -> list[str]:
+        """The command with an interpreter, and on its cores."""
+        return [*self.place.prefix, python, *self.command]
+
+    def line(self) -> str:
+        """What a user would type, its environment in front."""
+        settings = [f"{name}={value}" for name, value in self.place.env.items()]
+        return shlex.join([*settings, *self.argv("python")])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All servers of a topology, in the order in which they are shown.
+
+    Attributes:
+        api_url: where this machine sends chat completions.
+    """
+
+    servers: tuple[Server, ...]
+    api_url: str
+
+
+def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Place]) -> Plan:
+    """Lay a topology out.
+
+    Args:
+        free_port: a port that nobody has, each only once.
+        place: devices for a server that asks for so many, each only once.
+    """
+    api_port = shape.port or free_port()
+    apart = shape.prefill > 0
+    behind_router = apart or shape.language > 1
+
+    def model_server(name: str, role: Role, own: Sequence[str], *, port: int, host: str) -> Server:
+        typed = shape.flags_of(role)
+        command = ("-m", "sglang.launch_server", "--model-path", shape.model, *own)
+        command += ("--host", host, "--port", str(port), *typed)
+        return Server(name, role, command, _url(host, port), place(devices_of(typed)))
+
+    def names(role: Role, number: int) -> list[str]:
+        return [f"{role}-{index}" for index in range(number)] if number > 1 else [role]
+
+    encoders = [
+        model_server(name, "encoder", ["--encoder-only"], port=free_port(), host=LOOPBACK)
+        for name in names("encoder", shape.encoders)
+    ]
+
+    def language_flags() -> list[str]:
+        # Its registration of encoders needs a port of its own beside other servers.
+        urls = [encoder.url for encoder in encoders]
+        flags = ["--language-only", "--encoder-urls", *urls]
+        return [*flags, "--encoder-bootstrap-port", str(free_port()), "--enable-metrics"]
+
+    if not apart:
+        language = [
+            model_server(
+                name,
+                "language",
+                language_flags(),
+                port=free_port() if behind_router else api_port,
+                host=LOOPBACK if behind_router else shape.host,
+            )
+            for name in names("language", shape.language)
+        ]
+        servers = [*encoders, *language]
+        targets = ["--worker-urls", *(server.url for server in language)]
+        # Its own metrics would else be on one port for all routers of a machine.
+        targets += ["--prometheus-port", str(free_port())] if behind_router else []
+        ready_path = "/readiness"
+    else:
+        bootstraps = [free_port() for _ in range(shape.prefill)]
+        prefills = [
+            model_server(
+                name,
+                "prefill",
+                [
+                    *language_flags(),
+                    *("--disaggregation-mode", "prefill"),
+                    *("--disaggregation-bootstrap-port", str(bootstrap)),
+                ],
+                port=free_port(),
+                host=LOOPBACK,
+            )
+            for name, bootstrap in zip(names("prefill", shape.prefill), bootstraps, strict=True)
+        ]
+        decodes = [
+            model_server(
+                name,
+                "decode",
+                ["--disaggregation-mode", "decode", "--enable-metrics"],
+                port=free_port(),
+                host=LOOPBACK,
+            )
+            for name in names("decode", shape.decode)
+        ]
+        servers = [*encoders, *prefills, *decodes]
+        targets = ["--pd-disaggregation", "--mini-lb"]
+        for server, bootstrap in zip(prefills, bootstraps, strict=True):
+            targets += ["--prefill", server.url, str(bootstrap)]
+        for server in decodes:
+            targets += ["--decode", server.url]
+        ready_path = "/health"
+
+    api_url = _url(shape.host, api_port)
+    if behind_router:
+        command = ("-m", "sglang_router.launch_router", *targets)
+        command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
+        # It asks its servers about themselves as it starts.
+        needs = tuple(server.name for server in servers if server.role != "encoder")
+        servers.append(Server("router", "router", command, api_url, Place(), ready_path, needs))
+    return Plan(tuple(servers), api_url)
+
+
+def _url(host: str, port: int) -> str:
+    """How this machine reaches what listens on `host`."""
+    reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+
+
+def _option(role: str) -> str:
+    return "flags" if role == "all" else f"{role}-flags"

@@ -1,0 +1,403 @@
+"""`sglang-epd up`: a topology on this machine, with one command."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import shlex
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from sglang_epd.cli import runs
+from sglang_epd.cli.console import LineReporter, console, print_json, state, table
+from sglang_epd.cli.lives import Restarts
+from sglang_epd.cli.places import Cores, Gpus, accelerators
+from sglang_epd.cli.processes import ServerError, free_port
+from sglang_epd.cli.supervisor import Supervisor
+from sglang_epd.cli.topology import LOOPBACK, Plan, Shape, plan
+from sglang_epd.config import CONFIG_FILE, Settings, read_file, variables
+from sglang_epd.errors import ConfigError
+from sglang_epd.media.limits import MediaLimits
+
+_USUAL_PORT = 8000
+# Options that say something of one call, not of a topology.
+_NOT_IN_A_FILE = ("config", "settings", "dry-run", "as-json")
+_SHAPE = "Topology"
+_RUNNING = "Running"
+
+
+def _load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Have the file's `up` section stand for options that are not typed.
+
+    Raises:
+        ConfigError: it has one that there is not.
+    """
+    if path is None:
+        return None
+    told = read_file(path).get("up", {})
+    known = {
+        name.replace("_", "-"): name
+        for name in (one.name for one in context.command.params)
+        if name
+    }
+    for name in _NOT_IN_A_FILE:
+        known.pop(name)
+    defaults = {}
+    for option, value in told.items():
+        if option not in known:
+            raise ConfigError(f"{path}: up: {option!r} is not one of {', '.join(known)}")
+        if value is None or isinstance(value, dict | list):
+            raise ConfigError(f"{path}: up: {option} has to be one value")
+        defaults[known[option]] = value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path.resolve()
+
+
+def up(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file: `up` has these options by their names, `settings` those of "
+            "docs/settings.md. What is typed counts before it.",
+            callback=_load_config,
+            is_eager=True,
+            rich_help_panel=_RUNNING,
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="Checkpoint: a folder, or a name on the hub.", rich_help_panel=_SHAPE),
+    ],
+    encoders: Annotated[
+        int, typer.Option(help="Encoder servers (--encoder-only).", rich_help_panel=_SHAPE)
+    ] = 1,
+    language: Annotated[
+        int | None,
+        typer.Option(
+            help="Language servers that prefill and decode; 1 unless --prefill is given. "
+            "Several stand behind SGLang's router.",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            help="Prefill servers; with --decode, behind SGLang's mini load balancer.",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = 0,
+    decode: Annotated[
+        int, typer.Option(help="Decode servers; with --prefill.", rich_help_panel=_SHAPE)
+    ] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address that chat requests are taken on; 0.0.0.0 for all. The other servers "
+            "stay on the loopback interface.",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = LOOPBACK,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help=f"Port for chat requests; {_USUAL_PORT} if it is free, else any.",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
+    flags: Annotated[
+        str,
+        typer.Option(
+            help='SGLang flags for every server with a model: --flags "--dtype bfloat16".',
+            rich_help_panel="SGLang's flags",
+        ),
+    ] = "",
+    encoder_flags: Annotated[
+        str, typer.Option(help="For encoders alone.", rich_help_panel="SGLang's flags")
+    ] = "",
+    language_flags: Annotated[
+        str, typer.Option(help="For language servers alone.", rich_help_panel="SGLang's flags")
+    ] = "",
+    prefill_flags: Annotated[
+        str, typer.Option(help="For prefill servers alone.", rich_help_panel="SGLang's flags")
+    ] = "",
+    decode_flags: Annotated[
+        str, typer.Option(help="For decode servers alone.", rich_help_panel="SGLang's flags")
+    ] = "",
+    router_flags: Annotated[
+        str, typer.Option(help="For the router.", rich_help_panel="SGLang's flags")
+    ] = "",
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="GPUs to deal out, in the order encoders, language or prefill, decode: "
+            "0,1,2; one that is listed twice is shared; none for the CPU. All that the "
+            "machine has, unless given.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = "",
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds until all have to be ready.", rich_help_panel=_RUNNING),
+    ] = 1800.0,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Deaths of one server within ten minutes that are made good.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = 5,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Show what becomes of servers, not what they write; their logs are files.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of docs/settings.md for all servers, by its name in a file: "
+            "dispatch_policy=round_robin. May be repeated; counts before the environment.",
+            rich_help_panel=_RUNNING,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print the commands of the servers.", rich_help_panel=_RUNNING
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: as JSON.", rich_help_panel=_RUNNING)
+    ] = False,
+) -> None:
+    """Bring a topology up on this machine, and keep it up until Ctrl-C.
+
+    Encoders, and language servers or prefill and decode servers, each on its own GPU or
+    cores, on free ports of the loopback interface. Waits until all are ready, prints where
+    to send chat requests and the command of each server, so that you can move them to units
+    of your own; starts again what dies; Ctrl-C and SIGTERM stop everything.
+
+    `sglang-epd up --model Qwen/Qwen2.5-VL-7B-Instruct --encoders 2`
+
+    `sglang-epd up --model ... --encoders 2 --prefill 1 --decode 1`
+    """
+    if as_json and not dry_run:
+        raise ConfigError("--json goes with --dry-run; `sglang-epd status --json` tells of a run")
+    apart = prefill > 0 or decode > 0
+    shape = Shape(
+        model=_checkpoint(model),
+        encoders=encoders,
+        language=(0 if apart else 1) if language is None else language,
+        prefill=prefill,
+        decode=decode,
+        host=host,
+        port=_api_port(host, port),
+        flags={
+            "all": flags,
+            "encoder": encoder_flags,
+            "language": language_flags,
+            "prefill": prefill_flags,
+            "decode": decode_flags,
+            "router": router_flags,
+        },
+    )
+    if apart and importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "--prefill and --decode hand KV over by Mooncake, which is not installed: "
+            'pip install "sglang-epd[mooncake]" (mooncake-cpu without CUDA)'
+        )
+    env = _environment(config, settings or [])
+    # What servers would refuse is refused here, before any of them starts.
+    token = Settings.from_env(env).token
+    MediaLimits.from_env(env)
+    made = plan(shape, free_port, _places(gpus, shape))
+    out = console()
+    if as_json:
+        print_json(_described(made))
+        return
+    if dry_run:
+        for server in made.servers:
+            out.print(server.line(), soft_wrap=True)
+        return
+    if host not in (LOOPBACK, "localhost", "::1") and "--api-key" not in shlex.join(
+        shape.words("all") + shape.words("language")
+    ):
+        out.print(f"Whoever reaches {host} may send requests: there is no --api-key in --flags.")
+    _run(
+        made,
+        out,
+        model=shape.model,
+        env=env,
+        token=bool(token),
+        quiet=quiet,
+        restarts=Restarts(most=max_restarts),
+        timeout_s=timeout,
+    )
+
+
+def _run(
+    made: Plan,
+    out: Console,
+    *,
+    model: str,
+    env: Mapping[str, str],
+    token: bool,
+    quiet: bool,
+    restarts: Restarts,
+    timeout_s: float,
+) -> None:
+    run = runs.Run(runs.root())
+    started_at = time.time()
+
+    class Reporter(LineReporter):
+        def ready(self) -> None:
+            super().ready()
+            self.close()
+            _show(made, supervisor, out)
+
+    def write() -> None:
+        run.write(
+            {
+                "pid": os.getpid(),
+                "started_at": started_at,
+                "model": model,
+                "api_url": made.api_url,
+                "token": token,
+                "servers": supervisor.describe(),
+            }
+        )
+
+    reporter = Reporter(out, [server.name for server in made.servers], logs=not quiet)
+    supervisor = Supervisor(
+        made,
+        run.folder,
+        reporter,
+        env=env,
+        restarts=restarts,
+        changed=write,
+        start_timeout_s=timeout_s,
+    )
+    keep = True
+    write()
+    out.print(f"Starting {len(made.servers)} servers; their logs are in {run.folder}")
+    try:
+        supervisor.run()
+        keep = False
+        reporter.close()
+        out.print("All servers have stopped.")
+    except ServerError as error:
+        raise ServerError(f"{error}\nThe logs are kept in {run.folder}") from None
+    finally:
+        reporter.close()
+        run.close(keep=keep)
+
+
+def _show(made: Plan, supervisor: Supervisor, out: Console) -> None:
+    """What a user wants to know once everything is there."""
+    shown = table("server", "state", "pid", "url", "on")
+    for told in supervisor.describe():
+        place = told["place"] or "all cores"
+        shown.add_row(told["name"], state(told["state"]), str(told["pid"]), told["url"], place)
+    out.print()
+    out.print(shown)
+    out.print("\nThe same servers, in units of your own:")
+    for server in made.servers:
+        out.print(f"  {server.line()}", soft_wrap=True)
+    out.print(f"\nReady. Chat requests go to {made.api_url}/v1/chat/completions")
+    out.print("`sglang-epd status` and `sglang-epd top` show how it does; Ctrl-C stops it.\n")
+
+
+def _described(made: Plan) -> dict[str, Any]:
+    return {
+        "api_url": made.api_url,
+        "servers": [
+            {
+                "name": server.name,
+                "role": server.role,
+                "url": server.url,
+                "env": server.place.env,
+                "argv": server.argv("python"),
+            }
+            for server in made.servers
+        ],
+    }
+
+
+def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]:
+    """What servers inherit: the environment, `--config`, and `--set` before both.
+
+    Raises:
+        ConfigError: a `--set` is no setting.
+    """
+    env = dict(os.environ)
+    if config is not None:
+        env[CONFIG_FILE] = str(config)
+    for typed in settings:
+        name, sign, value = typed.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {typed}: expected NAME=VALUE")
+        env |= variables({name: value}, "--set")
+    return env
+
+
+def _checkpoint(model: str) -> str:
+    """A folder as an absolute path, anything else as typed.
+
+    Raises:
+        ConfigError: it reads like a folder and is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path.resolve())
+    if model.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"--model {model}: there is no such folder")
+    return model
+
+
+def _api_port(host: str, port: int | None) -> int | None:
+    """The port for users; None for any.
+
+    Raises:
+        ConfigError: the one that was asked for is taken, or the host is not of this machine.
+    """
+    wanted = port or _USUAL_PORT
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As servers do: a connection that has just ended is no reason to refuse.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            if port is None and error.errno == errno.EADDRINUSE:
+                return None
+            name = "--host" if error.errno != errno.EADDRINUSE else "--port"
+            raise ConfigError(
+                f"{name}: cannot listen on {host}:{wanted}: {error.strerror}"
+            ) from None
+    return wanted
+
+
+def _places(gpus: str, shape: Shape) -> Gpus | Cores:
+    named = [name for name in map(str.strip, gpus.split(",")) if name]
+    if not named:
+        named = accelerators()
+    if named and named != ["none"]:
+        return Gpus(named)
+    servers = shape.encoders + shape.language + shape.prefill + shape.decode
+    return Cores(sorted(os.sched_getaffinity(0)), servers)

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Writes the pages of reference that follow from the code: docs/settings.md and docs/metrics.md.
+
+scripts/reference.py            # write them
+scripts/reference.py --check    # fail where one is not as it would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from sglang_epd import config
+from sglang_epd.config import Declared
+from sglang_epd.media import limits
+from sglang_epd.observability.decisions import DecisionMetrics, HeaderMetrics
+from sglang_epd.observability.decode import DecodeMetrics
+from sglang_epd.observability.dispatch import PrometheusDispatchTally
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.observability.receiver import PrometheusTally
+from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.weights import WEIGHTS_BYTES
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Read by `plugin`, by SGLang, and before any setting is.
+_SWITCHES = (
+    Declared("SGLANG_EPD", "on, off", "on", "all", "`off`: SGLang's own EPD, unchanged."),
+    Declared(
+        "SGLANG_PLUGINS",
+        "names, with commas between",
+        "",
+        "all",
+        "SGLang's: the plug-ins that are loaded. `sglang_epd_cpu`: the CPU platform only.",
+    ),
+    Declared(
+        config.CONFIG_FILE, "a path", "", "all", "A YAML file with the settings below, see above."
+    ),
+    Declared(
+        "SGLANG_VLM_CACHE_SIZE_MB",
+        "whole number",
+        "4096",
+        "encoders with `--enable-prefix-mm-cache`",
+        "SGLang's: embeddings kept for the next who asks.",
+    ),
+)
+_SETTINGS_HEAD = """# Settings
+
+What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names; `sglang-epd up` takes the file with `--config` and single settings with `--set`. What is typed counts before the environment, and that before the file. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
+
+    settings:                    # in small letters, without SGLANG_EPD_
+      dispatch_policy: least_loaded
+      media_allowed_networks: [10.0.0.0/8]
+    up:                          # only read by `sglang-epd up`: its options
+      model: Qwen/Qwen2.5-VL-7B-Instruct
+      encoders: 2
+
+Language servers, their encoders and decode servers need the same `token`.
+
+"""  # noqa: E501
+_METRICS_HEAD = """# Metrics
+
+Encoders show these at `/metrics`, always; language, prefill and decode servers among SGLang's own, with `--enable-metrics`. A counter's name ends in `_total`, a histogram has `_bucket`, `_sum` and `_count` behind its name; one that has labels and has not counted yet is not shown. Labels take few values, all of them this package's: none is a user's to choose.
+
+"""  # noqa: E501
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    parts = [
+        ("Switches", _SWITCHES),
+        ("Requests, encoders and stores", config.declared()),
+        ("Media", limits.declared()),
+    ]
+    tables = (f"## {title}\n\n{_table(rows)}" for title, rows in parts)
+    return _SETTINGS_HEAD + "\n".join(tables)
+
+
+def _table(settings: Iterable[Declared]) -> str:
+    rows = "".join(
+        f"| `{one.variable}` | {f'`{one.default}`' if one.default else ''} | {one.values} "
+        f"| {one.servers} | {one.text} |\n"
+        for one in settings
+    )
+    return f"| variable | default | values | servers | |\n|---|---|---|---|---|\n{rows}"
+
+
+def metrics() -> dict[str, list[Any]]:
+    """The metrics of each kind of server, as the objects that count."""
+    encoder, language, decode = EncoderMetrics().registry, CollectorRegistry(), CollectorRegistry()
+    StoreMetrics(encoder)
+    PrometheusDispatchTally("", language)
+    DecisionMetrics(language)
+    HeaderMetrics(language)
+    PrometheusTally(language)
+    DecodeMetrics(decode)
+    return {
+        "Encoders": _metrics_of(encoder),
+        "Language and prefill servers": [*_metrics_of(language), WEIGHTS_BYTES],
+        "Decode servers": _metrics_of(decode),
+    }
+
+
+def _metrics_of(registry: CollectorRegistry) -> list[Any]:
+    # Its only list of what counts, rather than of what has been counted so far.
+    return list(registry._collector_to_names)
+
+
+def samples_of(metric: Any) -> list[str]:
+    """The names under which a metric can be asked for."""
+    name = metric.describe()[0].name
+    endings = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"], Gauge: [""]}
+    return [name + ending for ending in endings[type(metric)]]
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    parts = []
+    for title, found in metrics().items():
+        rows = "".join(_metric_row(metric) for metric in found)
+        parts.append(f"## {title}\n\n| metric | kind | labels | |\n|---|---|---|---|\n{rows}")
+    return _METRICS_HEAD + "\n".join(parts)
+
+
+def _metric_row(metric: Any) -> str:
+    told = metric.describe()[0]
+    name = samples_of(metric)[0].removesuffix("_bucket")
+    labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+    return f"| `{name}` | {told.type} | {labels} | {told.documentation} |\n"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each page's place, and what belongs there."""
+    yield DOCS / "settings.md", settings_page()
+    yield DOCS / "metrics.md", metrics_page()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [path for path, text in pages() if not path.exists() or path.read_text() != text]
+    for path, text in pages():
+        if path in stale and not check:
+            path.write_text(text)
+    for path in stale:
+        print(f"{path.name} {'is not up to date: scripts/reference.py' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from integration.listener import QuietHandler, listening, url_of
+from sglang_epd.cli.checks import machine, software
+from sglang_epd.cli.checks.checkpoint import checkpoint
+from sglang_epd.cli.checks.finding import Finding, Verdict, ok
+from sglang_epd.cli.checks.servers import _namespaces, servers
+from sglang_epd.cli.main import app
+from sglang_epd.cli.probes import target
+
+TOKEN = "0123456789abcdef0123"
+
+
+def worst(findings: list[Finding]) -> Verdict:
+    order = list(Verdict)
+    return max((one.verdict for one in findings), key=order.index)
+
+
+def test_this_environment_is_the_one_that_the_package_is_for():
+    assert worst([*software.versions(), *software.plugins({})]) is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"), [("0.5.23", Verdict.OK), ("0.5.24", Verdict.FAIL), (None, Verdict.FAIL)]
+)
+def test_another_version_of_sglang_is_named_with_the_right_one(monkeypatch, found, verdict):
+    def version(name: str) -> str:
+        if name == "sglang" and found is None:
+            raise software.PackageNotFoundError
+        return {"sglang": str(found), "sglang-router": "0.3.2"}.get(name, "0.1.0")
+
+    monkeypatch.setattr(software, "version", version)
+    (told,) = [one for one in software.versions() if one.subject == "sglang"]
+    assert told.verdict is verdict
+    assert (told.mend == "pip install sglang==0.5.23") is (verdict is Verdict.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("env", "verdict"),
+    [
+        ({"SGLANG_PLUGINS": "sglang_epd,sglang_epd_cpu"}, Verdict.OK),
+        ({"SGLANG_PLUGINS": "sglang_epd_cpu"}, Verdict.WARN),
+        ({"SGLANG_EPD": "off"}, Verdict.WARN),
+    ],
+)
+def test_a_plug_in_that_is_left_out_is_noticed(env, verdict):
+    assert worst(list(software.plugins(env))) is verdict
+
+
+@pytest.mark.parametrize(
+    ("env", "verdict", "told"),
+    [
+        ({"SGLANG_EPD_TOKEN": TOKEN}, Verdict.OK, ""),
+        ({}, Verdict.WARN, "openssl"),
+        ({"SGLANG_EPD_TOKEN": "short"}, Verdict.WARN, "5 characters"),
+        ({"SGLANG_EPD_TOKEN": " " + TOKEN}, Verdict.FAIL, "printable"),
+        ({"SGLANG_EPD_TOKENS": TOKEN}, Verdict.FAIL, "SGLANG_EPD_TOKENS"),
+        ({"SGLANG_EPD_MEDIA_MAX_MB": "x"}, Verdict.FAIL, "SGLANG_EPD_MEDIA_MAX_MB"),
+        ({"SGLANG_EPD_STORE": "ftp://x", "SGLANG_EPD_TOKEN": TOKEN}, Verdict.FAIL, "STORE"),
+    ],
+)
+def test_settings_and_the_token(env, verdict, told):
+    found = list(software.settings(env))
+    assert worst(found) is verdict
+    assert told in " ".join(one.found + one.mend for one in found)
+    assert TOKEN not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "mend"),
+    [
+        ("", Verdict.OK, ""),
+        ("raise ModuleNotFoundError('mooncake')", Verdict.NOTE, "pip install"),
+        ("raise ImportError('libibverbs.so.1: cannot open')", Verdict.FAIL, "libibverbs1"),
+        ("import os; os.abort()", Verdict.FAIL, "reinstall"),
+    ],
+)
+def test_mooncake_is_tried_in_a_process_of_its_own(monkeypatch, tmp_path, code, verdict, mend):
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = [one for one in software.libraries() if one.subject == "Mooncake"]
+    assert found.verdict is verdict
+    assert mend in found.mend
+
+
+def test_rdma_ports_that_are_active(tmp_path, monkeypatch):
+    assert worst(list(machine.rdma(tmp_path / "none"))) is Verdict.NOTE
+    for card, state in {"mlx5_0": "1: DOWN", "mlx5_1": "4: ACTIVE"}.items():
+        port = tmp_path / card / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        first = next(iter(machine.rdma(tmp_path)))
+        assert first.verdict is (Verdict.OK if "ACTIVE" in state else Verdict.WARN)
+    assert "mlx5_1/1" in first.found
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (64 << 20, 64 << 20))
+    assert "ulimit -l" in list(machine.rdma(tmp_path))[-1].mend
+
+
+def test_a_port_that_is_taken_fails_if_it_was_asked_for():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (found,) = machine.ports([port])
+    assert found.verdict is Verdict.FAIL
+    assert str(port) in found.found
+
+
+def test_limits_and_clock_are_told(monkeypatch):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (1024, 4096))
+    (found,) = machine.limits()
+    assert (found.verdict, "at most 4096" in found.mend) == (Verdict.WARN, True)
+    assert [one.subject for one in machine.clock()] == ["clock"]
+
+
+def safetensors(path: Path, size: int = 16, cut: int = 0) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, size]}}).encode()
+    whole = struct.pack("<Q", len(header)) + header + b"\0" * size
+    path.write_bytes(whole[: len(whole) - cut])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen2_5_VLForConditionalGeneration"]})
+    )
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    safetensors(tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_a_whole_checkpoint(folder):
+    assert worst(list(checkpoint(str(folder)))) is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda at: (at / "config.json").unlink(), "config.json"),
+        (lambda at: (at / "config.json").write_text("{"), "not JSON"),
+        (lambda at: (at / "config.json").write_text("[]"), "no JSON object"),
+        (lambda at: (at / "config.json").write_text("{}"), "no architecture"),
+        (lambda at: (at / "model.safetensors").unlink(), "no safetensors"),
+        (lambda at: safetensors(at / "model.safetensors", cut=1), "bytes of"),
+        (lambda at: (at / "model.safetensors").write_bytes(b"\xff" * 9), "header"),
+        (lambda at: (at / "model.safetensors").write_bytes(b""), "header"),
+        (lambda at: (at / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda at: (at / "preprocessor_config.json").unlink(), "preprocessor_config"),
+        (
+            lambda at: (at / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"w": "model-00001.safetensors"}}'
+            ),
+            "model-00001.safetensors",
+        ),
+        (
+            lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"w": 1}}'),
+            "names no files",
+        ),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_told(folder, spoil, told):
+    spoil(folder)
+    found = list(checkpoint(str(folder)))
+    assert worst(found) is Verdict.FAIL
+    assert told in str(found)
+
+
+def test_a_model_that_is_not_listed_is_no_failure(folder):
+    (folder / "config.json").write_text('{"architectures": ["Gemma3ForConditionalGeneration"]}')
+    assert worst(list(checkpoint(str(folder)))) is Verdict.NOTE
+
+
+def test_a_model_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (found,) = checkpoint("nobody/nothing")
+    assert (found.verdict, found.mend) == (Verdict.FAIL, "hf download nobody/nothing")
+
+
+def encoder(token: str, date: str = "") -> type[QuietHandler]:
+    status = {"encoder": "e", "namespace": "n", "state": "ready", "utilisation": 0.0}
+    status["queue"] = dict.fromkeys(("looking", "waiting", "preparing", "ready", "running"), 0)
+
+    class Encoder(QuietHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(status).encode() if self.path == "/v1/status" else b""
+            self.answer(200, body)
+
+        def do_POST(self) -> None:
+            right = self.headers.get("Authorization", "") == (f"Bearer {token}" if token else "")
+            self.answer(400 if right else 401, b"")
+
+        def answer(self, code: int, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return date or super().date_time_string()
+
+    return Encoder
+
+
+def look(handler: type[QuietHandler], token: str) -> dict[str, Verdict]:
+    with listening(handler) as server:
+        return {one.subject: one.verdict for one in servers([target(url_of(server))], token)}
+
+
+def test_the_token_is_tried_and_clocks_are_compared():
+    assert look(encoder(TOKEN), TOKEN)["token"] is Verdict.OK
+    assert look(encoder(TOKEN), "wrong")["token"] is Verdict.FAIL
+    assert look(encoder(TOKEN), "")["token"] is Verdict.FAIL
+    late = look(encoder("", date="Thu, 01 Jan 2026 00:00:00 GMT"), "")
+    assert late["clock"] is Verdict.WARN
+    assert "clock" not in look(encoder("", date="yesterday"), "")
+
+
+def test_servers_of_two_namespaces_are_told_apart():
+    assert [one.verdict for one in _namespaces({"a": "1", "b": "2"})] == [Verdict.FAIL]
+    assert [one.verdict for one in _namespaces({"a": "1", "b": "1"})] == [Verdict.OK]
+
+
+def test_the_exit_code_says_whether_something_will_not_run(monkeypatch, folder):
+    for name in ("plugins", "seams", "libraries"):
+        monkeypatch.setattr(software, name, lambda: [ok("left out", "")])
+    arguments = ["doctor", "--json", "--model", str(folder)]
+    shown = CliRunner().invoke(app, arguments)
+    assert (shown.exit_code, json.loads(shown.stdout)["ok"]) == (0, True)
+    (folder / "config.json").unlink()
+    shown = CliRunner().invoke(app, arguments)
+    assert (shown.exit_code, json.loads(shown.stdout)["ok"]) == (1, False)
+    table = CliRunner().invoke(app, arguments[:1] + arguments[2:], env={"COLUMNS": "150"})
+    assert "-> download the checkpoint again" in table.stdout

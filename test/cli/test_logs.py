@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from sglang_epd.cli.logs import LogFollower, phase_of
+
+
+def test_whole_lines_are_read_as_they_come(tmp_path):
+    path = tmp_path / "log"
+    follower = LogFollower(path)
+    assert follower.lines() == []
+    with path.open("wb", buffering=0) as log:
+        log.write(b"one\ntw")
+        assert follower.lines() == ["one"]
+        assert follower.lines() == []
+        log.write(b"o\r\n\xff\nend")
+        assert follower.lines() == ["two", "\ufffd"]
+    assert follower.finish() == ["end"]
+
+
+def test_a_new_file_is_read_from_its_beginning(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("a long first life\n")
+    follower = LogFollower(path)
+    assert follower.finish() == ["a long first life"]
+    path.rename(tmp_path / "log.previous")
+    path.write_text("second\n")
+    assert follower.lines() == ["second"]
+    follower.close()
+
+
+def test_a_line_without_an_end_takes_bounded_memory(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (3 << 20))
+    follower = LogFollower(path)
+    pieces = follower.finish()
+    assert sum(map(len, pieces)) == 3 << 20
+    assert len(pieces) >= 3
+
+
+def test_phases_of_start_up():
+    assert phase_of("[2026-01-01] server_args=ServerArgs(...)") == "configured"
+    assert phase_of("Load weight end. elapsed=1.2 s") == "weights loaded"
+    assert phase_of("decode batch") == ""

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+
+from sglang_epd.cli import runs
+from sglang_epd.errors import ConfigError
+
+
+def test_a_run_is_found_while_it_lives(tmp_path):
+    run = runs.Run(tmp_path)
+    assert runs.find(tmp_path) == []  # nothing is told yet
+    run.write({"started_at": 1.0, "servers": []})
+    (found,) = runs.find(tmp_path)
+    assert found.pid == os.getpid()
+    assert found.state == {"started_at": 1.0, "servers": []}
+    assert stat.S_IMODE((run.folder / "state.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
+    run.close(keep=False)
+    assert runs.find(tmp_path) == []
+    assert not run.folder.exists()
+
+
+def test_a_run_that_was_killed_is_not_found_and_its_logs_are_kept_for_a_while(tmp_path):
+    for pid in range(1, 9):
+        left = tmp_path / str(pid)
+        left.mkdir()
+        (left / "lock").touch()
+        (left / "state.json").write_text(json.dumps({"started_at": pid}))
+        os.utime(left, (pid, pid))
+    assert runs.find(tmp_path) == []
+    runs.Run(tmp_path).close(keep=False)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["4", "5", "6", "7", "8"]
+
+
+def test_the_folder_is_this_users_own(tmp_path):
+    folder = runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert folder == tmp_path / "sglang-epd"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="remove it"):
+        runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_link_in_its_place_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "sglang-epd").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="remove it"):
+        runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})

@@ -1,0 +1,207 @@
+"""`status` and `top` against small HTTP servers; real ones are in integration/test_cli.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from typer.testing import CliRunner
+
+from integration.listener import QuietHandler, listening, url_of
+from sglang_epd.cli import runs
+from sglang_epd.cli.main import app
+from sglang_epd.cli.probes import Target, View, ask, target
+from sglang_epd.cli.processes import free_port
+from sglang_epd.cli.status import _since
+from sglang_epd.errors import ConfigError
+
+ENCODER = {
+    "/health": (200, ""),
+    "/v1/status": (
+        200,
+        json.dumps(
+            {
+                "encoder": "e1",
+                "namespace": "a" * 64,
+                "state": "ready",
+                "utilisation": 0.25,
+                "queue": {
+                    "looking": 1,
+                    "waiting": 2,
+                    "preparing": 0,
+                    "ready": 1,
+                    "running": 3,
+                    "dormant": 9,
+                },
+            }
+        ),
+    ),
+    "/metrics": (
+        200,
+        'sglang:epd_encoder_lookups_total{source="computed"} 6.0\n'
+        'sglang:epd_encoder_lookups_total{source="cached"} 2.0\n',
+    ),
+}
+PREFILL = {
+    "/health": (200, ""),
+    "/metrics": (
+        200,
+        'sglang:num_running_reqs{engine_type="prefill",tp_rank="0"} 1.0\n'
+        'sglang:num_queue_reqs{engine_type="prefill",tp_rank="0"} 2.0\n'
+        'sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill"} 3.0\n'
+        'sglang:epd_dispatch_namespace{namespace="abc"} 1.0\n'
+        'sglang:epd_dispatch_items_total{source="kv"} 3.0\n'
+        'sglang:epd_dispatch_items_total{source="computed"} 1.0\n'
+        'sglang:epd_dispatch_encoders{state="ready"} 2.0\n'
+        'sglang:epd_dispatch_encoders{state="open"} 0.0\n',
+    ),
+}
+Serve = Callable[[dict], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts a server that gives these answers to these paths."""
+    with ExitStack() as stack:
+
+        def start(answers: dict[str, tuple[int, str]]) -> str:
+            class Handler(QuietHandler):
+                def do_GET(self) -> None:
+                    code, text = answers.get(self.path, (404, ""))
+                    self.send_response(code)
+                    self.send_header("Content-Length", str(len(text.encode())))
+                    self.end_headers()
+                    # One who reads no further has hung up.
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        self.wfile.write(text.encode())
+
+            return url_of(stack.enter_context(listening(Handler)))
+
+        yield start
+
+
+def test_each_kind_of_server_is_recognised(serve):
+    plain = {"/health": (200, "")}
+    urls = [serve(ENCODER), serve(PREFILL), serve(plain), f"http://127.0.0.1:{free_port()}"]
+    encoder, prefill, router, nobody = ask([target(url) for url in urls])
+    assert (encoder.role, encoder.state, encoder.queued, encoder.running) == (
+        "encoder",
+        "ready",
+        4,
+        3,
+    )
+    assert encoder.hit_rate == 0.25
+    assert encoder.namespace == "a" * 64
+    assert (prefill.role, prefill.queued, prefill.running) == ("prefill", 5, 1)
+    assert (prefill.hit_rate, prefill.namespace) == (0.75, "abc")
+    assert prefill.encoders == {"ready": 2}
+    assert (router.role, router.state, router.queued) == ("server", "ready", None)
+    assert nobody.state == "unreachable"
+    assert nobody.problem
+
+
+def test_an_encoder_that_drains_is_draining(serve):
+    told = json.loads(ENCODER["/v1/status"][1]) | {"state": "draining"}
+    draining = {**ENCODER, "/health": (503, ""), "/v1/status": (200, json.dumps(told))}
+    (view,) = ask([target(serve(draining))])
+    assert (view.state, view.problem) == ("draining", "")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"/v1/status": (200, "not json")},
+        {"/v1/status": (200, '{"encoder": 1}')},
+        {"/v1/status": (200, '{"encoder": 1, "state": "ready", "queue": 3}')},
+        {"/metrics": (200, "sglang:epd_encoder_lookups_total{source=")},
+    ],
+)
+def test_answers_that_make_no_sense_are_a_problem_and_no_crash(serve, changed):
+    (view,) = ask([target(serve({**ENCODER, **changed}))])
+    assert "cannot be understood" in view.problem
+
+
+def test_a_stranger_cannot_write_to_the_terminal(serve):
+    told = json.loads(ENCODER["/v1/status"][1]) | {"namespace": "\x1b]0;owned\x07", "state": "\x1b"}
+    (view,) = ask([target(serve({**ENCODER, "/v1/status": (200, json.dumps(told))}))])
+    assert view.namespace.isprintable()
+    assert view.state == "ready"
+
+
+def test_an_endless_answer_is_not_read(serve, monkeypatch):
+    monkeypatch.setattr("sglang_epd.cli.probes._MAX_BYTES", 100)
+    (view,) = ask([target(serve({**ENCODER, "/metrics": (200, "#" * 200_000)}))])
+    assert (view.state, "more than 100 bytes" in view.problem) == ("unreachable", True)
+
+
+@pytest.mark.parametrize("url", ["http://", "ftp://x", "http://user:secret@x", "http://x/y", ""])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(ConfigError):
+        target(url)
+    assert target("encoder:30000") == Target("http://encoder:30000")
+
+
+def test_status_of_urls_as_json_and_its_exit_code(serve):
+    shown = CliRunner().invoke(app, ["status", "--json", serve(ENCODER)])
+    assert shown.exit_code == 0
+    (server,) = json.loads(shown.stdout)["servers"]
+    assert (server["role"], server["hit_rate"], server["utilisation"]) == ("encoder", 0.25, 0.25)
+    down = f"http://127.0.0.1:{free_port()}"
+    shown = CliRunner().invoke(app, ["status", "--json", serve(PREFILL), down])
+    assert shown.exit_code == 1
+    states = [server["state"] for server in json.loads(shown.stdout)["servers"]]
+    assert states == ["ready", "unreachable"]
+
+
+def test_status_finds_the_run_of_up(serve, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    nobody = CliRunner().invoke(app, ["status"])
+    assert "by their URLs" in str(nobody.exception)
+    told = {"state": "ready", "pid": 7, "restarts": 2}
+    servers = [
+        {"name": "encoder-0", "role": "encoder", "url": serve(ENCODER), **told},
+        {"name": "prefill", "role": "prefill", "url": serve(PREFILL), **told, "state": "down"},
+    ]
+    run = runs.Run(runs.root())
+    run.write(
+        {"pid": 1, "started_at": 5.0, "model": "m", "api_url": "http://x", "servers": servers}
+    )
+    try:
+        shown = CliRunner().invoke(app, ["status", "--json"])
+        table = CliRunner().invoke(app, ["status"], env={"COLUMNS": "200"})
+    finally:
+        run.close(keep=False)
+    told = json.loads(shown.stdout)
+    assert told["run"]["model"] == "m"
+    encoder, prefill = told["servers"]
+    assert (encoder["name"], encoder["pid"], encoder["restarts"]) == ("encoder-0", 7, 2)
+    assert (prefill["state"], prefill["running"]) == ("down", None)
+    assert shown.exit_code == table.exit_code == 1
+    assert "ready (2 restarts)" in table.stdout
+
+
+def test_rates_are_of_the_time_between_two_looks():
+    old = View("e", "encoder", "u", items=10, hits=5)
+    new = View("e", "encoder", "u", items=30, hits=20)
+    assert _since(new, (100.0, old), 110.0) == (2.0, 0.75)
+    assert _since(old, (100.0, old), 110.0) == (0.0, None)
+    # Started again meanwhile, or never seen.
+    assert _since(old, (100.0, new), 110.0) == (None, None)
+    assert _since(new, None, 110.0) == (None, None)
+
+
+def test_top_shows_until_it_is_told_to_leave(serve):
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        shown = CliRunner().invoke(
+            app, ["top", "--interval", "0.2", serve(ENCODER)], env={"COLUMNS": "120"}
+        )
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert shown.exit_code == 0, shown.output
+    assert "items/s" in shown.stdout
+    assert "25%" in shown.stdout

@@ -1,0 +1,218 @@
+"""The supervisor against real child processes: small HTTP servers, not SGLang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from sglang_epd.cli.lives import Restarts
+from sglang_epd.cli.processes import ServerError, free_port
+from sglang_epd.cli.supervisor import Supervisor
+from sglang_epd.cli.topology import Plan, Role, Server
+
+SERVER = """
+import http.server, sys
+print("Uvicorn running", flush=True)
+http.server.ThreadingHTTPServer(
+    ("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler
+).serve_forever()
+"""
+DIES = "import sys; print('no such model', flush=True); sys.exit(3)"
+# Serves once, and in its next life only dies.
+ONCE = (
+    """
+import os, sys
+if os.path.exists(sys.argv[2]): sys.exit("cannot any more")
+open(sys.argv[2], "w").close()
+"""
+    + SERVER
+)
+QUICK = Restarts(most=2, first_s=0.05, longest_s=0.1)
+
+
+class Recorder:
+    """Keeps what is reported; `act` is called with each piece of news."""
+
+    def __init__(self, act: Callable[[str, str], None] = lambda name, text: None) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.lines: list[tuple[str, str]] = []
+        self.waits: list[dict[str, str]] = []
+        self.when_ready: Callable[[], None] = interrupt
+        self._act = act
+
+    def line(self, name: str, text: str) -> None:
+        self.lines.append((name, text))
+
+    def news(self, name: str, text: str) -> None:
+        self.told.append((name, text))
+        self._act(name, text)
+
+    def tick(self, waiting: Mapping[str, str]) -> None:
+        self.waits.append(dict(waiting))
+
+    def ready(self) -> None:
+        self.when_ready()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> Server:
+    port = free_port()
+    command = ("-c", code, str(port), *more)
+    return Server(name, role, command, f"http://127.0.0.1:{port}", ready_path="/", needs=needs)
+
+
+def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:
+    plan = Plan(servers, servers[-1].url)
+    options = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20, **options}
+    return Supervisor(plan, folder, recorder, **options)
+
+
+def alive(supervisor: Supervisor) -> list[str]:
+    return [told["name"] for told in supervisor.describe() if told["pid"] is not None]
+
+
+def test_up_then_down_again(tmp_path):
+    recorder = Recorder()
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder", "encoder"),
+        server("language", "language"),
+        server("router", "router", needs=("language",)),
+    )
+    seen = []
+
+    def look() -> None:
+        seen.extend(supervisor.describe())
+        interrupt()
+
+    recorder.when_ready = look
+    before = signal.getsignal(signal.SIGINT)
+    supervisor.run()
+    assert {told["name"]: told["state"] for told in seen} == dict.fromkeys(
+        ("encoder", "language", "router"), "ready"
+    )
+    assert {told["state"] for told in supervisor.describe()} == {"stopped"}
+    assert not alive(supervisor)
+    news = [name for name, text in recorder.told if text.startswith(("started", "ready"))]
+    assert news.index("router") > news.index("language") > -1
+    assert news[-1] == "router"
+    assert ("encoder", "Uvicorn running") in recorder.lines
+    assert recorder.waits[-1] == {}
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_is_killed_is_started_again(tmp_path):
+    supervisor: Supervisor
+
+    def act(name: str, text: str) -> None:
+        if text.startswith("ready") and supervisor.describe()[0]["restarts"]:
+            interrupt()
+
+    recorder = Recorder(act)
+    changes: list[str] = []
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder", "encoder"),
+        server("language", "language"),
+        changed=lambda: changes.append(supervisor.describe()[0]["state"]),
+    )
+    recorder.when_ready = lambda: os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+    supervisor.run()
+    told = [text for name, text in recorder.told if name == "encoder"]
+    assert any("killed by signal 9; starts again" in text for text in told)
+    assert any(text.startswith("restart 1, pid") for text in told)
+    assert changes[:1] == ["starting"]
+    assert {"down", "ready"} <= set(changes)
+    assert supervisor.describe()[0]["restarts"] == 1
+    assert (tmp_path / "encoder.log.previous").exists()
+    assert not alive(supervisor)
+
+
+def test_one_that_never_starts_ends_all_and_says_why(tmp_path):
+    supervisor = supervise(
+        tmp_path, Recorder(), server("encoder", "encoder", DIES), server("language", "language")
+    )
+    with pytest.raises(ServerError, match="no such model"):
+        supervisor.run()
+    assert not alive(supervisor)
+
+
+def kill_first(supervisor: Supervisor) -> None:
+    os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+
+
+def test_the_last_of_a_role_that_cannot_come_back_ends_all(tmp_path):
+    recorder = Recorder()
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder", "encoder", ONCE, str(tmp_path / "been")),
+        server("language", "language"),
+    )
+    recorder.when_ready = lambda: kill_first(supervisor)
+    with pytest.raises(ServerError, match="cannot any more"):
+        supervisor.run()
+    given_up = [text for name, text in recorder.told if "given up" in text]
+    assert len(given_up) == 1
+    assert supervisor.describe()[0]["restarts"] == QUICK.most
+    assert not alive(supervisor)
+
+
+def test_others_of_the_role_go_on_without_it(tmp_path):
+    recorder = Recorder(lambda name, text: interrupt() if "given up" in text else None)
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder-0", "encoder", ONCE, str(tmp_path / "been")),
+        server("encoder-1", "encoder"),
+        server("language", "language"),
+    )
+    recorder.when_ready = lambda: kill_first(supervisor)
+    supervisor.run()
+    assert not alive(supervisor)
+
+
+def test_who_is_not_ready_in_time_is_named_with_its_phase(tmp_path):
+    supervisor = supervise(
+        tmp_path,
+        Recorder(),
+        server(
+            "encoder",
+            "encoder",
+            "import time; print('Load weight begin', flush=True); time.sleep(60)",
+        ),
+        start_timeout_s=0.6,
+    )
+    with pytest.raises(ServerError, match=r"--timeout\): encoder \(loading weights\)"):
+        supervisor.run()
+    assert not alive(supervisor)
+
+
+def test_a_second_signal_ends_what_does_not_end_by_itself(tmp_path):
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
+    recorder = Recorder()
+
+    def twice() -> None:
+        interrupt()
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: interrupt())
+    recorder.when_ready = twice
+    supervisor = supervise(tmp_path, recorder, server("encoder", "encoder", stubborn), grace_s=60)
+    begin = time.monotonic()
+    try:
+        supervisor.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < 20
+    assert not alive(supervisor)

@@ -1,0 +1,129 @@
+"""What `up` makes of what is typed; `test/integration/test_cli.py` runs it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sglang_epd.cli import up as module
+from sglang_epd.cli.main import app
+from sglang_epd.errors import ConfigError, EpdError
+
+
+def dry(*arguments: str) -> Result:
+    command = ["up", "--dry-run", "--gpus", "none", "--model", "org/model", *arguments]
+    return CliRunner().invoke(app, command)
+
+
+def test_a_dry_run_prints_commands_that_can_be_copied():
+    shown = dry("--encoders", "2", "--prefill", "1", "--decode", "1", "--flags", "--dtype float32")
+    assert shown.exit_code == 0, shown.output
+    commands = [shlex.split(line) for line in shown.stdout.splitlines()]
+    modules = [command[command.index("-m") + 1] for command in commands]
+    assert modules == ["sglang.launch_server"] * 4 + ["sglang_router.launch_router"]
+    assert all("float32" in command for command in commands[:4])
+
+
+def test_a_dry_run_for_machines():
+    made = json.loads(dry("--json", "--gpus", "2,3").stdout)
+    encoder, language = made["servers"]
+    assert encoder["env"] == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert language["env"] == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert made["api_url"] == language["url"]
+    assert encoder["url"] in language["argv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--prefill", "1"], "--decode"),
+        (["--encoders", "0"], "--encoders"),
+        (["--language", "0"], "--language"),
+        (["--model", "./no/such/folder"], "--model"),
+        (["--host", "192.0.2.1"], "--host"),
+        (["--gpus", "0"], "--gpus"),
+        (["--flags", "--encoder-only"], "--flags"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_flag(arguments, named):
+    refused = dry(*arguments)
+    assert isinstance(refused.exception, EpdError), refused.output
+    assert named in str(refused.exception)
+
+
+def test_json_is_for_dry_runs():
+    refused = CliRunner().invoke(app, ["up", "--model", "m", "--json"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "status --json" in str(refused.exception)
+
+
+def test_a_port_that_is_taken_is_refused_only_if_it_was_asked_for(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = dry("--port", str(port))
+        assert "--port" in str(refused.exception)
+        monkeypatch.setattr(module, "_USUAL_PORT", port)
+        assert dry().exit_code == 0
+
+
+def test_settings_are_checked_before_anything_starts(monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_ENCODER_WAIT_S", "soon")
+    assert "SGLANG_EPD_ENCODER_WAIT_S" in str(dry().exception)
+    monkeypatch.delenv("SGLANG_EPD_ENCODER_WAIT_S")
+    monkeypatch.setenv("SGLANG_EPD_MEDIA_MAX_MB", "-1")
+    assert "SGLANG_EPD_MEDIA_MAX_MB" in str(dry().exception)
+
+
+def test_prefill_and_decode_apart_need_mooncake(monkeypatch):
+    find = module.importlib.util.find_spec
+    monkeypatch.setattr(
+        module.importlib.util, "find_spec", lambda name: None if name == "mooncake" else find(name)
+    )
+    refused = dry("--prefill", "1", "--decode", "1")
+    assert "pip install" in str(refused.exception)
+    assert dry().exit_code == 0
+
+
+def test_a_file_stands_for_options_and_settings(tmp_path):
+    path = tmp_path / "epd.yaml"
+    path.write_text(
+        """
+        up: {encoders: 3, prefill: 1, decode: 1, encoder-flags: --dp-size 2}
+        settings: {dispatch_policy: round_robin}
+        """
+    )
+    made = json.loads(dry("--json", "--config", str(path), "--encoders", "1").stdout)
+    assert [one["role"] for one in made["servers"]] == ["encoder", "prefill", "decode", "router"]
+    assert made["servers"][0]["argv"][-2:] == ["--dp-size", "2"]
+    env = module._environment(path, ["token=abc"])
+    settings = module.Settings.from_env(env)
+    assert (settings.dispatch_policy, settings.token) == ("round_robin", "abc")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("up: {encoder: 2}", "'encoder' is not one of"),
+        ("up: {dry-run: true}", "'dry-run' is not one of"),
+        ("up: {encoders: [1]}", "encoders has to be one value"),
+        ("up: {encoders: many}", "--encoders"),
+        ("settings: {nothing: 1}", "SGLANG_EPD_NOTHING"),
+    ],
+)
+def test_a_file_with_what_is_not_known_is_refused(tmp_path, text, told):
+    path = tmp_path / "epd.yaml"
+    path.write_text(text)
+    refused = dry("--config", str(path))
+    assert refused.exit_code != 0
+    assert told in f"{refused.exception}{refused.stderr}"
+
+
+@pytest.mark.parametrize("typed", ["token", "no_such=1", "TOKEN=x", "max_body_mb=-1"])
+def test_a_setting_that_is_none_is_refused(typed):
+    assert isinstance(dry("--set", typed).exception, ConfigError)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import reference
+import sglang_epd
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), [*reference.pages()], ids=lambda one: getattr(one, "name", "")
+)
+def test_a_page_is_what_the_code_says(path, text):
+    assert path.read_text() == text, "run .venv/bin/python scripts/reference.py"
+
+
+def test_other_pages_name_settings_that_there_are():
+    """By their whole names; `_THIS` behind one is its second half."""
+    known = set(re.findall(r"^\| `(\w+)`", reference.settings_page(), re.MULTILINE))
+    known |= {"SGLANG_EPD_CACHE"}  # of scripts/
+    for path in [*reference.DOCS.glob("*.md"), reference.DOCS.parent / "README.md"]:
+        named = set(re.findall(r"\bSGLANG_EPD_[A-Z_]+[A-Z]\b(?!_|\*)", path.read_text()))
+        assert named <= known, path.name
+
+
+def test_every_metric_of_the_package_is_on_its_page():
+    package = Path(sglang_epd.__file__).parent
+    source = "".join(path.read_text() for path in (package / "observability").glob("*.py"))
+    named = set(re.findall(r"\"(sglang:epd_[a-z_]+[a-z])\"", source))
+    assert len(named) > 30
+    shown = set(re.findall(r"`(sglang:epd_\w+?)(?:_total)?`", reference.metrics_page()))
+    assert named <= shown

@@ -66,6 +66,8 @@ _METRICS_HEAD = """# Metrics
 
 Encoders show these at `/metrics`, always; language, prefill and decode servers among SGLang's own, with `--enable-metrics`. A counter's name ends in `_total`, a histogram has `_bucket`, `_sum` and `_count` behind its name; one that has labels and has not counted yet is not shown. Labels take few values, all of them this package's: none is a user's to choose.
 
+`docker/observability/` has a Grafana dashboard and alert rules over them.
+
 """  # noqa: E501
 
 

@@ -45,3 +45,21 @@ def sglang_flags() -> set[str]:
         flags |= {f"--{name.replace('_', '-')}" for name in names}
     assert {"--encoder-only", "--port", "--model-path"} <= flags
     return flags
+
+
+@pytest.fixture(scope="session")
+def router_flags() -> set[str]:
+    """The flags of SGLang's router."""
+    found = importlib.util.find_spec("sglang_router")
+    assert found is not None and found.submodule_search_locations
+    source = Path(found.submodule_search_locations[0]) / "router_args.py"
+    names = re.findall(r"\"--(?:\{prefix\})?([a-z][a-z-]*)\"", source.read_text())
+    # Of the launcher itself, which chooses the router by it.
+    flags = {f"--{name}" for name in names} | {"--mini-lb"}
+    assert {"--pd-disaggregation", "--prefill", "--decode", "--host"} <= flags
+    return flags
+
+
+def flags_in(words: list[str]) -> set[str]:
+    """The flags of a command line, without their values."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}

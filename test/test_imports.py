@@ -2,6 +2,7 @@
 
     plugin, cli
     seams
+    sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
     wire, media, config, errors, trust, deferred, tally
@@ -25,7 +26,8 @@ ROOT = Path(sglang_epd.__file__).parent
 LAYERS = (
     {"plugin", "cli"},
     {"seams"},
-    {"encoder", "language", "sim"},
+    {"sim"},
+    {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
     {"wire", "media", "config", "errors", "trust", "deferred", "tally"},
 )

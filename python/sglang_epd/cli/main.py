@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_epd.cli import doctor, status, up
+from sglang_epd.cli import doctor, plan, status, up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -49,6 +49,7 @@ app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("top")(status.top)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 
 
 def run() -> None:

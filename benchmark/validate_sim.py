@@ -1,0 +1,423 @@
+"""The simulator against real servers: what it predicts of loads that it was not shown.
+
+    .venv/bin/python benchmark/validate_sim.py [--seconds 25]
+
+First a profile is measured, by single requests on idle servers and four that decode
+together: text alone, one small picture, one large one, on one server that does everything
+and on an encoder and a language server, each server on one core of its own. Then come
+loads of other sizes, numbers of pictures, mixtures and deployments, by the same seeded
+requests at the same moments on the servers and in the simulation.
+
+Everything that a server does shares its one core, so preparing a picture counts as part of
+the tower's time and fetching a request as part of the prefill's. What was measured and
+predicted goes into `results/simulator.json`; `benchmark/simulator.py` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from pictures import jpeg
+
+from encoder import RESULTS
+from make_checkpoint import ensure
+from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
+from sglang_epd.sim.clients import Demand, generators
+from sglang_epd.sim.model import Traffic
+from sglang_epd.sim.profile import Profile
+from sglang_epd.sim.records import Request
+from sglang_epd.sim.run import simulate
+from sglang_epd.sim.schema import convert
+from sglang_epd.sim.topology import parse
+from sglang_epd.sim.workload import Closed, Workload, intervals
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 240.0
+ANSWER_TIMEOUT_S = 120.0
+MODEL = "bench-qwen2_5-vl"
+# Patches of the pictures that are used, by their names in `pictures`.
+SIZES = {256.0: "224", 1024.0: "448"}
+KEPT = RESULTS / "simulator.json"
+_SMALL, _LARGE = {"width": 224, "height": 224}, {"width": 448, "height": 448}
+
+
+def _kind(**changes: Any) -> dict[str, Any]:
+    return {"text_tokens": 100, "output_tokens": 16, **changes}
+
+
+_ONE = _kind(items=1, pictures=[_LARGE])
+_MIXED = [_kind(weight=3), _kind(items=1, pictures=[_LARGE])]
+_SIZED = _kind(items={"kind": "uniform", "low": 1, "high": 3}, pictures=[_SMALL, _LARGE])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load: of so much of what one server that does everything can do, or closed."""
+
+    name: str
+    topology: str
+    kinds: list[dict[str, Any]]
+    share: float = 0.0
+    users: int = 0
+
+    def workload(self) -> Workload:
+        arrival: dict[str, Any] = {"kind": "poisson"}
+        if self.users:
+            arrival = {"kind": "closed", "users": self.users}
+        asked = {"name": self.name, "kinds": self.kinds, "arrival": arrival}
+        return convert(asked, Workload, self.name)
+
+
+CASES = (
+    Case("one picture", "1EPD", [_ONE], share=0.6),
+    Case("one picture", "1E1PD", [_ONE], share=0.6),
+    Case("4 pictures", "1E1PD", [_kind(items=4, pictures=[_LARGE])], users=2),
+    Case("one picture", "1E1PD", [_ONE], users=4),
+    Case("one picture", "2EPD", [_ONE], users=4),
+    Case("1 to 3 pictures of two sizes", "2EPD", [_SIZED], share=1.2),
+    Case("one in four with a picture", "1E1PD", _MIXED, users=6),
+    Case("one in four with a picture", "2EPD", _MIXED, users=6),
+    Case("400 tokens of text and a picture", "1EPD", [{**_ONE, "text_tokens": 400}], users=3),
+)
+
+
+class Servers:
+    """An encoder and a language server, and two that do everything, one a core. The encoder
+    and the first of the two share a core, but never have work at the same time."""
+
+    def __init__(self, model: str, logs: Path) -> None:
+        self._model, self._logs = model, logs
+        encoder_url, encoder = self._server("encoder", 0, ["--encoder-only"])
+        flags = ["--language-only", "--encoder-urls", encoder_url]
+        flags += ["--encoder-bootstrap-port", str(free_port())]
+        language_url, language = self._server("language", 1, flags)
+        first_url, first = self._server("first", 0, [])
+        second_url, second = self._server("second", 1, [])
+        self.all = [encoder, language, first, second]
+        self.urls = {
+            "1E1PD": [language_url],
+            "1EPD": [first_url],
+            "2EPD": [first_url, second_url],
+        }
+
+    def _server(self, name: str, core: int, flags: list[str]) -> tuple[str, ServerProcess]:
+        port = free_port()
+        url = f"http://{HOST}:{port}"
+        command = ["taskset", "-c", str(core), sys.executable, "-m", "sglang.launch_server"]
+        command += ["--model-path", self._model, "--dtype", "float32", "--port", str(port), *flags]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        log = self._logs / f"{name}.log"
+        return url, ServerProcess(name, command, log_path=log, ready_url=f"{url}/health", env=env)
+
+    def __enter__(self) -> Servers:
+        try:
+            for server in self.all:
+                server.start()
+            for server in self.all:
+                server.wait_ready(START_TIMEOUT_S)
+        except BaseException:
+            stop_all(self.all)
+            raise
+        return self
+
+    def __exit__(self, *_reason: object) -> None:
+        stop_all(self.all)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One answered request, seconds from when it was to be sent; prompt tokens by the server."""
+
+    ttft_s: float
+    total_s: float
+    tokens: int
+    prompt: int
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.total_s - self.ttft_s) / (self.tokens - 1)
+
+
+class Sender:
+    """Streams chat completions.
+
+    Attributes:
+        fixed, each: prompt tokens without text, and of a word.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._pictures = 0
+        self._rng = random.Random(0)
+        self.fixed, self.each = 0.0, 1.0
+
+    async def learn(self, url: str) -> None:
+        """How many tokens a word is."""
+        few, many = [await self.ask(url, self.body(words, [], 2)) for words in (20, 120)]
+        self.each = (many.prompt - few.prompt) / 100
+        self.fixed = few.prompt - 20 * self.each
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.fixed) / self.each))
+
+    def body(self, words: int, sizes: Iterable[str], output: int) -> bytes:
+        """A request that nothing is known of: no two begin alike."""
+        parts: list[dict[str, Any]] = []
+        for size in sizes:
+            self._pictures += 1
+            data = base64.b64encode(jpeg(size, ("validate", self._pictures))).decode()
+            url = {"url": f"data:image/jpeg;base64,{data}"}
+            parts.append({"type": "image_url", "image_url": url})
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        text = " ".join(self._rng.choice(letters) for _ in range(words))
+        parts.append({"type": "text", "text": text})
+        return json.dumps(
+            {
+                "model": "default",
+                "messages": [{"role": "user", "content": parts}],
+                "max_tokens": output,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+
+    async def ask(self, url: str, body: bytes, due: float | None = None) -> Seen:
+        """Send and read to the end.
+
+        Raises:
+            RuntimeError: it was not answered as asked.
+        """
+        due = time.perf_counter() if due is None else due
+        first, usage = 0.0, None
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        async with self._session.post(
+            f"{url}/v1/chat/completions",
+            data=body,
+            headers={"Content-Type": "application/json"},
+            timeout=timeout,
+        ) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status}: {(await answer.text())[:300]}")
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if not first and event.get("choices") and event["choices"][0]["delta"]:
+                    delta = event["choices"][0]["delta"]
+                    first = time.perf_counter() if delta.get("content") else 0.0
+                usage = event.get("usage") or usage
+        if not first or usage is None:
+            raise RuntimeError("an answer without a token")
+        now = time.perf_counter()
+        return Seen(first - due, now - due, usage["completion_tokens"], usage["prompt_tokens"])
+
+
+async def calibrate(sender: Sender, servers: Servers, repeats: int) -> tuple[Profile, dict]:
+    """A profile, from requests that meet nobody but for four that decode together."""
+    one, apart = servers.urls["1EPD"][0], servers.urls["1E1PD"][0]
+    await sender.learn(one)
+    told: dict[str, Any] = {}
+
+    async def median(name: str, url: str, words: int, sizes: list[str]) -> Seen:
+        seen = []
+        for number in range(repeats + 1):
+            answer = await sender.ask(url, sender.body(words, sizes, 16))
+            if number:
+                seen.append(answer)
+        middle = sorted(seen, key=lambda answer: answer.ttft_s)[len(seen) // 2]
+        told[name] = asdict(middle)
+        return middle
+
+    short = await median("text, short", one, 40, [])
+    long = await median("text, long", one, 440, [])
+    token_s = max(0.0, (long.ttft_s - short.ttft_s) / (long.prompt - short.prompt))
+    launch_s = max(0.0, short.ttft_s - short.prompt * token_s)
+    short_apart = await median("text, short, apart", apart, 40, [])
+    # What the language server of the pair has less to do than one that does everything.
+    less = min(1.0, short_apart.ttft_s / short.ttft_s)
+    towers = {}
+    for name, url, share in (("encoder", apart, less), ("language", one, 1.0)):
+        small, large = [
+            await median(f"{size} px, {name}", url, 40, [size]) for size in ("224", "448")
+        ]
+        left = [seen.ttft_s - share * launch_s - seen.prompt * token_s for seen in (small, large)]
+        patch_s = max(0.0, (left[1] - left[0]) / (1024 - 256))
+        towers[name] = {
+            "patch_s": patch_s,
+            "launch_s": max(0.0, left[0] - 256 * patch_s),
+            "batch_patches": 2048,
+        }
+    alone = statistics.median(
+        [(await sender.ask(one, sender.body(40, [], 48))).tpot_s for _ in range(3)]
+    )
+    four = await asyncio.gather(*(sender.ask(one, sender.body(40, [], 96)) for _ in range(4)))
+    together = statistics.median(seen.tpot_s for seen in four)
+    told["tpot_s, 1 and 4 sequences"] = [alone, together]
+    sequence_s = max(0.0, (together - alone) / 3)
+    value = {
+        "name": "this machine",
+        "source": ["measured by benchmark/validate_sim.py"],
+        "hardware": f"one core of {os.cpu_count()} a server",
+        "model": MODEL,
+        "pixels": {"patch_px": 14, "merge": 4},
+        "encoder": {"tower": towers["encoder"]},
+        "language": {
+            "tower": towers["language"],
+            "prefill_launch_s": launch_s,
+            "prefill_token_s": token_s,
+            "decode_launch_s": max(1e-6, alone - sequence_s),
+            "decode_sequence_s": sequence_s,
+            "running": 128,
+            "kv_tokens": 65_536,
+        },
+        "links": {"bytes_per_token": 2048},
+    }
+    return convert(value, Profile, "measured"), told
+
+
+def capacity(profile: Profile, case: Case) -> float:
+    """Requests a second of one server that does everything, at most."""
+    asked = msgspec.structs.replace(case.workload(), arrival=Closed(users=8))
+    return simulate(profile, asked, parse("1EPD"), Traffic(requests=400)).throughput
+
+
+class Load:
+    """One case on real servers: the requests that the simulation has, at its moments."""
+
+    def __init__(self, sender: Sender, urls: Sequence[str], profile: Profile, case: Case) -> None:
+        self._sender, self._urls = sender, urls
+        self._outstanding = [0] * len(urls)
+        self._workload = case.workload()
+        arrivals, demand = generators(0)
+        self._arrivals = arrivals
+        self._demand = Demand(self._workload, profile, demand)
+        self.seen: list[Seen] = []
+
+    def _body(self, request: Request) -> bytes:
+        text = request.prompt - sum(item.tokens for item in request.items)
+        sizes = [SIZES[item.patches] for item in request.items]
+        return self._sender.body(self._sender.words(text), sizes, request.output)
+
+    async def _send(self, body: bytes, due: float) -> None:
+        """To whoever has the fewest requests."""
+        index = min(range(len(self._urls)), key=lambda index: self._outstanding[index])
+        self._outstanding[index] += 1
+        try:
+            self.seen.append(await self._sender.ask(self._urls[index], body, due))
+        finally:
+            self._outstanding[index] -= 1
+
+    async def run(self, rate: float, requests: int) -> float:
+        """All of them; requests a second."""
+        bodies = [self._body(self._demand.next(0.0)) for _ in range(requests)]
+        begin = time.perf_counter()
+        first = begin
+        async with asyncio.TaskGroup() as group:
+            if isinstance(self._workload.arrival, Closed):
+                coming = iter(bodies)
+                for _ in range(self._workload.arrival.users):
+                    group.create_task(self._user(coming))
+            else:
+                due = begin
+                gaps = intervals(self._workload.arrival, rate, self._arrivals)
+                for number, (gap, body) in enumerate(zip(gaps, bodies, strict=False)):
+                    due += gap
+                    first = due if not number else first
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    group.create_task(self._send(body, due))
+        return len(self.seen) / (time.perf_counter() - first)
+
+    async def _user(self, coming: Iterable[bytes]) -> None:
+        for body in coming:
+            await self._send(body, time.perf_counter())
+
+
+async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
+    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
+    print(f"logs in {logs}", flush=True)
+    with Servers(model, logs) as servers:
+        async with aiohttp.ClientSession() as session:
+            sender = Sender(session)
+            profile, told = await calibrate(sender, servers, repeats)
+            print(json.dumps(told), flush=True)
+            outcomes = []
+            for case in CASES:
+                most = capacity(profile, case)
+                rate = case.share * most
+                # A deployment of two cores does about twice of it.
+                requests = max(12, round((rate or 1.4 * most) * seconds))
+                load = Load(sender, servers.urls[case.topology], profile, case)
+                throughput = await load.run(rate, requests)
+                run = simulate(
+                    profile, case.workload(), parse(case.topology),
+                    Traffic(rate=rate, requests=requests),
+                )  # fmt: skip
+                measured = {
+                    "requests_per_s": throughput,
+                    "ttft_p50_s": statistics.median(seen.ttft_s for seen in load.seen),
+                    "ttft_mean_s": statistics.fmean(seen.ttft_s for seen in load.seen),
+                    "tpot_p50_s": statistics.median(seen.tpot_s for seen in load.seen),
+                }
+                predicted = {
+                    "requests_per_s": run.throughput,
+                    "ttft_p50_s": run.quantile("ttft", 0.5),
+                    "ttft_mean_s": run.mean("ttft"),
+                    "tpot_p50_s": run.quantile("tpot", 0.5),
+                }
+                how = f"{case.users} users" if case.users else f"{rate:.2f} requests/s"
+                outcomes.append(
+                    {
+                        "case": case.name,
+                        "topology": case.topology,
+                        "load": how,
+                        "requests": requests,
+                        "measured": measured,
+                        "predicted": predicted,
+                    }
+                )
+                print(json.dumps(outcomes[-1]), flush=True)
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "versions": f"sglang {version('sglang')}, torch {version('torch')}",
+        "model": MODEL,
+        "profile": msgspec.to_builtins(profile),
+        "told": told,
+        "outcomes": outcomes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each load, about")
+    parser.add_argument("--repeats", type=int, default=5, help="of each single request")
+    options = parser.parse_args()
+    figures = asyncio.run(validate(str(ensure(MODEL)), options.seconds, options.repeats))
+    figures["command"] = " ".join([".venv/bin/python", "benchmark/validate_sim.py", *sys.argv[1:]])
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept["validation"] = figures
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

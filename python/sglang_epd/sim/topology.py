@@ -1,0 +1,90 @@
+"""How many servers of which kind.
+
+Written as the field writes it: 4EPD are four servers that do everything, 1E3PD one encoder
+and three that prefill and decode, 2E1P1D and 1EP1D have prefill and decode apart.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sglang_epd.dispatch.policies import policy
+from sglang_epd.errors import ConfigError
+from sglang_epd.sim.profile import Profile
+from sglang_epd.sim.schema import Count, Data, Positive
+
+_NOTATION = re.compile(
+    r"(?P<alone>[1-9]\d*)EPD"
+    r"|(?P<encoders>[1-9]\d*)E(?P<language>[1-9]\d*)PD"
+    r"|(?P<apart>[1-9]\d*)E(?P<prefills>[1-9]\d*)P(?P<decodes>[1-9]\d*)D"
+    r"|(?P<own>[1-9]\d*)EP(?P<behind>[1-9]\d*)D"
+)
+
+
+class Topology(Data, frozen=True):
+    """Servers of one deployment.
+
+    Attributes:
+        encoders: 0 where servers that prefill encode for themselves.
+        language: servers that prefill and decode; or
+        prefills, decodes: servers that do one of them.
+        policy: of dispatch (`SGLANG_EPD_DISPATCH_POLICY`).
+        cells: so many independent deployments of all of that, which share the requests.
+    """
+
+    encoders: Count = 0
+    language: Count = 0
+    prefills: Count = 0
+    decodes: Count = 0
+    policy: str = "affinity"
+    cells: Positive = 1
+
+    def __post_init__(self) -> None:
+        if bool(self.prefills) != bool(self.decodes) or bool(self.language) == bool(self.prefills):
+            raise ValueError(
+                "a topology has servers that prefill and decode, or some that prefill and "
+                "some that decode"
+            )
+        policy(self.policy)
+
+    @property
+    def name(self) -> str:
+        if self.language:
+            one = f"{self.encoders}E{self.language}PD" if self.encoders else f"{self.language}EPD"
+        else:
+            begin = f"{self.encoders}E{self.prefills}P" if self.encoders else f"{self.prefills}EP"
+            one = f"{begin}{self.decodes}D"
+        return f"{self.cells} x {one}" if self.cells > 1 else one
+
+    def gpus(self, profile: Profile) -> float:
+        """Accelerators of all servers."""
+        servers = self.language + self.prefills + self.decodes
+        return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
+
+    def hour_cost(self, profile: Profile) -> float:
+        return self.gpus(profile) * profile.gpu_hour_cost
+
+
+def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
+    """A topology as it is written.
+
+    Raises:
+        ConfigError: it is not one, or has no servers of a kind that it needs.
+    """
+    found = _NOTATION.fullmatch(text.strip().upper())
+    if found is None:
+        raise ConfigError(f"{text!r} is no topology: write 4EPD, 1E3PD, 2E1P1D or 1EP1D")
+    counts = {name: int(value or 0) for name, value in found.groupdict().items()}
+    try:
+        return Topology(
+            encoders=counts["encoders"] + counts["apart"],
+            language=counts["alone"] + counts["language"],
+            prefills=counts["prefills"] + counts["own"],
+            decodes=counts["decodes"] + counts["behind"],
+            policy=policy,
+            cells=cells,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from error

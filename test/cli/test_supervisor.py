@@ -110,6 +110,21 @@ def test_up_then_down_again(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_told_to_stop_while_servers_start(tmp_path):
+    recorder = Recorder(lambda name, text: interrupt())
+    sleeper = "import time; time.sleep(600)"
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder", "encoder", sleeper),
+        server("router", "router", needs=("encoder",)),
+    )
+    supervisor.run()
+    assert not alive(supervisor)
+    assert {told["state"] for told in supervisor.describe()} == {"stopped"}
+    assert all(name != "router" for name, _text in recorder.told)
+
+
 def test_what_is_killed_is_started_again(tmp_path):
     supervisor: Supervisor
 
@@ -194,6 +209,18 @@ def test_who_is_not_ready_in_time_is_named_with_its_phase(tmp_path):
         start_timeout_s=0.6,
     )
     with pytest.raises(ServerError, match=r"--timeout\): encoder \(loading weights\)"):
+        supervisor.run()
+    assert not alive(supervisor)
+
+
+def test_everything_is_stopped_even_if_nobody_can_be_told(tmp_path):
+    class Mute(Recorder):
+        def line(self, name: str, text: str) -> None:
+            raise UnicodeEncodeError("ascii", text, 0, 1, "no such character")
+
+    servers = [server("encoder", "encoder"), server("router", "router")]
+    supervisor = supervise(tmp_path, Mute(), *servers)
+    with pytest.raises(UnicodeEncodeError):
         supervisor.run()
     assert not alive(supervisor)
 

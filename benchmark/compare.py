@@ -134,9 +134,11 @@ class Comparison:
             running.stop()
 
     def _start(self, running: Running, number: int) -> None:
+        load_average = round(os.getloadavg()[0], 1)
         seconds = running.start()
         name = running.arm.name
-        self.results.starts.append(Start(name, number, seconds, running.commands))
+        start = Start(name, number, seconds, running.commands, load_average)
+        self.results.starts.append(start)
         _say(f"round {number + 1} of {self._options.rounds}: {name} is up after {seconds:.0f} s")
 
     def _revive(self, running: Running, number: int, workload: Workload) -> None:

@@ -1,6 +1,7 @@
 """Where the time to the first token goes: every millisecond of one request has an owner.
 
     .venv/bin/python benchmark/ttft.py [--images 1 4] [--size 448] [--repeats 20]
+    .venv/bin/python benchmark/ttft.py --render benchmark/results/profile.json
 
 One server, in-tree EPD and this package are up side by side, each pinned to the same cores;
 requests are sent one at a time, to the arms in turn, each with new pictures, for one token.
@@ -46,8 +47,8 @@ HERE = Path(__file__).parent
 ARMS = ("colocated", "in-tree-1e1p", "epd-1e1p")
 WARM_UP = 3
 ANSWER_TIMEOUT_S = 300.0
-# Of an item on an encoder, in their order.
-ENCODER_STAGES = ("acquire", "wait", "preprocess", "queue", "forward", "grant", "deliver")
+# Of an item on an encoder, in their order, up to its delivery.
+ENCODER_STAGES = ("acquire", "store", "wait", "preprocess", "queue", "forward", "grant")
 _PROMPT = (
     "<|im_start|>user\n{marks}Question {number}: what is on it?<|im_end|>\n<|im_start|>assistant\n"
 )
@@ -59,16 +60,17 @@ OWNERS = {
     "prepare": "media read and preprocessed, prompt laid out",
     "to_encoder": "planned, announced, sent to the encoder",
     "elsewhere": "all of the encoder, and the way there and back",
-    **{f"encoder_{stage}": f"encoder: {stage}" for stage in ENCODER_STAGES},
-    "encoder_other": "encoder: between its stages",
-    "to_queue": "settled, prompt laid out, queued",
+    **{f"encoder_{stage}": f"encoder: {stage}" for stage in ENCODER_STAGES[:-2]},
+    "encoder_others": "encoder: forward, of the request's other images",
+    **{f"encoder_{stage}": f"encoder: {stage}" for stage in ENCODER_STAGES[-2:]},
+    "to_queue": "delivered, settled, prompt laid out, queued",
     "queue": "in the scheduler's queue",
     "prefill": "prefill forward",
     "answer": "token to the tokenizer process, decoded",
     "http_out": "answer written and read",
 }
 # Needed whoever does them: the tower, and prefill.
-MODEL = ("encoder_forward", "prefill")
+MODEL = ("encoder_others", "encoder_forward", "prefill")
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -88,6 +90,22 @@ class Sample(msgspec.Struct, frozen=True):
     items: list[dict[str, Any]]
 
 
+class Profile(msgspec.Struct, frozen=True):
+    """What was measured, and all that its page says.
+
+    Attributes:
+        titles: of the arms, by name, in the order of the page.
+        commands: of the servers.
+        read: what a person sees in it, written into the JSON by hand.
+    """
+
+    setting: str
+    titles: dict[str, str]
+    commands: list[str]
+    samples: list[Sample]
+    read: str = ""
+
+
 def steps(sample: Sample) -> dict[str, float]:
     """Milliseconds of each step of a request, in their order, without a gap.
 
@@ -104,12 +122,16 @@ def steps(sample: Sample) -> dict[str, float]:
     last = max(sample.items, key=lambda item: item["ended_at"], default=None)
     if last is not None:
         found["to_encoder"] = last["began_at"] - received
-        took = last["ended_at"] - last["began_at"]
         stages = {name: last["ms"].get(name, 0.0) / 1e3 for name in ENCODER_STAGES}
-        found |= {f"encoder_{name}": seconds for name, seconds in stages.items()}
-        found["encoder_other"] = took - sum(stages.values())
-        # Below zero by as much as the encoder heard later than the scheduler that all is well.
-        found["to_queue"] = queued - last["ended_at"]
+        # It waits for the tower, which may be at work for this very request.
+        others = _others(last, sample.items)
+        stages["queue"] -= others
+        for name, seconds in stages.items():
+            if name == "forward":
+                found["encoder_others"] = others
+            found[f"encoder_{name}"] = seconds
+        # The encoder hears that all is well beside this, sooner or later.
+        found["to_queue"] = queued - last["began_at"] - sum(stages.values()) - others
     else:
         found["elsewhere" if sample.apart else "prepare"] = queued - received
     found["queue"] = forward - queued
@@ -117,6 +139,25 @@ def steps(sample: Sample) -> dict[str, float]:
     found["answer"] = meta["request_finished_ts"] - meta["prefill_finished_time"]
     found["http_out"] = sample.got_at - meta["request_finished_ts"]
     return {name: seconds * 1e3 for name, seconds in found.items()}
+
+
+def _others(last: dict[str, Any], items: Sequence[dict[str, Any]]) -> float:
+    """Seconds of an item's wait in the queue in which the tower ran others of the request."""
+    begin, end = _forward(last)
+    begin -= last["ms"].get("queue", 0.0) / 1e3
+    end -= last["ms"].get("forward", 0.0) / 1e3
+    covered, until = 0.0, begin
+    for first, second in sorted(_forward(item) for item in items if item is not last):
+        covered += max(0.0, min(second, end) - max(first, until))
+        until = max(until, min(second, end))
+    return covered
+
+
+def _forward(item: dict[str, Any]) -> tuple[float, float]:
+    """When an item's forward pass began and ended."""
+    before = ENCODER_STAGES[: ENCODER_STAGES.index("forward")]
+    begin = item["began_at"] + sum(item["ms"].get(name, 0.0) for name in before) / 1e3
+    return begin, begin + item["ms"].get("forward", 0.0) / 1e3
 
 
 def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> Sample:
@@ -148,8 +189,8 @@ def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> S
     return Sample(arm.name, len(pictures), apart, sent_at, got_at, meta, items)
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Sample], list[Arm], list[str]]:
-    """Samples of all arms, which take turns; and the commands of their servers."""
+def measure(options: argparse.Namespace, setting: str) -> Profile:
+    """Samples of all arms, which take turns."""
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-ttft-"))
     print("logs:", logs, flush=True)
     model = str(ensure(options.model))
@@ -174,46 +215,43 @@ def measure(options: argparse.Namespace) -> tuple[list[Sample], list[Arm], list[
     finally:
         for running in servers.values():
             running.stop()
-    return samples, arms, [line for one in servers.values() for line in one.commands]
+    commands = [line for one in servers.values() for line in one.commands]
+    return Profile(setting, {arm.name: arm.title for arm in arms}, commands, samples)
 
 
-def page(
-    samples: Sequence[Sample], arms: Sequence[Arm], setting: str, commands: Sequence[str]
-) -> str:
+def page(profile: Profile) -> str:
     """Tables of the steps' means, by number of images."""
+    samples, arms = profile.samples, list(profile.titles)
     parts = []
     for images in sorted({sample.images for sample in samples}):
-        of_arm = {
-            arm.name: [steps(s) for s in samples if (s.arm, s.images) == (arm.name, images)]
-            for arm in arms
+        found = {
+            arm: [steps(s) for s in samples if (s.arm, s.images) == (arm, images)] for arm in arms
         }
-        rows = [["owner", *(arm.title for arm in arms)]]
+        rows = [["owner", *profile.titles.values()]]
         for name, owner in OWNERS.items():
-            cells = [_mean(of_arm[arm.name], (name,)) for arm in arms]
-            if any(cells):
+            cells = [_mean(found[arm], (name,)) for arm in arms]
+            if any(cell not in ("", "0.0") for cell in cells):
                 rows.append([owner, *cells])
-        everything = tuple(OWNERS)
         beside = tuple(name for name in OWNERS if name not in MODEL)
-        rows.append(
-            ["**time to the first token**", *(_mean(of_arm[a.name], everything) for a in arms)]
-        )
-        rows.append(
-            ["of it beside tower and prefill", *(_mean(of_arm[a.name], beside) for a in arms)]
-        )
-        totals = {arm.name: [sum(one.values()) for one in of_arm[arm.name]] for arm in arms}
+        whole = [_mean(found[arm], tuple(OWNERS)) for arm in arms]
+        rows.append(["**time to the first token**", *whole])
+        silent = {arm for arm in arms for one in found[arm] if "elsewhere" in one}
+        left = ["not told" if arm in silent else _mean(found[arm], beside) for arm in arms]
+        rows.append(["of it beside tower and prefill", *left])
+        totals = {arm: [sum(one.values()) for one in found[arm]] for arm in arms}
         for name, figure in (("median", statistics.median), ("lowest", min), ("highest", max)):
-            rows.append([name, *(f"{figure(totals[arm.name]):.1f}" for arm in arms)])
-        word = "image" if images == 1 else "images"
-        parts.append(f"## {images} {word}\n\n{table(rows)}")
-    told = "\n".join(f"    {command}" for command in commands)
+            rows.append([name, *(f"{figure(totals[arm]):.1f}" for arm in arms)])
+        parts.append(f"## {images} image{'s' if images > 1 else ''}\n\n{table(rows)}")
+    told = "\n".join(f"    {command}" for command in profile.commands)
+    parts += [f"Read: {profile.read}"] if profile.read else []
     tables = "\n\n".join(parts)
     return f"""# Where the time to the first token goes
 
-{setting}
+{profile.setting}
 
 Means in milliseconds, of requests one at a time, each with new pictures; all servers were up,
 one arm in work at a time. Of several images the way of the one that was delivered last is
-followed. One server runs its tower within what is called prefill here, SGLang's encoder tells
+followed. One server runs its tower within what is called prefill here; SGLang's encoder tells
 no times of its own.
 
 {tables}
@@ -245,23 +283,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--note", default="", help="for the page")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "profile.md")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="write its page anew")
     options = parser.parse_args()
-    begun = machine()
-    samples, arms, commands = measure(options)
-    words = ", ".join(f"{name} {value}" for name, value in (begun | versions()).items())
+    if options.render:
+        profile = msgspec.json.decode(options.render.read_bytes(), type=Profile)
+        options.render.with_suffix(".md").write_text(page(profile))
+        return
+    words = ", ".join(f"{name} {value}" for name, value in (machine() | versions()).items())
     command = shlex.join([".venv/bin/python", "benchmark/ttft.py", *sys.argv[1:]])
     setting = (
         f"`{command}`: {words}; checkpoint {options.model}, pictures of {options.size} px, "
         f"{options.repeats} requests a cell, seed {options.seed}. {options.note}"
     )
-    text = page(samples, arms, setting.strip(), commands)
+    profile = measure(options, setting.strip())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(text)
-    raw = {"setting": setting, "samples": samples}
-    options.out.with_suffix(".json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(raw), indent=1) + b"\n"
-    )
-    print(text)
+    raw = msgspec.json.format(msgspec.json.encode(profile), indent=1)
+    options.out.with_suffix(".json").write_bytes(raw + b"\n")
+    options.out.write_text(page(profile))
+    print(page(profile))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
     A workload of one rate has none: its tables say as much.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for workload in results.workloads:
         runs = [r for r in results.runs if (r.workload, r.probe) == (workload.name, False)]
@@ -113,6 +112,7 @@ def _goodput(results: Results, path: Path) -> None:
 
 
 def _save(figure: pyplot.Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
     pyplot.close(figure)

@@ -32,7 +32,7 @@ def line(run: Run) -> str:
 
 
 def page(results: Results, plots: Sequence[Path] = ()) -> str:
-    parts = [_head(results), _aims(results)]
+    parts = [_head(results), _aims(results), results.read]
     parts += [_workload(results, one) for one in results.workloads]
     parts += [_goodput(results), _answers(results), _failures(results), _commands(results)]
     if plots:
@@ -253,8 +253,10 @@ def _commands(results: Results) -> str:
         starts = [one for one in results.starts if one.arm == arm.name]
         if starts:
             seconds = ", ".join(f"{one.seconds:.0f}" for one in starts)
+            loads = [f"{one.load:g}" for one in starts if one.load is not None]
+            busy = f"; load average before: {', '.join(loads)}" if loads else ""
             told = "\n".join(f"    {command}" for command in starts[0].commands)
-            parts.append(f"{arm.title} (ready after {seconds} s):\n\n{told}")
+            parts.append(f"{arm.title} (ready after {seconds} s{busy}):\n\n{told}")
     clients = [run.command for run in results.runs if "bench_serving" in run.command]
     if clients:
         parts.append(f"A client's, of the first run:\n\n    python -m {clients[0]}")

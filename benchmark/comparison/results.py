@@ -55,12 +55,18 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One start of an arm: the commands of its servers, and until all were ready."""
+    """One start of an arm.
+
+    Attributes:
+        seconds: until all of its servers were ready.
+        load: the machine's load average before that: what others do.
+    """
 
     arm: str
     round: int
     seconds: float
     commands: list[str]
+    load: float | None = None
 
 
 class Results(msgspec.Struct):
@@ -72,6 +78,7 @@ class Results(msgspec.Struct):
         arms: the first is the baseline.
         note: what the reader has to know of this run.
         notes: servers that ended.
+        read: what a person sees in it, written into the JSON by hand.
     """
 
     command: str
@@ -94,6 +101,7 @@ class Results(msgspec.Struct):
     searches: list[Search] = []
     questions: list[Question] = []
     notes: list[str] = []
+    read: str = ""
 
     @property
     def baseline(self) -> Arm:

@@ -77,7 +77,7 @@ def results() -> Results:
     )
     for one in made.arms:
         ttft_ms, tpot_ms = TIMES[one.name]
-        made.starts.append(Start(one.name, 0, 12.0, [f"python of {one.name}"]))
+        made.starts.append(Start(one.name, 0, 12.0, [f"python of {one.name}"], 0.3))
         for number in range(2):
             drift = 1.0 + number  # the machine is slower in the second round
             for kind, rates in (("single", [0]), ("interference", [1, 2])):
@@ -119,6 +119,7 @@ def test_ratios_are_taken_within_rounds(results: Results) -> None:
     assert "| 1/s | media | the epd-1e1p | the in-tree-1e1p | 0.47 (0.47 to 0.47) |" in page
     assert "| one at a time | media | the epd-1e1p | 2 of 2 | 142 | 95 | 190 |" in page
     assert "byte for byte\n(yes, by digest)" in page
+    assert "the epd-1e1p (ready after 12 s; load average before: 0.3):" in page
     assert "A test." in page and "`--dtype float32`" in page
 
 

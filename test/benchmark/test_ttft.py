@@ -1,11 +1,10 @@
 """Every millisecond of a request has one owner."""
 
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from comparison.files import read
-from ttft import MODEL, OWNERS, Arm, Sample, page, steps
+from ttft import MODEL, OWNERS, Profile, Sample, page, steps
 
 # As SGLang reports the times of a request: seconds.
 META = {
@@ -15,7 +14,7 @@ META = {
     "prefill_finished_time": 100.150,
     "request_finished_ts": 100.153,
 }
-STAGES_MS = {"acquire": 0.5, "preprocess": 9.5, "forward": 80.0, "deliver": 2.0}
+STAGES_MS = {"acquire": 0.5, "preprocess": 9.5, "forward": 80.0, "deliver": 3.0}
 
 
 def item(began_at: float, ended_at: float, **ms: float) -> dict[str, Any]:
@@ -48,9 +47,9 @@ def test_each_step_is_what_was_reported() -> None:
         "to_encoder": 8,
         "encoder_preprocess": 9.5,
         "encoder_forward": 80,
+        "encoder_others": 0,
         "encoder_grant": 0,
-        "encoder_other": 3,
-        "to_queue": 4,
+        "to_queue": 9,
         "queue": 1,
         "prefill": 40,
         "answer": 3,
@@ -64,22 +63,45 @@ def test_of_several_items_the_last_one_is_followed() -> None:
     assert steps(sample("a", late, early)) == steps(sample("a", late))
 
 
+def test_what_the_tower_does_for_the_request_is_no_queue() -> None:
+    # Two before it, of which the second's forward is half over while it is preprocessed.
+    first = item(100.010, 100.100, acquire=0.0, preprocess=0.0, forward=20.0)
+    second = item(100.010, 100.100, acquire=0.0, preprocess=0.0, queue=20.0, forward=20.0)
+    last = item(100.010, 100.108, acquire=0.0, preprocess=30.0, queue=25.0, forward=30.0)
+    found = steps(sample("a", first, second, last))
+    shown = {name: found[f"encoder_{name}"] for name in ("preprocess", "others", "queue")}
+    assert shown == pytest.approx({"preprocess": 30, "others": 10, "queue": 15})
+    assert sum(found.values()) == pytest.approx(155)
+    # Two in one batch count once.
+    assert steps(sample("a", first, second, second, last)) == pytest.approx(found)
+
+
+def test_when_the_encoder_hears_of_it_is_its_own_affair() -> None:
+    late = item(100.010, 100.140)
+    assert steps(sample("a", late)) == steps(sample("a", item(100.010, 100.105)))
+
+
 def test_a_server_that_tells_no_times_is_an_error() -> None:
     with pytest.raises(KeyError):
         steps(Sample("a", 1, False, 0.0, 1.0, {}, []))
 
 
-def test_the_page_has_each_owner_once(benchmark_folder: Path) -> None:
-    arms = [read(benchmark_folder / "arms" / f"{n}.toml", Arm) for n in ("colocated", "epd-1e1p")]
+def test_the_page_is_made_of_what_is_saved() -> None:
     samples = [
         sample("colocated", apart=False),
-        sample("epd-1e1p", item(100.010, 100.105)),
-        sample("epd-1e1p", item(100.012, 100.105)),
+        sample("epd", item(100.010, 100.105)),
+        sample("epd", item(100.012, 100.105)),
+        sample("in-tree"),
     ]
-    text = page(samples, arms, "here", ["python -m server"])
-    assert "| prefill forward | 40.0 | 40.0 |" in text
-    assert "| planned, announced, sent to the encoder |  | 9.0 |" in text
-    assert "| **time to the first token** | 155.0 | 155.0 |" in text
-    assert "| of it beside tower and prefill | 115.0 | 35.0 |" in text
+    titles = {"colocated": "one server", "in-tree": "theirs", "epd": "ours"}
+    made = Profile("here", titles, ["python x"], samples)
+    profile = msgspec.json.decode(msgspec.json.encode(made), type=Profile)
+    assert profile == made
+    text = page(profile)
+    assert "| owner | one server | theirs | ours |" in text
+    assert "| prefill forward | 40.0 | 40.0 | 40.0 |" in text
+    assert "| planned, announced, sent to the encoder |  |  | 9.0 |" in text
+    assert "| **time to the first token** | 155.0 | 155.0 | 155.0 |" in text
+    assert "| of it beside tower and prefill | 115.0 | not told | 35.0 |" in text
     assert set(MODEL) <= OWNERS.keys()
-    assert "elsewhere" not in text and OWNERS["elsewhere"] not in text
+    assert "store" not in text  # nobody spent any time there

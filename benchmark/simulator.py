@@ -397,7 +397,14 @@ idle servers (and four that decoded together); none of these loads was shown to 
 
 Within 15% in throughput: {within[0]} of {total}; within 25% in p50 TTFT: {within[1]}; in both:
 {both}. Largest errors: {max(errors["requests_per_s"]):.0%} and {max(errors["ttft_p50_s"]):.0%}.
-Runs of some 25 s on a shared machine vary by several percent themselves.
+
+Both misses in throughput are of two servers that keep both cores busy. The machine was not
+theirs alone (load average {figures["load_average"]:.1f}, other work included), and two towers
+share its memory's bandwidth, which single requests do not show. Text-only requests of a mixture
+wait for each other's steps in the tokenizer and detokenizer, which share the server's core and
+are no part of the model; half of them are answered in 50 to 120 ms, where that is much. Decode
+steps between prefills are where the model is coarsest: see the TPOT of one server that does
+everything.
 """
 
 

@@ -190,14 +190,14 @@ def scale(jobs: int) -> dict[str, Any]:
     workload = load(HERE / "video.json", Workload)
     topology = parse("25E25PD", cells=400)
     rate = 0.6 * _most(profile, workload) * 10_000
-    begin = time.perf_counter()
+    begin, load_average = time.perf_counter(), os.getloadavg()[0]
     run = simulate(profile, workload, topology, Traffic(rate=rate, seconds=600), jobs=jobs)
     seconds = time.perf_counter() - begin
     return {
         "jobs": jobs,
         "rate": rate,
         "seconds": seconds,
-        "load": os.getloadavg()[0],
+        "load": load_average,
         "requests": run.counted,
         "summary": run.summary(),
     }
@@ -398,13 +398,13 @@ idle servers (and four that decoded together); none of these loads was shown to 
 Within 15% in throughput: {within[0]} of {total}; within 25% in p50 TTFT: {within[1]}; in both:
 {both}. Largest errors: {max(errors["requests_per_s"]):.0%} and {max(errors["ttft_p50_s"]):.0%}.
 
-Both misses in throughput are of two servers that keep both cores busy. The machine was not
-theirs alone (load average {figures["load_average"]:.1f}, other work included), and two towers
-share its memory's bandwidth, which single requests do not show. Text-only requests of a mixture
-wait for each other's steps in the tokenizer and detokenizer, which share the server's core and
-are no part of the model; half of them are answered in 50 to 120 ms, where that is much. Decode
-steps between prefills are where the model is coarsest: see the TPOT of one server that does
-everything.
+Both misses in throughput are of two servers that keep both cores busy. Likely reasons, not
+measured apart: the machine was not theirs alone (load average {figures["load_average"]:.1f}
+meanwhile, other work included), and two towers at once share its memory's bandwidth, which single
+requests do not show. The misses in TTFT are of mixtures, where half of the requests are text
+alone and answered in 50 to 120 ms: tokenizer and detokenizer share their server's core, and are
+no part of the model. Decode steps between prefills are where it is coarsest, see the TPOT of one
+server that does everything.
 """
 
 

@@ -414,10 +414,15 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load, about")
     parser.add_argument("--repeats", type=int, default=5, help="of each single request")
+    parser.add_argument(
+        "--profile", type=Path, help="write the measured profile there, for sglang-epd plan"
+    )
     options = parser.parse_args()
     figures = asyncio.run(validate(str(ensure(MODEL)), options.seconds, options.repeats))
     figures["command"] = " ".join([".venv/bin/python", "benchmark/validate_sim.py", *sys.argv[1:]])
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if options.profile:
+        options.profile.write_text(json.dumps(figures["profile"], indent=1) + "\n")
     kept["validation"] = figures
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 

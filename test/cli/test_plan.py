@@ -27,7 +27,7 @@ def test_a_plan_says_what_it_takes_and_what_breaks(files, tmp_path):
     shown = CliRunner().invoke(app, typed, catch_exceptions=False)
     assert shown.exit_code == 0
     assert "meets the SLO" in shown.stdout and "gives way first" in shown.stdout
-    assert (plots / "steps.svg").exists()
+    assert {path.name for path in plots.iterdir()} == {"steps.svg", "rates.svg"}
     answers = json.loads(CliRunner().invoke(app, [*typed, "--json"]).stdout)
     assert [one["shape"] for one in answers] == sorted(
         ("E+PD", "EPD"), key=lambda shape: next(a["gpus"] for a in answers if a["shape"] == shape)

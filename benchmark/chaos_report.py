@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from open_loop import ANSWER_TIMEOUT_S, Answer
+from pages import table
 
-from encoder import setting, table
+from encoder import setting
 
 # The aims, of a load with faults.
 SLOWER = 3.0

@@ -36,6 +36,7 @@ from typing import Any
 
 import aiohttp
 from encoder_arms import Arm, Bare, CacheRefusedError, InTree, Ours, Run, Server
+from pages import table
 from pictures import ROOT, SIZES, jpeg
 
 from make_checkpoint import ensure
@@ -278,11 +279,6 @@ async def _ask_often(url: str, every_s: float = 0.05) -> tuple[list[float], int]
 def quantile_ms(seconds: Sequence[float], at: float) -> str:
     ordered = sorted(seconds)
     return f"{ordered[min(len(ordered) - 1, int(at * len(ordered)))] * 1e3:.0f}"
-
-
-def table(rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def compare_table(cases: list[Case], load: str) -> str:

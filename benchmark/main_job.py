@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import requests
+from pages import table
 
 from sglang_epd.cli.processes import ServerProcess, free_port
 
@@ -126,12 +127,6 @@ def median_s(url: str, counts: list[int], size: int, repeats: int) -> dict[int, 
                 first_token_s(url, [picture(index, size) for index in range(count)])
             )
     return {count: statistics.median(values[1:]) for count, values in times.items()}
-
-
-def table(rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "---|" * len(rows[0]))
-    return "\n".join(lines)
 
 
 def main() -> None:

@@ -37,12 +37,14 @@ class Answer:
         ttft_s: from then to its first token; None where there was none.
         seconds: from then to its end.
         failure: why it did not get all of its tokens; empty where it did.
+        text: the answer.
     """
 
     arrival_s: float
     ttft_s: float | None
     seconds: float
     failure: str = ""
+    text: str = ""
 
 
 class Bodies:
@@ -86,7 +88,7 @@ class Bodies:
         return json.dumps(body).encode()
 
 
-def _session() -> aiohttp.ClientSession:
+def session() -> aiohttp.ClientSession:
     # A connection each: a kept one may be closed by the server as it is used again, which
     # would look like a failure.
     return aiohttp.ClientSession(
@@ -101,13 +103,13 @@ async def closed_loop(url: str, bodies: Bodies, clients: int, seconds: float) ->
         RuntimeError: one was not answered.
     """
     answered, begin = 0, time.monotonic()
-    async with _session() as http:
+    async with session() as http:
 
         async def client(first: int) -> None:
             nonlocal answered
             number = first
             while time.monotonic() - begin < seconds:
-                answer = await _ask(http, url, bodies.take(number), begin, time.monotonic())
+                answer = await ask(http, url, bodies.take(number), begin, time.monotonic())
                 if answer.failure:
                     raise RuntimeError(f"a request failed before any fault: {answer.failure}")
                 answered += 1
@@ -135,22 +137,23 @@ async def open_loop(
     """
     draw = random.Random(repr(seed))
     due, tasks = begin, []
-    async with _session() as http:
+    async with session() as http:
         while True:
             due += draw.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if not more():
                 break
             body = bodies.take(len(tasks))
-            tasks.append(asyncio.create_task(_ask(http, url, body, begin, due)))
+            tasks.append(asyncio.create_task(ask(http, url, body, begin, due)))
         return await asyncio.gather(*tasks)
 
 
-async def _ask(
+async def ask(
     http: aiohttp.ClientSession, url: str, body: bytes, begin: float, due: float
 ) -> Answer:
+    """Send a request that was due at `due`, and read its answer to the end."""
     first: float | None = None
-    failure = ""
+    failure, text = "", ""
     try:
         async with asyncio.timeout(due + ANSWER_TIMEOUT_S - time.monotonic()):
             async with http.post(f"{url}/v1/chat/completions", data=body) as response:
@@ -164,6 +167,7 @@ async def _ask(
                             continue
                         first = first or time.monotonic()
                         failure, ended = _judge(event)
+                        text += _said(event)
                         if failure or ended:
                             break
                     if not failure and not ended:
@@ -173,7 +177,7 @@ async def _ask(
     except aiohttp.ClientError as error:
         failure = type(error).__name__
     ttft_s = None if first is None or failure else first - due
-    return Answer(due - begin, ttft_s, time.monotonic() - due, failure)
+    return Answer(due - begin, ttft_s, time.monotonic() - due, failure, text)
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
@@ -190,6 +194,12 @@ def _judge(event: dict[str, Any]) -> tuple[str, bool]:
     ended = any(reasons)
     bad = [reason for reason in reasons if reason not in (None, "length", "stop")]
     return (f"HTTP 200, then finish_reason {bad[0]}" if bad else ""), ended
+
+
+def _said(event: dict[str, Any]) -> str:
+    """The piece of the answer that an event brings."""
+    deltas = [choice.get("delta") or {} for choice in event.get("choices", ())]
+    return "".join(delta.get("content") or "" for delta in deltas)
 
 
 def _kind(status: str, text: str) -> str:

@@ -19,11 +19,12 @@ _QUALITY = 90
 _photographs = {name: load(name) for name in NAMES}
 
 
-def jpeg(size: str, seed: object) -> bytes:
-    """A crop of a photograph at one of SIZES; another crop, and tint, for another seed."""
+def jpeg(size: str | tuple[int, int], seed: object) -> bytes:
+    """A crop of a photograph, at one of SIZES or of a width and height in pixels; another
+    crop, and tint, for another seed."""
     draw = random.Random(repr((size, seed)))
     photograph = _photographs[draw.choice(NAMES)]
-    width, height = SIZES[size]
+    width, height = SIZES[size] if isinstance(size, str) else size
     scale = min(photograph.width / width, photograph.height / height) * draw.uniform(0.6, 1.0)
     box_width, box_height = scale * width, scale * height
     left = draw.uniform(0, photograph.width - box_width)

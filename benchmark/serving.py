@@ -18,7 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from main_job import ARMS, ROOT, Arm, ensure, serve, table
+from main_job import ARMS, ROOT, Arm, ensure, serve
+from pages import table
 
 FLAGS = (
     "--backend sglang-oai-chat --dataset-name image --image-count 3 --image-resolution 360p "

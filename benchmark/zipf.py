@@ -37,10 +37,10 @@ from typing import Any
 import requests as http
 import torch
 from encoder_arms import Ours
+from pages import table
 from pictures import ROOT, jpeg
 from PIL import Image
 
-from encoder import table
 from make_checkpoint import ensure
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient

@@ -75,13 +75,16 @@ def add(records: dict[str, Any], results: Path) -> None:
         if "family" not in told:
             continue
         passed = test.find("failure") is None and test.find("error") is None
+        if "stopped" in told:
+            stopped = told["stopped"] if passed else "no longer as it was: see the test"
+            records[told["family"]] = {"versions": versions, "stopped": stopped}
+            continue
         record = records.setdefault(told["family"], {})
         record["versions"] = versions
         record.pop("stopped", None)
-        if "stopped" in told:
-            record["stopped"] = told["stopped"] if passed else "no longer as it was: see the test"
-        elif "change" in told:
-            record.setdefault("depends", {})[told["modality"]] = float(told["change"])
+        if "modality" in told:
+            change = float(told["change"]) if passed else None
+            record.setdefault("depends", {})[told["modality"]] = change
         else:
             cases = record.setdefault("parity", {}).setdefault(told["backend"], {})
             cases[told["case"]] = _outcome(test, told, passed)
@@ -111,8 +114,7 @@ def page(records: dict[str, Any]) -> str:
         for modality in (IMAGE, VIDEO, AUDIO, "mixed"):
             cells = [_cell(parity.get(backend, {}), modality) for backend in BACKENDS]
             if any(cells):
-                change = record.get("depends", {}).get(modality)
-                depends = "" if change is None else f"{change:.2g}"
+                depends = _depends(record.get("depends", {}), modality)
                 shown = " | ".join(cell or "not run" for cell in cells)
                 lines.append(f"| {_title(name)} | {modality} | {shown} | {depends} |")
         without = {
@@ -126,7 +128,7 @@ def page(records: dict[str, Any]) -> str:
         lines += ["", "Not compared:", "", *(f"- {note}" for note in notes)]
     if stopped:
         lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
-        lines += ["| family | exception |", "|---|---|", *stopped]
+        lines += ["| family | the call, and what it raises |", "|---|---|", *stopped]
     lines += ["", "Allowed by in-tree EPD, and not made:", ""]
     lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
     lines += ["", "Versions, of the last run of each:", ""]
@@ -140,6 +142,13 @@ def page(records: dict[str, Any]) -> str:
 
 def _title(name: str) -> str:
     return FAMILIES[name].title
+
+
+def _depends(changes: dict[str, float | None], modality: str) -> str:
+    if modality not in changes:
+        return ""
+    change = changes[modality]
+    return "**failed**" if change is None else f"{change:.2g}"
 
 
 def _cell(cases: dict[str, dict[str, Any]], modality: str) -> str:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the pages of reference that follow from the code: docs/settings.md and docs/metrics.md.
+"""Writes the pages of reference that follow from the code: docs/settings.md,
+docs/metrics.md and docs/command.md.
 
 scripts/reference.py            # write them
 scripts/reference.py --check    # fail where one is not as it would be written
@@ -8,14 +9,18 @@ scripts/reference.py --check    # fail where one is not as it would be written
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from typer.core import TyperGroup
 
 from sglang_epd import config
+from sglang_epd.cli.main import app
 from sglang_epd.config import Declared
 from sglang_epd.media import limits
 from sglang_epd.observability.decisions import DecisionMetrics, HeaderMetrics
@@ -65,6 +70,13 @@ Language servers, their encoders and decode servers need the same `token`.
 _METRICS_HEAD = """# Metrics
 
 Encoders show these at `/metrics`, always; language, prefill and decode servers among SGLang's own, with `--enable-metrics`. A counter's name ends in `_total`, a histogram has `_bucket`, `_sum` and `_count` behind its name; one that has labels and has not counted yet is not shown. Labels take few values, all of them this package's: none is a user's to choose.
+
+`docker/observability/` has a Grafana dashboard and alert rules over them.
+
+"""  # noqa: E501
+_COMMAND_HEAD = """# The sglang-epd command
+
+`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell. Options of `up` may stand in a YAML file as well ([settings.md](settings.md)).
 
 """  # noqa: E501
 
@@ -133,10 +145,39 @@ def _metric_row(metric: Any) -> str:
     return f"| `{name}` | {told.type} | {labels} | {told.documentation} |\n"
 
 
+def command_page() -> str:
+    """docs/command.md."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return _COMMAND_HEAD + "\n".join(_command(one) for one in group.commands.values())
+
+
+def _command(command: Any) -> str:
+    # Lines of a paragraph are one line here.
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    text = "\n\n".join(" ".join(part.split()) for part in paragraphs)
+    rows = "".join(map(_option, command.params))
+    return f"## sglang-epd {command.name}\n\n{text}\n\n| | default | |\n|---|---|---|\n{rows}"
+
+
+def _option(option: Any) -> str:
+    names = [option.metavar] if option.param_type_name == "argument" else option.opts
+    shown = ", ".join(f"`{name}`" for name in names)
+    default = "required" if option.required else _default(option.default)
+    return f"| {shown} | {default} | {option.help} |\n"
+
+
+def _default(value: Any) -> str:
+    if value is None or value == "" or isinstance(value, bool):
+        return ""
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Each page's place, and what belongs there."""
     yield DOCS / "settings.md", settings_page()
     yield DOCS / "metrics.md", metrics_page()
+    yield DOCS / "command.md", command_page()
 
 
 def main() -> int:

@@ -14,9 +14,8 @@ from typing import Any
 
 from sglang_epd.seams import (
     bootstrap,
-    decode,
     discovery,
-    identities,
+    parts,
     rundir,
     server_args,
     tracing,
@@ -66,7 +65,7 @@ def register() -> None:
     module = f"{_SRT}.disaggregation.common.conn"
     hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
     module = f"{_SRT}.managers.tokenizer_manager"
-    hook(module, "TokenizerManager.init_disaggregation", _set_up_prompts, "after")
+    hook(module, "TokenizerManager.init_disaggregation", parts.made, "after")
 
     # --language-only: where a request's media came from, in its trace.
     hook(module, "TokenizerManager.convert_to_span_attrs", tracing.add_sources, "after")
@@ -84,12 +83,6 @@ def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     from sglang_epd.seams.scheduler import pull_and_pass_on
 
     return pull_and_pass_on(original, request_receiver)
-
-
-def _set_up_prompts(result: None, manager: Any, **options: Any) -> None:
-    # In this order: what a prefill server does not know SGLang lays out, names included.
-    identities.set_up(manager)
-    decode.set_up(result, manager, **options)
 
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:

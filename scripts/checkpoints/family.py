@@ -49,8 +49,9 @@ class Family:
     flags: ClassVar[str] = ""
     # Cases of the family tests in which one server cannot be the reference: case -> why.
     without: ClassVar[Mapping[str, str]] = {}
-    # Where SGLang cannot serve it on a CPU: the end of the exception, as its log has it.
-    stopped: ClassVar[str] = ""
+    # Where SGLang cannot serve it on a CPU: the call that stops it, and what that raises, as
+    # its log has them.
+    stopped: ClassVar[tuple[str, ...]] = ()
 
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         """The configuration of the model, with token ids from `tokenizer`."""

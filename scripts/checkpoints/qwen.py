@@ -127,6 +127,11 @@ class Qwen35Vision(Qwen3Vision):
     """The two Qwen3.5, whose tower gives no features to the language model's layers."""
 
     norms_add_one = True
+    # The first of the Triton kernels of its linear attention.
+    stopped = (
+        "fused_qkvzba_split_reshape_cat_contiguous_kernel[grid]",
+        "RuntimeError: 0 active drivers ([]). There should only be one.",
+    )
     rules = (
         # The one norm of a linear attention layer scales by its weight.
         Rule(r"linear_attn\.norm\.weight", deviation=0.1, offset=1.0),

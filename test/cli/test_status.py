@@ -103,6 +103,14 @@ def test_each_kind_of_server_is_recognised(serve):
     assert nobody.problem
 
 
+def test_a_server_before_its_first_request_tells_what_it_is(serve):
+    lines = PREFILL["/metrics"][1].splitlines(keepends=True)
+    young = [line for line in lines if "_reqs" not in line]
+    young += ['sglang:cache_config_info{engine_type="prefill"} 1.0\n']
+    (view,) = ask([target(serve({**PREFILL, "/metrics": (200, "".join(young))}))])
+    assert (view.role, view.namespace, view.running, view.queued) == ("prefill", "abc", None, None)
+
+
 def test_an_encoder_that_drains_is_draining(serve):
     told = json.loads(ENCODER["/v1/status"][1]) | {"state": "draining"}
     draining = {**ENCODER, "/health": (503, ""), "/v1/status": (200, json.dumps(told))}

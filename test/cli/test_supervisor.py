@@ -110,6 +110,21 @@ def test_up_then_down_again(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_told_to_stop_while_servers_start(tmp_path):
+    recorder = Recorder(lambda name, text: interrupt())
+    sleeper = "import time; time.sleep(600)"
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        server("encoder", "encoder", sleeper),
+        server("router", "router", needs=("encoder",)),
+    )
+    supervisor.run()
+    assert not alive(supervisor)
+    assert {told["state"] for told in supervisor.describe()} == {"stopped"}
+    assert all(name != "router" for name, _text in recorder.told)
+
+
 def test_what_is_killed_is_started_again(tmp_path):
     supervisor: Supervisor
 

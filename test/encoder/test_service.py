@@ -562,6 +562,7 @@ async def test_the_status_shows_what_is_in_work_and_what_was(service, fakes, ask
         (1, "failed", "MediaError"),
         (0, "delivered", ""),
     ]
+    assert all(r["began_at"] <= r["ended_at"] <= time.time() for r in recent)
     assert "secret" not in json.dumps([service.status(), recent]), (
         "a ticket is nobody else's business"
     )

@@ -12,25 +12,29 @@ from integration.listener import QuietHandler, listening, url_of
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
-# Starting a topology takes most of a minute; what uses the same one runs in a row. Files
-# that are not named use "qwen2_5", or that and "qwen3". One wants the answers of "qwen2_5",
-# then servers of its own.
-_AFTER_QWEN2_5 = "test_reuse"
+# Starting a topology takes most of a minute; what uses the same one, or is compared with the
+# same server, runs in a row. Files that are not named use "qwen2_5", or that and "qwen3".
+_QWEN3 = "[qwen3"
 _FAMILIES = "test_families"
 _ORDER = [
+    "",
+    "test_reuse",
     "test_adaptive",
-    "test_audio",
-    "test_backends",
     "test_budget",
-    "test_chaos",
-    "test_cli",
-    "test_content",
-    "test_families",
     "test_rival",
-    "test_router",
     "test_store",
+    _QWEN3,
+    # Compared with what has been asked of either by now.
+    "test_backends",
+    "test_chaos",
     "test_survival",
     "test_towers",
+    "test_content",
+    "test_cli",
+    "test_audio",
+    "test_families",
+    # So many servers that nothing runs beside them.
+    "test_router",
 ]
 
 
@@ -46,14 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[bool, int, int, str, bool]:
+def _place(item: pytest.Item) -> tuple[bool, int, str, bool]:
     name = item.path.stem
-    order = _ORDER.index(name) + 1 if name in _ORDER else 0
-    within = 1 if name == _AFTER_QWEN2_5 else 2 * (not order and "[qwen3" in item.name)
+    unnamed = _QWEN3 if _QWEN3 in item.name else ""
     # Ids begin with the family and the backend; the first of those has the reference.
     family, *rest = item.name.partition("[")[2].split("-") if name == _FAMILIES else [""]
     others = bool(rest) and rest[0] != "zmq_to_scheduler"
-    return "integration" in item.path.parts, order, within, family, others
+    order = _ORDER.index(name if name in _ORDER else unnamed)
+    return "integration" in item.path.parts, order, family, others
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +78,10 @@ def language(qwen2_5: Topology) -> Client:
     return Client(qwen2_5.urls["language"])
 
 
-@pytest.fixture(scope="module")
-def colocated(qwen2_5: Topology) -> Client:
+@pytest.fixture
+def colocated(machine: Machine, qwen2_5: Topology) -> Client:
     """The reference: one server that does all."""
-    return Client(qwen2_5.urls["colocated"])
+    return machine.colocated(qwen2_5.model)
 
 
 @pytest.fixture(scope="session")

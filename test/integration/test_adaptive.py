@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
-from integration.test_parity import TOLERANCE
+from integration.test_parity import TOKENS, TOLERANCE
 from integration.topology import Machine, Topology
 
 Messages = list[dict[str, Any]]
@@ -53,11 +54,19 @@ def decisions(topology: Topology) -> dict[tuple[str, str], int]:
     return found
 
 
-def check(topology: Topology, messages: Messages, where: str, why: str) -> None:
+Check = Callable[[Messages, str, str], None]
+
+
+@pytest.fixture
+def check(machine: Machine, topology: Topology) -> Check:
+    return lambda messages, where, why: _check(machine, topology, messages, where, why)
+
+
+def _check(machine: Machine, topology: Topology, messages: Messages, where: str, why: str) -> None:
     """The answer is one server's, and was come by in this way."""
     before = decisions(topology)
-    actual = Client(topology.urls["language"]).generation(*messages)
-    expected = Client(topology.urls["colocated"]).generation(*messages)
+    actual = Client(topology.urls["language"]).generation(*messages, tokens=TOKENS)
+    expected = machine.reference(topology.model, messages, TOKENS)
     assert actual.tokens == expected.tokens
     assert actual.prompt_tokens == expected.prompt_tokens
     assert actual.distance(expected) < TOLERANCE
@@ -72,14 +81,14 @@ def delivered(topology: Topology) -> int:
 
 
 def test_small_images_stay_and_large_ones_go(
-    topology: Topology, small: Messages, large: Messages
+    topology: Topology, check: Check, small: Messages, large: Messages
 ) -> None:
-    check(topology, small, "local", "small")
+    check(small, "local", "small")
     assert delivered(topology) == 0
-    check(topology, large, "remote", "cost")
+    check(large, "remote", "cost")
     assert delivered(topology) == 2
     # Once more, now that prefixes are in the cache, of whichever way they came.
-    check(topology, small, "local", "small")
+    check(small, "local", "small")
 
 
 def test_samples_and_streams_of_what_stays(topology: Topology, small: Messages) -> None:
@@ -137,16 +146,16 @@ def test_a_request_may_name_its_encoders(
 
 
 def test_what_an_encoder_that_freezes_has_is_taken_back(
-    topology: Topology, large: Messages
+    machine: Machine, topology: Topology, large: Messages
 ) -> None:
-    expected = Client(topology.urls["colocated"]).generation(*large)
+    expected = machine.reference(topology.model, large, TOKENS)
     pid, before = topology.servers["encoder"].pid, decisions(topology)
     # Named, because by what it costs it may stay.
     named = {"x-encoder-hosts-ports": topology.urls["encoder"].removeprefix("http://")}
     language = Client(topology.urls["language"], named)
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert language.generation(*large).distance(expected) < TOLERANCE
+        assert language.generation(*large, tokens=TOKENS).distance(expected) < TOLERANCE
     finally:
         os.kill(pid, signal.SIGCONT)
     after = decisions(topology)
@@ -155,16 +164,16 @@ def test_what_an_encoder_that_freezes_has_is_taken_back(
 
 
 def test_without_an_encoder_everything_is_encoded_here(
-    topology: Topology, small: Messages, large: Messages
+    machine: Machine, topology: Topology, check: Check, large: Messages
 ) -> None:
     """The last test of these servers."""
     topology.servers["encoder"].kill()
     before = decisions(topology)
     language = Client(topology.urls["language"])
-    expected = Client(topology.urls["colocated"]).generation(*large)
+    expected = machine.reference(topology.model, large, TOKENS)
     for _ in range(3):
-        assert language.generation(*large).distance(expected) < TOLERANCE
-    check(topology, large, "local", "no_encoder")
+        assert language.generation(*large, tokens=TOKENS).distance(expected) < TOLERANCE
+    check(large, "local", "no_encoder")
     after = decisions(topology)
     # The first may have been sent, or kept for what it costs, before anybody knew.
     here = ("failed", "no_encoder", "cost")

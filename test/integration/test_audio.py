@@ -11,6 +11,7 @@ from integration.client import Client, audio_part, data_url, text_part, user
 from integration.hearing import Listener
 from integration.topology import Machine, Topology
 
+MODEL = "tiny-qwen2-audio"
 TOLERANCE = 1e-3
 TOKENS = 16
 
@@ -37,13 +38,22 @@ def topology(machine: Machine) -> Topology:
     return machine.use("audio")
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("audio", "language"), id="E+PD"),
+        pytest.param(("audio_apart", "router"), id="E+P+D", marks=pytest.mark.extended),
+    ],
+)
+def client(machine: Machine, request: pytest.FixtureRequest) -> Client:
+    name, entry = request.param
+    return Client(machine.use(name).urls[entry])
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("entry", ["language", "router"], ids=["E+PD", "E+P+D"])
-def test_log_probabilities_equal_one_servers(
-    machine: Machine, topology: Topology, entry: str, case: str
-) -> None:
-    expected = machine.reference(topology.model, CASES[case], TOKENS)
-    actual = Client(topology.urls[entry]).generation(*CASES[case], tokens=TOKENS)
+def test_log_probabilities_equal_one_servers(machine: Machine, client: Client, case: str) -> None:
+    expected = machine.reference(MODEL, CASES[case], TOKENS)
+    actual = client.generation(*CASES[case], tokens=TOKENS)
     assert actual.prompt_tokens == expected.prompt_tokens
     assert actual.tokens == expected.tokens
     assert actual.distance(expected) < TOLERANCE
@@ -51,20 +61,17 @@ def test_log_probabilities_equal_one_servers(
 
 @pytest.fixture(scope="module")
 def listener() -> Listener:
-    return Listener("tiny-qwen2-audio")
+    return Listener(MODEL)
 
 
 @pytest.mark.parametrize("case", SEVERAL)
-@pytest.mark.parametrize("entry", ["language", "router"], ids=["E+PD", "E+P+D"])
-def test_log_probabilities_equal_the_models(
-    topology: Topology, listener: Listener, entry: str, case: str
-) -> None:
+def test_log_probabilities_equal_the_models(client: Client, listener: Listener, case: str) -> None:
     parts = [audio_part(clips.audio(name, seconds=seconds)) for name, seconds in SEVERAL[case]]
     # As the samples are in a file of 16 bits.
     heard = [clips.samples(clips.audio(name, seconds=seconds)) for name, seconds in SEVERAL[case]]
     expected = listener.generation(heard, QUESTION["text"], TOKENS)
     messages = [user(*parts, QUESTION)]
-    actual = Client(topology.urls[entry]).generation(*messages, tokens=TOKENS)
+    actual = client.generation(*messages, tokens=TOKENS)
     assert actual.prompt_tokens == expected.prompt_tokens
     assert actual.tokens == expected.tokens
     assert actual.distance(expected) < TOLERANCE

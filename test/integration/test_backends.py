@@ -20,14 +20,14 @@ Photographs = list[Image.Image]
 # Topology and entry point; in the order in which they are started.
 ENTRIES = [
     ("zmq_to_tokenizer", "language"),
-    ("zmq_to_tokenizer", "router"),
     ("mooncake", "language"),
-    ("mooncake", "router"),
     ("ranks", "language@zmq_to_scheduler"),
     ("ranks", "language@mooncake"),
     *(
         pytest.param(entry, marks=pytest.mark.extended)
         for entry in (
+            ("zmq_to_tokenizer_apart", "router"),
+            ("mooncake_apart", "router"),
             ("replicas", "language@zmq_to_tokenizer"),
             ("replicas", "language@replicas"),
             ("ranks_apart", "router"),
@@ -36,7 +36,9 @@ ENTRIES = [
 ]
 LANDINGS = {
     "zmq_to_tokenizer": {"shared"},
+    "zmq_to_tokenizer_apart": {"shared"},
     "mooncake": {"remote"},
+    "mooncake_apart": {"remote"},
     "ranks": {"shared", "remote"},
     "replicas": {"shared"},
     "ranks_apart": {"shared"},

@@ -21,14 +21,14 @@ def topology(machine: Machine) -> Topology:
 
 
 def test_requests_wait_for_memory_and_all_are_answered(
-    topology: Topology, photographs: Photographs
+    machine: Machine, topology: Topology, photographs: Photographs
 ) -> None:
     url = topology.urls["language"]
     client = Client(url)
     pictures = [photographs[index % 2].resize((448, 448)).rotate(7 * index) for index in range(4)]
     parts = [image_part(data_url(picture)) for picture in pictures]
     message = user(*parts, text_part("What do these have in common?"))
-    expected = Client(topology.urls["colocated"]).generation(message)
+    expected = machine.colocated(topology.model).generation(message)
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: client.generation(message), range(24)))
     assert max(answer.distance(expected) for answer in answers) < TOLERANCE

@@ -115,6 +115,7 @@ def laid_out(topology: Topology) -> Callable[[str], float]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
+    machine: Machine,
     topology: Topology,
     router: Client,
     media: MediaServer,
@@ -122,7 +123,7 @@ def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
     case: Callable[[Urls], Any],
 ) -> None:
     messages = case([f"{media.url}/0.png", f"{media.url}/1.png"])
-    expected = Client(topology.urls["colocated"]).generation(*messages)
+    expected = machine.colocated(topology.model).generation(*messages)
     named = set(media.asked)
     media.asked.clear()
 
@@ -136,10 +137,10 @@ def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
 
 
 def test_an_image_named_twice_is_laid_out_twice(
-    topology: Topology, router: Client, media: MediaServer
+    machine: Machine, topology: Topology, router: Client, media: MediaServer
 ) -> None:
     messages = side_by_side([f"{media.url}/0.png"] * 2)
-    expected = Client(topology.urls["colocated"]).generation(*messages)
+    expected = machine.colocated(topology.model).generation(*messages)
     media.asked.clear()
     actual = router.generation(*messages)
     # Two items, for all that the language server knows; encoders share one answer between
@@ -150,6 +151,7 @@ def test_an_image_named_twice_is_laid_out_twice(
 
 
 def test_each_prompt_of_a_batch_has_its_own_layouts(
+    machine: Machine,
     topology: Topology,
     router: Client,
     photographs: list[Image.Image],
@@ -165,7 +167,8 @@ def test_each_prompt_of_a_batch_has_its_own_layouts(
         ],
         "sampling_params": {"max_new_tokens": 8, "temperature": 0},
     }
-    answers = [Client(topology.urls[role]).generate(**body) for role in ("colocated", "router")]
+    servers = (machine.colocated(topology.model), router)
+    answers = [server.generate(**body) for server in servers]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     expected, actual = (
         [(part["text"], part["meta_info"]["prompt_tokens"]) for part in answer.json()]

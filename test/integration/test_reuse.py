@@ -30,11 +30,9 @@ _TURNS = 6
 _MODEL = "tiny-qwen2_5-vl"
 # KV and language cache; KV alone, paged, in chunks and scarce; KV that is always lost
 # between the match and the prefill.
-SERVERS = [
-    "language",
-    "language@kv",
-    pytest.param("language@miss", marks=pytest.mark.extended),
-]
+TOPOLOGY_OF = {"language": "reuse", "language@kv": "reuse", "language@miss": "reuse_missed"}
+KEEPING = ["language", "language@kv"]
+SERVERS = [*KEEPING, pytest.param("language@miss", marks=pytest.mark.extended)]
 
 
 def pictures(photos: Photographs, count: int, turn: int = 0) -> Messages:
@@ -56,26 +54,6 @@ def conversation(photos: Photographs, turns: int, look: int = 0) -> Messages:
 @pytest.fixture(scope="module")
 def expected(machine: Machine) -> Callable[[Messages], Any]:
     return lambda messages: machine.reference(_MODEL, messages, TOKENS)
-
-
-@pytest.fixture(scope="module")
-def topology(
-    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
-) -> Topology:
-    # The servers that know the answers do not fit in beside these.
-    for messages in _asked(photographs):
-        expected(messages)
-    return machine.use("reuse")
-
-
-def _asked(photos: Photographs) -> list[Messages]:
-    """All that the tests below compare."""
-    return [
-        *(conversation(photos, turns) for turns in range(1, _TURNS + 1)),
-        *(conversation(photos, 2, look) for look in range(1, 7)),
-        *([user(*pictures(photos, 1, look), text_part("What is it?"))] for look in (20, 21)),
-        *(swapped(photos, which) for which in (0, 1)),
-    ]
 
 
 def swapped(photos: Photographs, which: int) -> Messages:
@@ -160,11 +138,11 @@ class Server:
             time.sleep(0.2)
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(scope="module", params=SERVERS)
 def server(
-    topology: Topology, expected: Callable[[Messages], Any], request: pytest.FixtureRequest
+    machine: Machine, expected: Callable[[Messages], Any], request: pytest.FixtureRequest
 ) -> Server:
-    return Server(topology, request.param, expected)
+    return Server(machine.use(TOPOLOGY_OF[request.param]), request.param, expected)
 
 
 def cached_tokens(client: Client, messages: Messages, **options: Any) -> int:
@@ -201,7 +179,10 @@ def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
     body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
     answer = client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
     assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
-    assert work(url) == {**before, "cached": before.get("cached", 0.0) + 5}
+    after = work(url)
+    # An item whose payload was late is asked for again, and found again.
+    assert after.pop("cached") >= before.pop("cached", 0.0) + 5
+    assert after == before
 
 
 def wait_for_source(url: str, source: str, items: int) -> None:
@@ -293,7 +274,7 @@ def test_many_ask_about_one_picture_at_once(server: Server, photographs: Photogr
     assert len({sample["message"]["content"] for sample in samples}) == 1
 
 
-@pytest.mark.parametrize("server", ["language", "language@kv"], indirect=True)
+@pytest.mark.parametrize("server", KEEPING, indirect=True)
 def test_salts_share_no_kv(server: Server, photographs: Photographs) -> None:
     client = server.client
     messages = [user(*pictures(photographs, 1, 21), text_part("What is it?"))]
@@ -333,7 +314,7 @@ def test_clients_that_leave_take_nothing_along(server: Server, photographs: Phot
     server.topology.check_alive()
 
 
-@pytest.mark.parametrize("server", ["language", "language@kv"], indirect=True)
+@pytest.mark.parametrize("server", KEEPING, indirect=True)
 def test_answers_say_where_their_pictures_came_from(
     server: Server, photographs: Photographs
 ) -> None:

@@ -14,7 +14,7 @@ def test_in_tree_epd_runs_with_the_switch_off(
 ) -> None:
     topology = machine.use("in_tree")
     message = user(image_part(data_url(photographs[0].resize((224, 168)))), text_part("What?"))
-    expected = Client(topology.urls["colocated"]).generation(message)
+    expected = machine.colocated(topology.model).generation(message)
     actual = Client(topology.urls["language"]).generation(message)
     assert actual.distance(expected) < 1e-3
     # Ours answers here, theirs does not.

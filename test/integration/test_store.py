@@ -86,7 +86,6 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(machine: Machine, photographs: list[Image.Image]) -> Case:
-    topology = machine.use("store")
     messages = []
     for number in range(STORED + 3 * NEW):
         draw = random.Random(number)
@@ -94,7 +93,8 @@ def case(machine: Machine, photographs: list[Image.Image]) -> Case:
         picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
         asked = text_part(f"What is picture {number}?")
         messages.append(user(image_part(data_url(picture)), asked))
-    colocated = Client(topology.urls["colocated"])
+    topology = machine.use("store")
+    colocated = machine.colocated(topology.model)
     expected = [colocated.generation(one, tokens=TOKENS) for one in messages]
     then = [colocated.generation(one, *THEN, tokens=TOKENS) for one in messages[:STORED]]
     return Case(topology, messages, expected, then)

@@ -61,6 +61,11 @@ class Topology:
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def one_server(self) -> bool:
+        """Whether it is what others are compared with."""
+        return self.roles == ("colocated",)
+
     def start(self, logs: Path) -> None:
         path = checkpoint(self.model)
         for role in self.roles:
@@ -193,7 +198,8 @@ class Topology:
 
 
 _TINY = "tiny-qwen2_5-vl"
-_FULL = ("encoder", "language", "colocated", "prefill", "decode", "router")
+_FULL = ("encoder", "language", "prefill", "decode", "router")
+_TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
 _CACHE = "--enable-prefix-mm-cache"
@@ -215,13 +221,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "qwen3": lambda: Topology(
         "tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}, {"encoder": _CACHE}
     ),
-    "audio": lambda: Topology("tiny-qwen2-audio", _FULL, flags={"encoder": _CACHE}),
-    "zmq_to_tokenizer": lambda: Topology(
-        _TINY, ("language", *_APART), flags=_backend("zmq_to_tokenizer")
-    ),
-    "mooncake": lambda: Topology(
-        "tiny-qwen3-vl", ("language", *_APART), flags=_backend("mooncake")
-    ),
+    "audio": lambda: Topology("tiny-qwen2-audio", _TOGETHER, flags={"encoder": _CACHE}),
+    "audio_apart": lambda: Topology("tiny-qwen2-audio", _APART),
+    "zmq_to_tokenizer": lambda: Topology(_TINY, _TOGETHER, flags=_backend("zmq_to_tokenizer")),
+    "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
+    "mooncake": lambda: Topology("tiny-qwen3-vl", _TOGETHER, flags=_backend("mooncake")),
+    "mooncake_apart": lambda: Topology("tiny-qwen3-vl", _APART, flags=_backend("mooncake")),
     # Three backends at two ranks; the encoder serves them all.
     "ranks": lambda: Topology(
         _TINY,
@@ -251,7 +256,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "small_budget": lambda: Topology(
         _TINY,
-        ("encoder", "language", "colocated"),
+        _TOGETHER,
         # Eight images of 448 px.
         {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
         flags={"language": "--enable-metrics"},
@@ -268,35 +273,34 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "adaptive": lambda: Topology(
         _TINY,
-        ("encoder", "language", "colocated"),
+        _TOGETHER,
         # A picture of 224 px has 256 patches, one of 448 px 1024.
         {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on", **_NOTHING_KEPT},
         flags={
             "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES}"
         },
     ),
-    "in_tree": lambda: Topology(_TINY, ("encoder", "language", "colocated"), {"SGLANG_EPD": "off"}),
+    "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.
     "store": lambda: Topology(
         _TINY,
-        ("encoder", "language", "colocated"),
+        _TOGETHER,
         _NOTHING_KEPT,
         flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
     ),
     "reuse": lambda: Topology(
         _TINY,
-        ("encoder", "language", "language@kv", "language@miss"),
+        ("encoder", "language", "language@kv"),
         flags={
             "language": "--enable-metrics --enable-cache-report",
             "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
         },
-        own_env={
-            "language@kv": {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
-            "language@miss": {
-                "SGLANG_EPD_EMBEDDING_CACHE_MB": "0",
-                "SGLANG_RADIX_FORCE_MISS": "1",
-            },
-        },
+        own_env={"language@kv": _NOTHING_KEPT},
+    ),
+    "reuse_missed": lambda: Topology(
+        _TINY,
+        ("encoder", "language@miss"),
+        own_env={"language@miss": {"SGLANG_RADIX_FORCE_MISS": "1", **_NOTHING_KEPT}},
     ),
     # Both encode themselves, whatever is not named an encoder.
     "content": lambda: Topology(
@@ -335,8 +339,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
 def _family(family: Family) -> dict[str, Callable[[], Topology]]:
     """A family's servers: those of the default backend, and those of the others."""
     model = family.specs[0].name
-    roles = ("encoder", "language", "colocated")
-    flags = {role: family.flags for role in roles}
+    flags = {role: family.flags for role in (*_TOGETHER, "colocated")}
     others = ("encoder@others", "language@zmq_to_tokenizer", "language@mooncake")
     own = {
         "encoder@others": "--encoder-transfer-backend mooncake",
@@ -344,7 +347,7 @@ def _family(family: Family) -> dict[str, Callable[[], Topology]]:
         "language@mooncake": "--encoder-transfer-backend mooncake",
     }
     return {
-        family.name: lambda: Topology(model, roles, flags=flags),
+        family.name: lambda: Topology(model, _TOGETHER, flags=flags),
         f"{family.name}, other backends": lambda: Topology(model, others, flags=flags | own),
         f"{family.name}, one server": lambda: Topology(model, ("colocated",), flags=flags),
     }
@@ -353,16 +356,18 @@ def _family(family: Family) -> dict[str, Callable[[], Topology]]:
 for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
-# Where one server of a checkpoint does everything.
-_REFERENCES = {_TINY: "qwen2_5", "tiny-qwen3-vl": "qwen3", "tiny-qwen2-audio": "audio"}
+for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
+    TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
+
+# What fits in the memory of a small machine.
+_MOST_SERVERS = 6
 
 
 class Machine:
-    """Keeps one topology up: two do not fit in the memory of a small machine."""
+    """Keeps one topology up, and beside it one server that does all, to compare it with."""
 
     def __init__(self) -> None:
-        self._name = ""
-        self._current: Topology | None = None
+        self._running: dict[str, Topology] = {}
         self._references: dict[str, Generation] = {}
         self._failures: dict[str, ServerError] = {}
 
@@ -374,37 +379,45 @@ class Machine:
         """
         if name in self._failures:
             raise ServerError(str(self._failures[name]))
-        if self._name != name or self._current is None:
-            self.clear()
-            logs = Path(tempfile.mkdtemp(prefix=f"sglang-epd-test-{name}-"))
-            self._current = TOPOLOGIES[name]()
-            self._name = name
+        if name not in self._running:
+            topology = TOPOLOGIES[name]()
+            self._make_room(topology)
+            self._running[name] = topology
             try:
-                self._current.start(logs)
+                topology.start(Path(tempfile.mkdtemp(prefix=f"sglang-epd-test-{name}-")))
             except ServerError as error:
                 self._failures[name] = error
-                self.clear()
+                self._running.pop(name).stop()
                 raise
-        return self._current
+        return self._running[name]
+
+    def colocated(self, name: str) -> Client:
+        """One server of a checkpoint, or a family, that does everything itself.
+
+        Raises:
+            ServerError: it does not start.
+        """
+        return Client(self.use(f"{name}, one server").urls["colocated"])
 
     def reference(
         self, model: str, messages: list[dict[str, Any]], tokens: int, at: str | None = None
     ) -> Generation:
-        """What one colocated server of the checkpoint answers; asked once in a session.
-
-        Starts a topology that has one if need be, `at` or the checkpoint's usual: call it
-        before `use`.
-        """
+        """What one colocated server of the checkpoint, or of the family `at`, answers; asked
+        once in a session."""
         key = json.dumps([model, messages, tokens])
         if key not in self._references:
-            current = self._current
-            if current is None or current.model != model or "colocated" not in current.roles:
-                current = self.use(at or _REFERENCES[model])
-            server = Client(current.urls["colocated"])
+            server = self.colocated(at or model)
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]
 
+    def _make_room(self, topology: Topology) -> None:
+        """End what is of the new one's kind, and all if there would be too many servers."""
+        for name, running in list(self._running.items()):
+            together = len(running.roles) + len(topology.roles)
+            if running.one_server == topology.one_server or together > _MOST_SERVERS:
+                self._running.pop(name).stop()
+
     def clear(self) -> None:
-        if self._current is not None:
-            self._current.stop()
-        self._current = None
+        for topology in self._running.values():
+            topology.stop()
+        self._running.clear()

@@ -168,7 +168,8 @@ def test_the_processor_gets_grids_and_metadata_by_its_own_names():
     assemble(processor, [VIDEO, VIDEO, AUDIO, AUDIO], items, MODALITIES)
     assert processor.metadata["video_grid_thw"].tolist() == [[1, 2, 2], [2, 2, 2]]
     assert processor.metadata["audio_feature_lens"].tolist() == [5, 6]
-    assert processor.metadata["second_per_grid_ts"] == [0.5, 1.0]
+    # Qwen3-Omni's rotary positions want a tensor.
+    assert torch.equal(processor.metadata["second_per_grid_ts"], torch.tensor([0.5, 1.0]))
     assert "img_grid_thw" not in processor.metadata
 
 

@@ -35,6 +35,12 @@ def test_every_architecture_of_in_tree_epd_is_made_or_said_not_to_be() -> None:
     assert made | NOT_MADE.keys() >= IN_TREE
 
 
+def test_some_of_the_checkpoints_that_are_compared_are_sharded() -> None:
+    """One that SGLang lists, and one that it does not."""
+    sharded = {f.architecture in IN_TREE for f in FAMILIES.values() if f.specs[0].shard_mb}
+    assert sharded == {True, False}
+
+
 def test_the_page_is_what_the_results_give() -> None:
     records = json.loads((DOCS / "families.json").read_text())
     assert (DOCS / "families.md").read_text() == page(records), "run scripts/families --render"
@@ -74,6 +80,20 @@ def test_results_are_read_and_told(tmp_path: Path) -> None:
     assert "- Qwen3-VL, video and image: because" in told
     assert "| Qwen2-Audio | `Error: x` |" in told
     assert "- Qwen2-Audio: sglang " in told
+
+
+def test_what_failed_leaves_no_figure_of_a_former_run(tmp_path: Path) -> None:
+    file = tmp_path / "results.xml"
+    change = '<property name="change" value="1.5"/></properties>'
+    file.write_text(RESULTS.replace(change, "</properties><failure/>"))
+    records: dict = {
+        "qwen3_vl": {"depends": {"image": 1.5}},
+        "qwen2_audio": {"depends": {"audio": 1.5}, "parity": {"mooncake": {}}},
+    }
+    add(records, file)
+    assert records["qwen3_vl"]["depends"] == {"image": None}
+    assert " | **failed** |\n" in page(records)
+    assert records["qwen2_audio"].keys() == {"stopped", "versions"}
 
 
 def test_a_case_that_could_not_start_has_failed(tmp_path: Path) -> None:

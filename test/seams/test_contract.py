@@ -106,6 +106,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
         "vision_config video_processor"
     ),
+    ("encoder/one_server", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
+        "vision_config video_processor audio_processor"
+    ),
     ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper"): "frame_shape avg_fps",
     ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
         "mm_inputs grid_thw token_counts"
@@ -190,12 +193,23 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ("seams/adaptive", "utils.common", "load_image"): [
         "if isinstance(image_file, Image.Image):",
     ],
+    (
+        "encoder/one_server",
+        "disaggregation.encoder.preprocessor",
+        "EncoderPreprocessor._load_mm_processor",
+    ): [
+        "_audio_proc = AutoProcessor.from_pretrained(",
+        "self.audio_processor = _audio_proc",
+    ],
+    ("encoder/one_server", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
+        "if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS",
+    ],
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
         "self.app = web.Application()",
         "self._setup_routes()",
         "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
     ],
-    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
         "else None )",
         "self.mm_receiver = create_mm_receiver(",

@@ -233,12 +233,8 @@ def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, values, serv
     bootstrap.serve_layouts(None, server)
     assert ("/epd/layouts/{room}" in paths(server)) == served
     assert {"/route", "/health"} <= paths(server)
-    manager = SimpleNamespace(bootstrap_server=server, mm_receiver=SimpleNamespace(layouts=None))
-    bootstrap.connect(manager)
-    assert (manager.mm_receiver.layouts is not None) == served
+    assert (bootstrap.board_of(server) is not None) == served
 
 
 def test_a_language_server_that_also_decodes_has_no_board():
-    manager = SimpleNamespace(bootstrap_server=None, mm_receiver=SimpleNamespace(layouts=None))
-    bootstrap.connect(manager)
-    assert manager.mm_receiver.layouts is None
+    assert bootstrap.board_of(None) is None

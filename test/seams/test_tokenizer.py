@@ -118,7 +118,7 @@ async def seam(frontend, collector, monkeypatch):
         monkeypatch.setenv(name, "")
     rundir.draw_run_id()
     seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lambda processor: processor)
-    seam.attach(SimpleNamespace(rid_to_state={}, mm_processor=Processor()))
+    seam.attach(SimpleNamespace(rid_to_state={}, mm_processor=Processor(), bootstrap_server=None))
     return seam
 
 
@@ -134,7 +134,7 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
 def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     request = Request(images=[b"1", b"2"])
     live = {"rid": SimpleNamespace(obj=request)}
-    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor()))
+    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
     expect = Expect("another ticket", 2, 1, 60.0)
     seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]

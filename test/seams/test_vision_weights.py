@@ -128,6 +128,24 @@ def test_whose_a_tensor_is():
     assert not of_language_model("multi_modal_projector.w")
 
 
+# What a quantised layer has beside or in place of its weight: AWQ and GPTQ, compressed
+# tensors, FP8 by blocks and by tensors, bitsandbytes.
+QUANTISED = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape")
+QUANTISED += ("weight_scale_inv", "weight_scale", "input_scale", "SCB", "weight.quant_state.nf4")
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_quantised_layers_tensors_are_where_the_layer_is(kind):
+    for prefix in ("model", "language_model.model", "model.language_model", "thinker.model"):
+        name = f"{prefix}.layers.0.mlp.experts.3.down_proj.{kind}"
+        assert of_language_model(name)
+        assert not of_tower(name)
+    for prefix in ("visual", "model.visual", "thinker.visual", "vision_tower.vision_model"):
+        name = f"{prefix}.blocks.0.mlp.down_proj.{kind}"
+        assert of_tower(name)
+        assert not of_language_model(name)
+
+
 @pytest.mark.parametrize("left_out", [of_tower, of_language_model])
 def test_of_a_sharded_checkpoint_only_what_is_wanted_is_opened(
     sglang, monkeypatch, tmp_path: Path, left_out

@@ -7,6 +7,7 @@ have with `--enable-metrics`, and all of them by `/health`. None of these wants 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import ssl
 from collections.abc import Iterable, Sequence
@@ -208,6 +209,12 @@ class Samples:
         values = {labels.get(label, "") for labels, _ in self._samples.get(name, ())}
         return values.pop() if len(values) == 1 else ""
 
+    def any_label(self, label: str) -> str:
+        """The value that a label has wherever it is; empty where there are none, or several."""
+        every = itertools.chain.from_iterable(self._samples.values())
+        values = {labels[label] for labels, _ in every if label in labels}
+        return values.pop() if len(values) == 1 else ""
+
 
 def _samples(text: str) -> Samples:
     families = text_string_to_metric_families(text)
@@ -234,19 +241,19 @@ def _encoder(view: View, told: dict[str, Any], samples: Samples) -> View:
 
 
 def _sglang(view: View, samples: Samples) -> View:
+    # A scheduler that has not had a request yet tells nothing of its queues.
     running = samples.sum("sglang:num_running_reqs")
-    if running is None:
-        return view
+    queues = [number for name in _QUEUES if (number := samples.sum(name)) is not None]
     namespace = samples.label("sglang:epd_dispatch_namespace", "namespace")
-    engine = samples.label("sglang:num_running_reqs", "engine_type")
+    engine = samples.any_label("engine_type")
     role = _ROLES.get(engine, "server") if namespace or engine != "unified" else "server"
     items = samples.sum("sglang:epd_dispatch_items_total")
     hits = samples.sum("sglang:epd_dispatch_items_total", "source", _LANGUAGE_HITS)
     return replace(
         view,
         role=view.role if view.role != "server" else role,
-        running=int(running),
-        queued=int(sum(samples.sum(name) or 0 for name in _QUEUES)),
+        running=None if running is None else int(running),
+        queued=int(sum(queues)) if queues else None,
         items=None if items is None else int(items),
         hits=None if hits is None else int(hits),
         tokens_per_s=samples.sum("sglang:gen_throughput"),

@@ -29,6 +29,9 @@ _OURS = {
     "--disaggregation-mode",
     "--disaggregation-bootstrap-port",
     "--base-gpu-id",
+    # All but one listen on the loopback interface, which wants no certificate.
+    "--ssl-certfile",
+    "--ssl-keyfile",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -235,9 +234,8 @@ def up(
         for server in made.servers:
             out.print(server.line(), soft_wrap=True)
         return
-    if host not in (LOOPBACK, "localhost", "::1") and "--api-key" not in shlex.join(
-        shape.words("all") + shape.words("language")
-    ):
+    open_to_all = host not in (LOOPBACK, "localhost", "::1")
+    if open_to_all and not any("--api-key" in typed for typed in shape.flags.values()):
         out.print(f"Whoever reaches {host} may send requests: there is no --api-key in --flags.")
     _run(
         made,

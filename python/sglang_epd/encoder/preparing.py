@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers.video_utils import VideoMetadata
 
+from sglang_epd.encoder.one_server import follow_one_server, seconds_per_grid
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import MediaError, MediaTypeError
 from sglang_epd.media import (
@@ -80,9 +80,8 @@ class Preparer:
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
             self._widths["AUDIO"] = encoder.model_config.hidden_size
-            # Its tower takes 30 s, no more and no less. SGLang's server that does
-            # everything cuts longer clips; its encoder would fail on them.
-            self._preprocessor.vision_config["audio"]["truncation"] = True
+        follow_one_server(self._preprocessor, encoder.model_type)
+        self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
 
     def prepare(self, modality: str, data: bytes) -> Prepared:
         """Decode and preprocess one item.
@@ -162,11 +161,8 @@ class Preparer:
         if timestamps is not None:
             extra[_SPELLS_TIMESTAMPS] = [[float(time) for time in row] for row in timestamps]
         if result.mm_inputs.get(_SECONDS_PER_GRID) is not None:
-            # Not the encoder's figure, which is of the frames asked for: a server that does
-            # everything hands the frames to the processor without their rate, which then
-            # takes its default for it.
-            seconds = _temporal_patch(self._preprocessor) / VideoMetadata(0).sampled_fps
-            extra[_SECONDS_PER_GRID] = [seconds] * count
+            # Not the encoder's figure, which is of the frames asked for.
+            extra[_SECONDS_PER_GRID] = [self._seconds_per_grid] * count
         return extra
 
 
@@ -194,8 +190,3 @@ def _videos_can_be_read() -> bool:
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
     return modality if modality != "AUDIO" else (modality, *feature.shape[1:])
-
-
-def _temporal_patch(preprocessor: Any) -> int:
-    size: int = getattr(preprocessor.video_processor, "temporal_patch_size", 2)
-    return size

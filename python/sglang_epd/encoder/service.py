@@ -241,6 +241,7 @@ class EncoderService:
         self, request: EncodeRequest, item: EncodeItem, deadline: float, room: Room
     ) -> ItemOutcome:
         ms: dict[str, float] = {}
+        began_at = time.time()
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 outcome = await self._run_stages(request, item, deadline, room, ms)
@@ -259,7 +260,7 @@ class EncoderService:
         except Exception:
             logger.exception("%s of %s", item.label, request.request_id)
             outcome = _failed(item, EncodeError("the encoder failed on this item"), ms)
-        self._note(request, item, outcome)
+        self._note(request, item, outcome, began_at)
         return outcome
 
     async def _run_stages(
@@ -392,7 +393,9 @@ class EncoderService:
             ms[name] = round(ms.get(name, 0.0) + elapsed_s * 1e3, 3)
             self._metrics.stage_seconds.labels(name).observe(elapsed_s)
 
-    def _note(self, request: EncodeRequest, item: EncodeItem, outcome: ItemOutcome) -> None:
+    def _note(
+        self, request: EncodeRequest, item: EncodeItem, outcome: ItemOutcome, began_at: float
+    ) -> None:
         self._metrics.items.labels(item.modality, outcome.state).inc()
         if outcome.state == "failed":
             self._metrics.failures.labels(outcome.code).inc()
@@ -407,6 +410,9 @@ class EncoderService:
                 "source": outcome.source,
                 "tokens": outcome.tokens,
                 "ms": outcome.ms,
+                # Seconds since 1970, as SGLang's servers tell theirs.
+                "began_at": began_at,
+                "ended_at": time.time(),
             }
         )
 

@@ -71,6 +71,8 @@ _GRIDS = {
     "VIDEO": ("video_grid_thw", False),
     "AUDIO": ("audio_feature_lens", True),
 }
+# What processors take as a tensor, of what comes beside grids.
+_SECONDS_PER_GRID = "second_per_grid_ts"
 
 
 def assemble(
@@ -173,6 +175,8 @@ def _lay_out(
         for item in members:
             for key, value in item.layout.extra.items():
                 metadata.setdefault(key, []).extend(value)
+    if _SECONDS_PER_GRID in metadata:
+        metadata[_SECONDS_PER_GRID] = torch.tensor(metadata[_SECONDS_PER_GRID])
     try:
         output = processor.get_validated_mm_data(prompt, row_numbers, **metadata)
     except (IndexError, RuntimeError) as error:

@@ -2,13 +2,15 @@
 
 Leans on `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every
 transfer backend's bootstrap server runs in its constructor, before its thread starts to
-serve `self.app` (aiohttp); and on `TokenizerManager.init_disaggregation`, which makes
-first that server, then the multimodal receiver.
+serve `self.app` (aiohttp).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_epd.language.layouts import Board
 
 _BOARD = "_sglang_epd_layouts"
 
@@ -36,8 +38,7 @@ def serve_layouts(_result: None, server: Any) -> None:
     server.app.router.add_get(PATH, LayoutRoute(board, Settings.from_env().token).handle)
 
 
-def connect(manager: Any) -> None:
-    """Have the tokenizer's seam write to the board of the server beside it, if it has one."""
-    board = getattr(manager.bootstrap_server, _BOARD, None)
-    if board is not None:
-        manager.mm_receiver.layouts = board
+def board_of(server: Any) -> Board | None:
+    """Where the layouts are written that a manager's bootstrap server serves, if it does."""
+    board: Board | None = getattr(server, _BOARD, None)
+    return board

@@ -115,7 +115,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
         "self"
     ),
-    ("seams/decode", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
+    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
         "self start_pd_bootstrap_service"
     ),
     (

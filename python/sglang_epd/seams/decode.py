@@ -4,8 +4,7 @@ SGLang's decode server fetches, decodes and preprocesses every image of a reques
 find out how many tokens it takes. Where the request's prefill server runs this package,
 it is asked instead.
 
-Leans on `managers.tokenizer_manager.TokenizerManager`: `init_disaggregation`, which runs
-when the multimodal processor is there, and `_tokenize_one_request`, which calls
+Leans on `managers.tokenizer_manager.TokenizerManager._tokenize_one_request`, which calls
 `mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
 max_req_input_len=)` with the prompt already chosen, answers an `HTTPException` with its
 status and, in a stream, a `ValueError` with 400. Its scheduler takes media items without
@@ -21,7 +20,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
-from sglang_epd.seams import bootstrap
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
@@ -31,38 +29,23 @@ if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
 logger = logging.getLogger(__name__)
 
 
-def set_up(_result: None, manager: Any, **_options: Any) -> None:
-    """After `init_disaggregation`: a language server's seam learns of its manager, and both
-    ends of the layouts of each other, where this server is one."""
+def set_up(manager: Any) -> None:
+    """Have the prompts of a decode server laid out by what their prefill server knows, where
+    that can be."""
+    from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.runtime_context import get_disagg
 
-    disagg = get_disagg()
-    if disagg.language_only:
-        manager.mm_receiver.attach(manager)
-        bootstrap.connect(manager)
-    elif (
-        disagg.disaggregation_mode == "decode"
-        # An instance that becomes a prefill server needs the media themselves.
-        and not disagg.enable_pd_role_switch
-        and manager.mm_processor is not None
-    ):
-        _lay_out_by_prefill(
-            manager.mm_processor,
-            manager.model_config.hf_config.architectures[0],
-            disagg.disaggregation_bootstrap_port,
-        )
-
-
-def _lay_out_by_prefill(processor: Any, architecture: str, default_port: int) -> None:
-    from sglang.srt.managers.schedule_batch import Modality
-
+    disagg, processor = get_disagg(), manager.mm_processor
+    # An instance that becomes a prefill server needs the media themselves.
+    if disagg.enable_pd_role_switch or processor is None:
+        return
     from sglang_epd.config import Settings
     from sglang_epd.language.layout_client import LayoutClient
     from sglang_epd.observability.decode import DecodeMetrics
 
     try:
         # A copy, so that SGLang's own processing meets SGLang's own placeholders.
-        layer = lays_out(copy.copy(processor), architecture)
+        layer = lays_out(copy.copy(processor), manager.model_config.hf_config.architectures[0])
     except ConfigError as error:
         # Its prefill server holds the tower itself, then.
         logger.info("Prompts are laid out as SGLang does it: %s", error)
@@ -73,7 +56,7 @@ def _lay_out_by_prefill(processor: Any, architecture: str, default_port: int) ->
         original=processor.process_mm_data_async,
         ask=LayoutClient(settings.token, settings.request_timeout_s).ask,
         modalities={member.name: member for member in Modality},
-        default_port=default_port,
+        default_port=disagg.disaggregation_bootstrap_port,
         metrics=DecodeMetrics(),
     )
     processor.process_mm_data_async = prompts.process

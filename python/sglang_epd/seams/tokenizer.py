@@ -40,7 +40,7 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, plan
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
-from sglang_epd.seams import adaptive, discovery, headers, receiving, rundir
+from sglang_epd.seams import adaptive, bootstrap, discovery, headers, receiving, rundir
 from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
@@ -76,12 +76,14 @@ class TokenizerSeam:
         self._live: dict[str, Any] = {}
 
     def attach(self, manager: Any) -> None:
-        """Find the live requests and the processor of the manager that this is part of.
+        """Find the live requests, the processor and the bootstrap server of the manager that
+        this is part of.
 
         Raises:
             ConfigError: the model cannot have its encoder apart, and why.
         """
         self._live = manager.rid_to_state
+        self.layouts = bootstrap.board_of(manager.bootstrap_server)
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
 

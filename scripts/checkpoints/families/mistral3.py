@@ -26,6 +26,7 @@ class Mistral3(Family):
             TextSpec(2, 128, 256, 2, 2),
             VisionSpec(4, 64, 128, 2),
             seed=1,
+            shard_mb=2,
         ),
     )
     special_tokens = (_PAD, _BREAK, _END)

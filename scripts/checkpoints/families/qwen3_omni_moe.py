@@ -23,6 +23,7 @@ class Qwen3OmniMoe(Qwen3Vision):
     architecture = "Qwen3OmniMoeForConditionalGeneration"
     processor = "Qwen3OmniMoeProcessor"
     video_processor = "Qwen2VLVideoProcessor"
+    samples_frames = False
     specs = (
         CheckpointSpec(
             "tiny-qwen3-omni-moe",

@@ -23,6 +23,7 @@ class Qwen3VLMoe(Qwen3Vision):
             TextSpec(3, 128, 256, 4, 2),
             VisionSpec(4, 64, 128, 2, taps=(0, 1, 2)),
             seed=1,
+            shard_mb=2,
         ),
     )
 

@@ -1,0 +1,9 @@
+"""Markdown that the benchmarks' pages share."""
+
+from __future__ import annotations
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table whose first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

@@ -1,0 +1,268 @@
+"""Where the time to the first token goes: every millisecond of one request has an owner.
+
+    .venv/bin/python benchmark/ttft.py [--images 1 4] [--size 448] [--repeats 20]
+
+One server, in-tree EPD and this package are up side by side, each pinned to the same cores;
+requests are sent one at a time, to the arms in turn, each with new pictures, for one token.
+The steps are what the servers report themselves: SGLang's times of a request
+(`--enable-metrics`), and on encoders those of an item (`/v1/status`). They follow one another
+without a gap from the client's first byte to its last, so their means add up to the mean
+time to the first token.
+
+(Not profile.py: that would hide the standard library's module of this name, which torch
+imports.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import requests
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+from comparison.arms import Arm, Place, Running  # noqa: E402
+from comparison.files import read_all  # noqa: E402
+from comparison.results import machine, versions  # noqa: E402
+from pages import table  # noqa: E402
+from pictures import SIZES, jpeg  # noqa: E402
+
+from make_checkpoint import ensure  # noqa: E402
+
+HERE = Path(__file__).parent
+ARMS = ("colocated", "in-tree-1e1p", "epd-1e1p")
+WARM_UP = 3
+ANSWER_TIMEOUT_S = 300.0
+# Of an item on an encoder, in their order.
+ENCODER_STAGES = ("acquire", "wait", "preprocess", "queue", "forward", "grant", "deliver")
+_PROMPT = (
+    "<|im_start|>user\n{marks}Question {number}: what is on it?<|im_end|>\n<|im_start|>assistant\n"
+)
+_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+
+# Steps, by what they are called in the JSON.
+OWNERS = {
+    "http_in": "client's bytes read and parsed",
+    "prepare": "media read and preprocessed, prompt laid out",
+    "to_encoder": "planned, announced, sent to the encoder",
+    "elsewhere": "all of the encoder, and the way there and back",
+    **{f"encoder_{stage}": f"encoder: {stage}" for stage in ENCODER_STAGES},
+    "encoder_other": "encoder: between its stages",
+    "to_queue": "settled, prompt laid out, queued",
+    "queue": "in the scheduler's queue",
+    "prefill": "prefill forward",
+    "answer": "token to the tokenizer process, decoded",
+    "http_out": "answer written and read",
+}
+# Needed whoever does them: the tower, and prefill.
+MODEL = ("encoder_forward", "prefill")
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One request: seconds since 1970 at the client, what the server said, and its encoder.
+
+    Attributes:
+        apart: whether there is an encoder.
+        items: what it told of the request's; nothing where it tells nothing.
+    """
+
+    arm: str
+    images: int
+    apart: bool
+    sent_at: float
+    got_at: float
+    meta: dict[str, Any]
+    items: list[dict[str, Any]]
+
+
+def steps(sample: Sample) -> dict[str, float]:
+    """Milliseconds of each step of a request, in their order, without a gap.
+
+    Of several items it is the one that ended last whose way is followed: the request waited
+    for it.
+
+    Raises:
+        KeyError: the server did not report a time (`--enable-metrics`).
+    """
+    meta = sample.meta
+    received, forward = meta["request_received_ts"], meta["forward_entry_time"]
+    queued = forward - meta["queue_time"]
+    found = {"http_in": received - sample.sent_at}
+    last = max(sample.items, key=lambda item: item["ended_at"], default=None)
+    if last is not None:
+        found["to_encoder"] = last["began_at"] - received
+        took = last["ended_at"] - last["began_at"]
+        stages = {name: last["ms"].get(name, 0.0) / 1e3 for name in ENCODER_STAGES}
+        found |= {f"encoder_{name}": seconds for name, seconds in stages.items()}
+        found["encoder_other"] = took - sum(stages.values())
+        # Below zero by as much as the encoder heard later than the scheduler that all is well.
+        found["to_queue"] = queued - last["ended_at"]
+    else:
+        found["elsewhere" if sample.apart else "prepare"] = queued - received
+    found["queue"] = forward - queued
+    found["prefill"] = meta["prefill_finished_time"] - forward
+    found["answer"] = meta["request_finished_ts"] - meta["prefill_finished_time"]
+    found["http_out"] = sample.got_at - meta["request_finished_ts"]
+    return {name: seconds * 1e3 for name, seconds in found.items()}
+
+
+def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> Sample:
+    """Have one token of an answer about new pictures."""
+    body = {
+        "text": _PROMPT.format(marks=_MARK * len(pictures), number=number),
+        "image_data": [
+            "data:image/jpeg;base64," + base64.b64encode(one).decode() for one in pictures
+        ],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+    }
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    sent_at = time.time()
+    response = requests.post(
+        f"{running.url}/generate", data=data, headers=headers, timeout=ANSWER_TIMEOUT_S
+    )
+    got_at = time.time()
+    response.raise_for_status()
+    items: list[dict[str, Any]] = []
+    if arm.family == "sglang-epd":
+        for url in running.urls("encoder"):
+            status = requests.get(f"{url}/v1/status", timeout=20).json()
+            items += [item for item in status["recent"] if item["began_at"] >= sent_at]
+        if [item["state"] for item in items] != ["delivered"] * len(pictures):
+            raise RuntimeError(f"the encoder speaks of other items: {items}")
+    apart = bool(running.urls("encoder"))
+    meta = response.json()["meta_info"]
+    return Sample(arm.name, len(pictures), apart, sent_at, got_at, meta, items)
+
+
+def measure(options: argparse.Namespace) -> tuple[list[Sample], list[Arm], list[str]]:
+    """Samples of all arms, which take turns; and the commands of their servers."""
+    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-ttft-"))
+    print("logs:", logs, flush=True)
+    model = str(ensure(options.model))
+    place = Place(cores=options.cores)
+    arms = read_all(HERE / "arms", Arm, options.arms)
+    flags = f"{options.flags} --enable-metrics"
+    servers = {arm.name: Running(arm, model, flags, place, logs) for arm in arms}
+    draw = random.Random(options.seed)
+    samples = []
+    try:
+        for running in servers.values():
+            running.start()
+        for number in range(-WARM_UP, options.repeats):
+            for images in options.images:
+                seed = (options.seed, number, images)
+                pictures = [jpeg(options.size, (seed, one)) for one in range(images)]
+                for arm in draw.sample(arms, len(arms)):
+                    one = ask(arm, servers[arm.name], pictures, number)
+                    if number >= 0:
+                        samples.append(one)
+            print(f"{number + 1} of {options.repeats}", flush=True)
+    finally:
+        for running in servers.values():
+            running.stop()
+    return samples, arms, [line for one in servers.values() for line in one.commands]
+
+
+def page(
+    samples: Sequence[Sample], arms: Sequence[Arm], setting: str, commands: Sequence[str]
+) -> str:
+    """Tables of the steps' means, by number of images."""
+    parts = []
+    for images in sorted({sample.images for sample in samples}):
+        of_arm = {
+            arm.name: [steps(s) for s in samples if (s.arm, s.images) == (arm.name, images)]
+            for arm in arms
+        }
+        rows = [["owner", *(arm.title for arm in arms)]]
+        for name, owner in OWNERS.items():
+            cells = [_mean(of_arm[arm.name], (name,)) for arm in arms]
+            if any(cells):
+                rows.append([owner, *cells])
+        everything = tuple(OWNERS)
+        beside = tuple(name for name in OWNERS if name not in MODEL)
+        rows.append(
+            ["**time to the first token**", *(_mean(of_arm[a.name], everything) for a in arms)]
+        )
+        rows.append(
+            ["of it beside tower and prefill", *(_mean(of_arm[a.name], beside) for a in arms)]
+        )
+        totals = {arm.name: [sum(one.values()) for one in of_arm[arm.name]] for arm in arms}
+        for name, figure in (("median", statistics.median), ("lowest", min), ("highest", max)):
+            rows.append([name, *(f"{figure(totals[arm.name]):.1f}" for arm in arms)])
+        word = "image" if images == 1 else "images"
+        parts.append(f"## {images} {word}\n\n{table(rows)}")
+    told = "\n".join(f"    {command}" for command in commands)
+    tables = "\n\n".join(parts)
+    return f"""# Where the time to the first token goes
+
+{setting}
+
+Means in milliseconds, of requests one at a time, each with new pictures; all servers were up,
+one arm in work at a time. Of several images the way of the one that was delivered last is
+followed. One server runs its tower within what is called prefill here, SGLang's encoder tells
+no times of its own.
+
+{tables}
+
+## Commands
+
+{told}
+"""
+
+
+def _mean(found: Sequence[dict[str, float]], names: Sequence[str]) -> str:
+    """Mean of the steps' sum; empty where an arm has none of them."""
+    if not any(name in one for one in found for name in names):
+        return ""
+    return f"{statistics.fmean(sum(one.get(name, 0.0) for name in names) for one in found):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="bench-qwen2_5-vl", help="a checkpoint of scripts/")
+    parser.add_argument("--flags", default="--dtype float32", help="of every server, after `=`")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--images", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--size", choices=SIZES, default="448")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--note", default="", help="for the page")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "profile.md")
+    options = parser.parse_args()
+    begun = machine()
+    samples, arms, commands = measure(options)
+    words = ", ".join(f"{name} {value}" for name, value in (begun | versions()).items())
+    command = shlex.join([".venv/bin/python", "benchmark/ttft.py", *sys.argv[1:]])
+    setting = (
+        f"`{command}`: {words}; checkpoint {options.model}, pictures of {options.size} px, "
+        f"{options.repeats} requests a cell, seed {options.seed}. {options.note}"
+    )
+    text = page(samples, arms, setting.strip(), commands)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(text)
+    raw = {"setting": setting, "samples": samples}
+    options.out.with_suffix(".json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(raw), indent=1) + b"\n"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The page and the plots are made of raw results alone."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from compare import arguments, core_list, rotated
+from comparison import aims, plots, report
+from comparison.arms import Arm, Server
+from comparison.figures import Goodput, Limits, Outcome, Run
+from comparison.files import DataFileError
+from comparison.results import Question, Results, Search, Start, load
+from comparison.workloads import Images, Scale, Size, Workload
+from comparison.workloads import Search as Looked
+
+LIMITS = Limits(500.0, 30.0)
+
+
+def arm(name: str, family: str) -> Arm:
+    return Arm(name=name, title=f"the {name}", family=family, servers=[Server(role="server")])
+
+
+def workload(name: str, rates: list[float]) -> Workload:
+    looked = Looked(low=1, high=4) if name == "four_images" else None
+    scale = Scale(
+        text_tokens=8,
+        answer_tokens=4,
+        rates=rates,
+        sizes=[Size(width=56, height=56)],
+        goodput=looked,
+    )
+    return Workload(name=name, title=name, small=scale, paper=scale, images=Images())
+
+
+def outcomes(ttft_ms: float, tpot_ms: float) -> list[Outcome]:
+    """The later ones are slower."""
+    return [
+        Outcome("text" if number else "media", ttft_ms + number, tpot_ms, 4) for number in range(4)
+    ]
+
+
+# TTFT and TPOT, by arm.
+TIMES = {
+    "colocated": (100.0, 20.0),
+    "colocated-dp": (110.0, 22.0),
+    "in-tree-1e1p": (200.0, 10.0),
+    "epd-1e1p": (95.0, 8.0),
+}
+
+
+@pytest.fixture
+def results() -> Results:
+    made = Results(
+        command="compare.py",
+        machine={"cores": 2, "load": 0.5},
+        versions={"sglang": "0.5.23"},
+        model="bench",
+        flags="--dtype float32",
+        scale="small",
+        seed=1,
+        rounds=2,
+        cores=[0, 1],
+        gpus=[],
+        client_cores=[0, 1],
+        arms=[
+            arm("colocated", "colocated"),
+            arm("colocated-dp", "colocated"),
+            arm("in-tree-1e1p", "in-tree"),
+            arm("epd-1e1p", "sglang-epd"),
+        ],
+        workloads=[
+            workload("single", [0]),
+            workload("interference", [1, 2]),
+            workload("four_images", [0]),
+        ],
+        note="A test.",
+    )
+    for one in made.arms:
+        ttft_ms, tpot_ms = TIMES[one.name]
+        made.starts.append(Start(one.name, 0, 12.0, [f"python of {one.name}"]))
+        for number in range(2):
+            drift = 1.0 + number  # the machine is slower in the second round
+            for kind, rates in (("single", [0]), ("interference", [1, 2])):
+                for rate in rates:
+                    found = outcomes(ttft_ms * drift, tpot_ms * drift)
+                    run = Run(
+                        one.name, kind, number, rate, 10.0, f"{kind} {rate} {number}", "", found
+                    )
+                    made.runs.append(run)
+            answer = Question(one.name, "single", number, 0, ["a", "b"], [-1.0, -2.0])
+            made.questions.append(answer)
+        rate = 4.0 if one.family == "sglang-epd" else 2.0
+        tried = [(1.0, True), (4.0, rate == 4.0)]
+        made.searches.append(
+            Search(one.name, "four_images", 0, LIMITS, Goodput(rate, rate == 4.0, tried))
+        )
+    return made
+
+
+def test_what_is_saved_is_read_back(results: Results, tmp_path: Path) -> None:
+    results.save(tmp_path / "results.json")
+    again = load(tmp_path / "results.json")
+    assert again == results
+    assert report.page(again) == report.page(results)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"arms": 3}', b"\xff"])
+def test_what_is_no_results_is_refused(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(text)
+    with pytest.raises(DataFileError, match=r"^x\.json"):
+        load(tmp_path / "x.json")
+
+
+def test_ratios_are_taken_within_rounds(results: Results) -> None:
+    page = report.page(results)
+    # Both rounds alike, though the second was twice as slow.
+    assert "| 1/s | media | the epd-1e1p | the colocated | 0.95 (0.95 to 0.95) |" in page
+    assert "| 1/s | media | the epd-1e1p | the in-tree-1e1p | 0.47 (0.47 to 0.47) |" in page
+    assert "| one at a time | media | the epd-1e1p | 2 of 2 | 142 | 95 | 190 |" in page
+    assert "byte for byte\n(yes, by digest)" in page
+    assert "A test." in page and "`--dtype float32`" in page
+
+
+def test_other_requests_for_one_arm_are_shown(results: Results) -> None:
+    results.runs[0] = msgspec.structs.replace(results.runs[0], requests="another")
+    assert not report.same_requests(results)
+    assert "(NO, by digest)" in report.page(results)
+
+
+def test_failures_are_counted_and_told(results: Results) -> None:
+    bad = Outcome("text", None, None, 0, "HTTP 503: no encoder")
+    first = next(run for run in results.runs if run.arm == "in-tree-1e1p")
+    results.runs.append(msgspec.structs.replace(first, outcomes=[*first.outcomes, bad, bad]))
+    results.notes.append("in-tree-1e1p language exited with status 1")
+    page = report.page(results)
+    assert "\n- in-tree-1e1p language exited with status 1" in page
+    assert "- the in-tree-1e1p: 2 of 30 failed: 2 'HTTP 503: no encoder'" in page
+    assert "- the epd-1e1p: 0 of 24 failed" in page
+
+
+def test_answers_are_compared_with_the_baselines(results: Results) -> None:
+    results.questions += [
+        Question("epd-1e1p", "single", 1, 0, ["a", "b"], [-1.0, -2.0005]),
+        Question("epd-1e1p", "single", 1, 0, ["a", "b"], [-1.0, -2.5]),
+        Question("epd-1e1p", "single", 1, 0, ["a", "c"], [-1.0, -2.0]),
+        Question("epd-1e1p", "single", 1, 0, failure="HTTP 500"),
+    ]
+    page = report.page(results)
+    assert "| the epd-1e1p | 6 | 3 | 5.0e-04 | 2 | 1 |" in page
+    assert "| the colocated | 2 | 2 | 0.0e+00 | 0 | 0 |" in page
+
+
+def test_aims_are_judged_by_figures(results: Results) -> None:
+    judged = {one.aim.partition(":")[0]: one for one in aims.judge(results)}
+    assert judged["interference"].met and judged["interference"].measured == "0.40 times"
+    assert judged["a single cold image"].met
+    assert judged["never behind in-tree EPD (p50 TTFT, 1E1P)"].met
+    goodput = judged["goodput with 4 images ahead of one server at dp 2"]
+    assert goodput.met and "epd-1e1p 4/s, dp 2 2/s" in goodput.measured
+    # Nothing is said of what was not run.
+    assert not any("repeats" in one for one in judged)
+    slow = [msgspec.structs.replace(o, ttft_ms=500.0) for o in outcomes(1, 1)]
+    results.runs = [
+        msgspec.structs.replace(run, outcomes=slow) if run.arm == "epd-1e1p" else run
+        for run in results.runs
+    ]
+    missed = {one.aim.partition(":")[0]: one for one in aims.judge(results)}
+    assert not missed["a single cold image"].met
+    assert "single at 0/s" in missed["never behind in-tree EPD (p50 TTFT, 1E1P)"].measured
+
+
+def test_goodput_says_its_limits_and_what_was_tried(results: Results) -> None:
+    page = report.page(results)
+    assert "p99 TTFT at most 500 ms (5 times the unloaded baseline's p50)" in page
+    assert "| four_images | the epd-1e1p | 4.00 or more | 2.00 | 1 yes, 4 yes |" in page
+    assert "| four_images | the colocated | 2.00 | 1.00 | 1 yes, 4 no |" in page
+
+
+def test_limits_are_multiples_of_the_unloaded_baseline(results: Results) -> None:
+    looked_for = results.workloads[-1]
+    assert results.limits(looked_for) is None  # it was not run at rate 0
+    alone = msgspec.structs.replace(results.runs[0], workload="four_images")
+    results.runs.append(msgspec.structs.replace(alone, arm="epd-1e1p"))
+    assert results.limits(looked_for) is None  # the baseline was not
+    results.runs.append(alone)
+    assert results.limits(looked_for) == Limits(505.0, 60.0)
+    assert results.limits(results.workloads[0]) is None  # nobody asks for it
+    results.runs[-1] = msgspec.structs.replace(
+        alone, outcomes=[*alone.outcomes, Outcome("media", None, None, 0, "HTTP 500")]
+    )
+    assert results.limits(looked_for) is None
+
+
+def test_plots_of_what_has_rates(results: Results, tmp_path: Path) -> None:
+    drawn = plots.draw(results, tmp_path / "plots")
+    assert [path.name for path in drawn] == ["interference.png", "goodput.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_each_round_has_another_order() -> None:
+    names = [arm(name, "colocated") for name in "abcd"]
+    orders = ["".join(one.name for one in rotated(names, number, 2)) for number in range(2)]
+    assert orders == ["abcd", "cdab"]
+    assert [rotated(names[:1], number, 3) for number in range(3)] == [names[:1]] * 3
+
+
+def test_arguments_that_are_nonsense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert core_list("0") == [0]
+    for words in (["--cores", "0-99999"], ["--cores", "x"], ["--rounds", "0"], ["--scale", "big"]):
+        with pytest.raises(SystemExit):
+            arguments(words)
+        assert words[0] in capsys.readouterr().err

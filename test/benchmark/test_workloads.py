@@ -1,0 +1,121 @@
+"""Requests are a function of workload, scale, seed and number."""
+
+import base64
+import io
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from comparison.clients import write_load
+from comparison.files import read_all
+from comparison.workloads import Request, Workload, requests
+from PIL import Image
+
+
+def count(text: str) -> int:
+    """A tokenizer of words."""
+    return len(text.split())
+
+
+@pytest.fixture(scope="module")
+def workloads(request: pytest.FixtureRequest) -> dict[str, Workload]:
+    folder = Path(__file__).parents[2] / "benchmark" / "workloads"
+    found = {}
+    for one in read_all(folder, Workload):
+        # Pictures as small as can be: what is tested is which and how many.
+        sizes = [
+            msgspec.structs.replace(size, width=28 + index, height=28)
+            for index, size in enumerate(one.small.sizes)
+        ]
+        small = msgspec.structs.replace(one.small, sizes=sizes)
+        found[one.name] = msgspec.structs.replace(one, small=small)
+    return found
+
+
+def take(workload: Workload, number: int, seed: object = 1) -> list[Request]:
+    return list(islice(requests(workload, "small", seed, count), number))
+
+
+def images(request: Request) -> list[str]:
+    parts = [part for turn in request.turns for part in turn]
+    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+
+
+def texts(request: Request) -> list[str]:
+    return [part["text"] for turn in request.turns for part in turn if part["type"] == "text"]
+
+
+@pytest.mark.parametrize("name", ["images", "chat", "repeats", "turns", "interference"])
+def test_the_same_for_a_seed_and_different_for_another(
+    workloads: dict[str, Workload], name: str
+) -> None:
+    workload = workloads[name]
+    first, again, other = take(workload, 12), take(workload, 12), take(workload, 12, seed=2)
+    assert first == again
+    assert all(mine != theirs for mine, theirs in zip(first, other, strict=True))
+    # However many are asked for.
+    assert take(workload, 3) == first[:3]
+
+
+def test_pictures_come_once_unless_a_workload_repeats_them(
+    workloads: dict[str, Workload],
+) -> None:
+    seen = [url for request in take(workloads["images"], 40) for url in images(request)]
+    assert len(set(seen)) == len(seen)
+    again = [url for request in take(workloads["repeats"], 40) for url in images(request)]
+    pool = workloads["repeats"].small.repeats
+    assert pool is not None and len(set(again)) <= pool.pool < len(again)
+
+
+def test_how_many_images_a_request_has(workloads: dict[str, Workload]) -> None:
+    counts = [len(images(request)) for request in take(workloads["images"], 300)]
+    assert set(counts) <= set(range(1, 9)) and max(counts) >= 7
+    assert sum(counts) / len(counts) == pytest.approx(4, abs=0.25)
+    even = [len(images(request)) for request in take(workloads["short_text"], 100)]
+    assert set(even) == {1, 2, 3, 4}
+
+
+def test_every_tenth_has_media(workloads: dict[str, Workload]) -> None:
+    kinds = [request.kind for request in take(workloads["interference"], 30)]
+    assert kinds.count("media") == 3
+    assert [number % 10 for number, kind in enumerate(kinds) if kind == "media"] == [5, 5, 5]
+    for request in take(workloads["interference"], 10):
+        assert bool(images(request)) == (request.kind == "media")
+
+
+def test_texts_have_the_tokens_that_are_asked_for(workloads: dict[str, Workload]) -> None:
+    for name in ("images", "long_text", "turns"):
+        workload = workloads[name]
+        for request in take(workload, 3):
+            assert len(request.turns) == workload.turns
+            assert {count(text) for text in texts(request)} == {workload.small.text_tokens}
+
+
+def test_pictures_are_of_the_sizes_that_are_named(workloads: dict[str, Workload]) -> None:
+    named = {(size.width, size.height) for size in workloads["chat"].small.sizes}
+    found = set()
+    for request in take(workloads["chat"], 60):
+        for url in images(request):
+            file = base64.b64decode(url.partition(",")[2])
+            found.add(Image.open(io.BytesIO(file)).size)
+    assert found == named
+
+
+def test_a_load_is_a_file_whose_digest_tells_its_bytes(
+    workloads: dict[str, Workload], tmp_path: Path
+) -> None:
+    workload = workloads["interference"]
+
+    def written(name: str, seed: object) -> Any:
+        made = requests(workload, "small", seed, count)
+        return write_load(tmp_path / name, made, 10, 2.0, seed=5)
+
+    mine, theirs, other = written("a", 1), written("b", 1), written("c", 2)
+    assert mine.digest == theirs.digest != other.digest
+    assert mine.path.read_bytes() == theirs.path.read_bytes()
+    lines = [json.loads(line) for line in mine.path.read_text().splitlines()]
+    assert len(lines) == 10 == len(mine.kinds)
+    assert all(line["max_tokens"] == 48 and line["ignore_eos"] for line in lines)

@@ -1,0 +1,182 @@
+"""The manifests, as kustomize would build them: by Kubernetes' schemas, and by each other."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import reference
+from docker.conftest import DOCKER, flags_in
+from docker.manifests import Manifest, built, documents, pod_of
+from sglang_epd.config import Settings
+from sglang_epd.encoder.server import _DRAIN_S
+
+KUBERNETES = DOCKER / "kubernetes"
+OVERLAYS = sorted((KUBERNETES / "overlays").iterdir())
+# `preStop.sleep` is on from the first of these.
+VERSIONS = ("1.30", kubernetes_validate.latest_version())
+NAME = "app.kubernetes.io/component"
+
+
+@pytest.fixture(scope="module", params=OVERLAYS, ids=lambda folder: folder.name)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return built(request.param)
+
+
+def of(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    return [one for one in manifests if one["kind"] == kind]
+
+
+def components(manifests: list[Manifest]) -> set[str]:
+    return {
+        one["spec"]["template"]["metadata"]["labels"][NAME] for one in of(manifests, "Deployment")
+    }
+
+
+def containers(manifests: list[Manifest]) -> list[dict[str, Any]]:
+    pods = filter(None, map(pod_of, manifests))
+    return list(itertools.chain.from_iterable(pod["containers"] for pod in pods))
+
+
+def words(container: dict[str, Any]) -> list[str]:
+    return [*container.get("command", ()), *container.get("args", ())]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_one(manifests, version):
+    for one in manifests:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_validator_sees_what_is_wrong(manifests):
+    spoilt = yaml.safe_load(yaml.safe_dump(of(manifests, "Deployment")[0]))
+    pod_of(spoilt)["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(spoilt, VERSIONS[0], strict=True)
+
+
+def test_no_file_is_left_out_and_no_name_is_there_twice(manifests):
+    names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
+    assert len(set(names)) == len(names)
+    for folder in [KUBERNETES / "base", *OVERLAYS]:
+        (told,) = documents(folder / "kustomization.yaml")
+        used = [*told["resources"], *(patch["path"] for patch in told.get("patches", ()))]
+        used += [name for one in told.get("configMapGenerator", ()) for name in one["files"]]
+        there = {path.name for path in folder.iterdir()} - {"kustomization.yaml"}
+        assert there == {name for name in used if not name.startswith("..")}
+
+
+def test_everything_selects_pods_that_there_are(manifests):
+    there = components(manifests)
+    for one in manifests:
+        text = yaml.safe_dump(one.get("spec", {}))
+        named = set(re.findall(rf"{re.escape(NAME)}: (\S+)", text))
+        assert named <= there, one["metadata"]["name"]
+    selected = {
+        one["spec"]["selector"]["matchLabels"][NAME] for one in of(manifests, "PodDisruptionBudget")
+    }
+    assert selected == there - {"router", "store-master", "store-node"}
+
+
+def test_policies_let_in_only_whom_they_name(manifests):
+    guarded = set()
+    for one in of(manifests, "NetworkPolicy"):
+        guarded.add(one["spec"]["podSelector"]["matchLabels"].get(NAME, "all"))
+        for rule in one["spec"].get("ingress", ()):
+            assert rule["from"]
+            for peer in rule["from"]:
+                values = [
+                    value
+                    for expression in peer.get("podSelector", {}).get("matchExpressions", ())
+                    for value in expression["values"]
+                ]
+                known = components(manifests) | {"language", "prefill"}
+                assert set(values) <= known
+    assert guarded >= {"all", *components(manifests)} - {"metrics"}
+
+
+def test_pods_are_nobody_and_may_do_nothing(manifests):
+    for pod in filter(None, map(pod_of, manifests)):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        names = [container["name"] for container in pod["containers"]]
+        assert pod["automountServiceAccountToken"] is (names == ["router"])
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_servers_have_probes_and_time_to_drain(manifests):
+    for one in of(manifests, "Deployment"):
+        pod = pod_of(one)
+        (container,) = pod["containers"]
+        if container["name"] != "server":
+            continue
+        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+        pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert pod["terminationGracePeriodSeconds"] > pause + _DRAIN_S + 2
+        # An encoder that drains answers /health with 503, and is not to be killed for it.
+        if "--encoder-only" in container["args"]:
+            assert container["livenessProbe"]["httpGet"]["path"] == "/v1/status"
+
+
+def test_flags_exist(manifests, sglang_flags, router_flags):
+    for container in containers(manifests):
+        if container["name"] == "server":
+            assert flags_in(words(container)) <= sglang_flags
+        elif container["name"] == "router":
+            assert flags_in(words(container)) <= router_flags
+
+
+def test_the_token_comes_from_a_secret_and_settings_from_a_file_that_holds(manifests, tmp_path):
+    (config,) = of(manifests, "ConfigMap")
+    (tmp_path / "settings.yaml").write_text(config["data"]["settings.yaml"])
+    assert not of(manifests, "Secret")
+    for container in containers(manifests):
+        told = {one["name"]: one for one in container.get("env", ())}
+        if container["name"] == "server":
+            reference_ = told["SGLANG_EPD_TOKEN"]["valueFrom"]["secretKeyRef"]
+            assert reference_ == {"name": "sglang-epd", "key": "token"}
+        plain = {name: one["value"] for name, one in told.items() if "value" in one}
+        plain = {name: value for name, value in plain.items() if name.startswith("SGLANG_EPD_")}
+        if "SGLANG_EPD_CONFIG" in plain:
+            assert Path(plain["SGLANG_EPD_CONFIG"]).parent.name == "sglang-epd"
+            plain["SGLANG_EPD_CONFIG"] = str(tmp_path / "settings.yaml")
+        Settings.from_env(plain)
+
+
+def test_it_scales_by_a_metric_that_encoders_have(manifests):
+    names = {
+        name for metric in reference.metrics()["Encoders"] for name in reference.samples_of(metric)
+    }
+    (scaler,) = of(manifests, "HorizontalPodAutoscaler")
+    (metric,) = scaler["spec"]["metrics"]
+    asked = metric["pods"]["metric"]["name"]
+    assert asked.replace("sglang_epd_", "sglang:epd_") in names
+    (rule,) = yaml.safe_load((DOCKER / "observability" / "prometheus-adapter.yaml").read_text())[
+        "rules"
+    ]["custom"]
+    assert rule["name"]["as"] == asked
+    assert asked.replace("sglang_epd_", "sglang:epd_") in rule["metricsQuery"]
+    target = scaler["spec"]["scaleTargetRef"]["name"]
+    assert target in {one["metadata"]["name"] for one in of(manifests, "Deployment")}
+
+
+def test_only_the_overlay_with_a_store_has_one():
+    for folder in OVERLAYS:
+        (encoder,) = [
+            one for one in of(built(folder), "Deployment") if one["metadata"]["name"] == "encoder"
+        ]
+        told = {one["name"] for one in pod_of(encoder)["containers"][0]["env"]}
+        assert ("SGLANG_EPD_STORE" in told) is folder.name.endswith("mooncake-store")

@@ -1,0 +1,126 @@
+"""Dashboard and alert rules ask for nothing that no server tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+import reference
+from docker.conftest import DOCKER
+
+OBSERVABILITY = DOCKER / "observability"
+# What Prometheus adds to every sample, and what makes a histogram.
+ADDED = {"instance", "job", "role", "le"}
+
+
+@dataclass(frozen=True)
+class Query:
+    where: str
+    text: str
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((OBSERVABILITY / "grafana" / "dashboards" / "sglang-epd.json").read_text())
+
+
+def rules() -> list[dict[str, Any]]:
+    told = yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())
+    return [rule for group in told["groups"] for rule in group["rules"]]
+
+
+def queries() -> Iterator[Query]:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield Query(panel["title"], target["expr"].replace("$__rate_interval", "1m"))
+    for rule in rules():
+        yield Query(rule["alert"], rule["expr"])
+
+
+def selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for name in ("expr", "lhs", "rhs", "param", "vector_selector", "args"):
+        inner = getattr(node, name, None)
+        for one in inner if isinstance(inner, list) else [inner]:
+            if type(one).__module__ == type(node).__module__:
+                yield from selectors(one)
+
+
+def grouped(node: Any) -> Iterator[str]:
+    """The labels that a query keeps or joins by."""
+    modifier = getattr(node, "modifier", None)
+    for owner in (modifier, getattr(modifier, "matching", None)):
+        yield from getattr(owner, "labels", None) or ()
+    for name in ("expr", "lhs", "rhs", "args"):
+        inner = getattr(node, name, None)
+        for one in inner if isinstance(inner, list) else [inner]:
+            if type(one).__module__ == type(node).__module__:
+                yield from grouped(one)
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, set[str]]:
+    """Our metrics by the names that they can be asked for under, and their labels."""
+    return {
+        name: set(metric._labelnames)
+        for found in reference.metrics().values()
+        for metric in found
+        for name in reference.samples_of(metric)
+    }
+
+
+@pytest.mark.parametrize("query", [*queries()], ids=lambda query: query.where)
+def test_every_name_in_every_query_exists(query, ours, sglang_metrics):
+    parsed = promql_parser.parse(query.text)
+    found = list(selectors(parsed))
+    assert found
+    labels = set(ADDED)
+    for selector in found:
+        assert selector.name in ours or selector.name in sglang_metrics, selector.name
+        labels |= ours.get(selector.name, set())
+        asked = {matcher.name for matcher in selector.matchers.matchers}
+        assert asked <= ours.get(selector.name, set()), selector.name
+    assert set(grouped(parsed)) <= labels
+
+
+def test_the_selectors_are_found_wherever_they_stand():
+    text = 'histogram_quantile(0.9, sum by (le) (rate(a{x="1"}[5m]))) / b unless on (c) d > 2'
+    parsed = promql_parser.parse(text)
+    assert sorted(one.name for one in selectors(parsed)) == ["a", "b", "d"]
+    assert set(grouped(parsed)) == {"le", "c"}
+
+
+def test_every_kind_of_server_is_looked_at(ours):
+    asked = {one.name for query in queries() for one in selectors(promql_parser.parse(query.text))}
+    for family in ("dispatch", "encoder", "receiver", "decode"):
+        assert any(name.startswith(f"sglang:epd_{family}_") for name in asked & ours.keys())
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_and_what_to_do(rule):
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"]["summary"]
+    assert len(rule["annotations"]["description"]) > 20
+    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+
+
+def test_the_dashboard_has_no_panel_twice_and_none_over_another():
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not taken & cells, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells

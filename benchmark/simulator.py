@@ -184,23 +184,32 @@ def fit() -> None:
 # A large fleet
 
 
-def scale(jobs: int) -> dict[str, Any]:
-    """Ten minutes of 10,000 encoders."""
+def scale(cells: int, jobs: int) -> dict[str, Any]:
+    """Ten minutes of so many cells of 25 encoders; 400 are 10,000 encoders."""
     profile = h20(0.3, 0.75)
     workload = load(HERE / "video.json", Workload)
-    topology = parse("25E25PD", cells=400)
-    rate = 0.6 * _most(profile, workload) * 10_000
+    topology = parse("25E25PD", cells=cells)
+    rate = 0.6 * _most(profile, workload) * 25 * cells
     begin, load_average = time.perf_counter(), os.getloadavg()[0]
+    worked = _processor_s()
     run = simulate(profile, workload, topology, Traffic(rate=rate, seconds=600), jobs=jobs)
     seconds = time.perf_counter() - begin
     return {
         "jobs": jobs,
         "rate": rate,
         "seconds": seconds,
+        "processor_s": _processor_s() - worked,
+        "cells": cells,
         "load": load_average,
         "requests": run.counted,
         "summary": run.summary(),
     }
+
+
+def _processor_s() -> float:
+    """Of this process and those that it has started and seen end."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _most(profile: Profile, workload: Workload) -> float:
@@ -339,17 +348,26 @@ def _reckoned_image_s() -> float:
 
 
 def _scale_page(figures: dict[str, Any]) -> str:
-    one = figures["summary"]
-    return f"""## 10,000 encoders
+    one, encoders = figures["summary"], 25 * figures["cells"]
+    each = figures["processor_s"] / figures["requests"]
+    large = ""
+    if encoders < 10_000:
+        large = f"""
+Reckoned, not run: 10,000 encoders are {10_000 / encoders:.0f} times as many cells, each as
+costly, so {figures["processor_s"] * 10_000 / encoders:.0f} s of one core, shared by as many as
+there are.
+"""
+    return f"""## {encoders:,} encoders
 
-400 cells of 25 encoders and 25 servers that prefill and decode, `affinity`, ten minutes of
-videos of 64 frames of 720p at {figures["rate"]:.0f} a second (60% of what they can do):
-{figures["requests"]:,} requests in {figures["seconds"]:.0f} s on {figures["jobs"]} processes,
-{figures["requests"] / figures["seconds"]:.0f} requests a second, beside other work (load
-average {figures["load"]:.1f} on {os.cpu_count()} cores). TTFT p50
-{one["ttft_ms"]["p50"] / 1000:.1f} s, p99 {one["ttft_ms"]["p99"] / 1000:.1f} s; encoders
+`benchmark/simulator.py scale --cells {figures["cells"]} --jobs {figures["jobs"]}`:
+{figures["cells"]} cells of 25 encoders and 25 servers that prefill and decode, `affinity`, ten
+minutes of videos of 64 frames of 720p at {figures["rate"]:.0f} a second (60% of what they can
+do): {figures["requests"]:,} requests in {figures["seconds"]:.0f} s on {figures["jobs"]}
+process(es), {figures["processor_s"]:.0f} s of processor time, {1 / each:.0f} requests for each
+second of it (load average {figures["load"]:.1f} on {os.cpu_count()} cores, other work included).
+TTFT p50 {one["ttft_ms"]["p50"] / 1000:.1f} s, p99 {one["ttft_ms"]["p99"] / 1000:.1f} s; encoders
 {one["busy"]["encode"]:.0%} busy.
-
+{large}
 Cells do not see each other: a policy knows the 25 encoders of its own.
 """
 
@@ -482,6 +500,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="sglang|vllm|scale")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--cells", type=int, default=400, help="of scale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     unknown = set(options.parts) - {"sglang", "vllm", "scale"}
@@ -493,7 +512,7 @@ def main() -> None:
     kept = PAGE.with_suffix(".json")
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     makers: dict[str, Callable[[], dict[str, Any]]] = {
-        "sglang": sglang, "vllm": vllm, "scale": lambda: scale(options.jobs),
+        "sglang": sglang, "vllm": vllm, "scale": lambda: scale(options.cells, options.jobs),
     }  # fmt: skip
     for part in options.parts:
         figures[part] = makers[part]()

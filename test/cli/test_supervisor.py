@@ -213,6 +213,18 @@ def test_who_is_not_ready_in_time_is_named_with_its_phase(tmp_path):
     assert not alive(supervisor)
 
 
+def test_everything_is_stopped_even_if_nobody_can_be_told(tmp_path):
+    class Mute(Recorder):
+        def line(self, name: str, text: str) -> None:
+            raise UnicodeEncodeError("ascii", text, 0, 1, "no such character")
+
+    servers = [server("encoder", "encoder"), server("router", "router")]
+    supervisor = supervise(tmp_path, Mute(), *servers)
+    with pytest.raises(UnicodeEncodeError):
+        supervisor.run()
+    assert not alive(supervisor)
+
+
 def test_a_second_signal_ends_what_does_not_end_by_itself(tmp_path):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
     recorder = Recorder()

@@ -248,30 +248,44 @@ class Supervisor:
         self._changed()
 
     def _stop(self) -> None:
-        """End all servers: first who takes requests from users, then the others together."""
+        """End all servers: first who takes requests from users, then the others together.
+
+        All of them, whatever becomes of telling about it.
+        """
         told = self._told
-        for role_is_router in (True, False):
-            mine = [
-                charge
-                for charge in self._charges.values()
-                if (charge.server.role == "router") is role_is_router
-            ]
-            threads = [
-                threading.Thread(target=charge.process.stop, args=(self._grace_s,))
-                for charge in mine
-            ]
-            for thread in threads:
-                thread.start()
+        routers = [one for one in self._charges.values() if one.server.role == "router"]
+        others = [one for one in self._charges.values() if one.server.role != "router"]
+        try:
+            self._stop_together(routers, told)
+        finally:
+            self._stop_together(others, told)
+
+    def _stop_together(self, charges: list[Charge], told: int) -> None:
+        """End some servers at the same time.
+
+        Args:
+            told: the signals before; another one ends what has not ended yet at once.
+        """
+        threads = [
+            threading.Thread(target=charge.process.stop, args=(self._grace_s,))
+            for charge in charges
+        ]
+        for thread in threads:
+            thread.start()
+        try:
             while any(thread.is_alive() for thread in threads):
                 if self._told > max(told, 1):
-                    for charge in mine:
+                    for charge in charges:
                         _kill(charge.process)
                 self._follow()
                 time.sleep(_TICK_S)
-            for charge in mine:
-                for line in charge.log.finish():
-                    self._reporter.line(charge.server.name, line)
+        finally:
+            for thread, charge in zip(threads, charges, strict=True):
+                thread.join()
                 charge.life.stopped()
+        for charge in charges:
+            for line in charge.log.finish():
+                self._reporter.line(charge.server.name, line)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -359,7 +359,7 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
             sender = Sender(session)
             profile, told = await calibrate(sender, servers, repeats)
             print(json.dumps(told), flush=True)
-            outcomes = []
+            outcomes, loads = [], []
             for case in CASES:
                 most = capacity(profile, case)
                 rate = case.share * most
@@ -383,6 +383,7 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
                     "ttft_mean_s": run.mean("ttft"),
                     "tpot_p50_s": run.quantile("tpot", 0.5),
                 }
+                loads.append(os.getloadavg()[0])
                 how = f"{case.users} users" if case.users else f"{rate:.2f} requests/s"
                 outcomes.append(
                     {
@@ -399,6 +400,8 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": f"sglang {version('sglang')}, torch {version('torch')}",
         "model": MODEL,
+        # Of everything on the machine, the servers included.
+        "load_average": statistics.median(loads),
         "profile": msgspec.to_builtins(profile),
         "told": told,
         "outcomes": outcomes,
@@ -411,10 +414,15 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load, about")
     parser.add_argument("--repeats", type=int, default=5, help="of each single request")
+    parser.add_argument(
+        "--profile", type=Path, help="write the measured profile there, for sglang-epd plan"
+    )
     options = parser.parse_args()
     figures = asyncio.run(validate(str(ensure(MODEL)), options.seconds, options.repeats))
     figures["command"] = " ".join([".venv/bin/python", "benchmark/validate_sim.py", *sys.argv[1:]])
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if options.profile:
+        options.profile.write_text(json.dumps(figures["profile"], indent=1) + "\n")
     kept["validation"] = figures
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 

@@ -106,15 +106,13 @@ def test_policies_balance_as_they_do_in_the_package(profile, workload):
     found, spread = {}, {}
     for name in ("affinity", "shuffle"):
         topology = parse("4E2PD", policy=name)
-        run = simulate(machine, asked, topology, Traffic(rate=10, requests=1500))
+        run = simulate(machine, asked, topology, Traffic(rate=10, requests=800))
         found[name] = run.items["found"] + run.items["shared"]
     # 40 embeddings of 2 MiB: each cache holds a quarter of them.
     assert found["affinity"] > 1.2 * found["shuffle"]
     for name in ("least_loaded", "shuffle"):
         mixed = workload(pictures=[{"width": 224, "height": 224}, {"width": 896, "height": 896}])
-        run = simulate(
-            profile(), mixed, parse("4E2PD", policy=name), Traffic(rate=8, requests=1500)
-        )
+        run = simulate(profile(), mixed, parse("4E2PD", policy=name), Traffic(rate=8, requests=800))
         spread[name] = statistics.fmean(run.steps["encoder queue"])
         assert max(run.encoded) < 1.1 * statistics.fmean(run.encoded)
     assert spread["least_loaded"] < 0.7 * spread["shuffle"]

@@ -18,14 +18,14 @@ ALONE = {"tower": {"batch_items": 1, "patch_s": 0.1 / 1024}}
 def test_encoder_queue_is_m_d_1(profile, workload, busy):
     """Mean wait of Poisson arrivals and equal work: rho s / (2 (1 - rho))."""
     asked = workload(output_tokens=1)
-    traffic = Traffic(rate=busy / 0.1, requests=4000)
+    traffic = Traffic(rate=busy / 0.1, requests=2500)
     runs = [
         simulate(profile(encoder=ALONE), asked, parse("1E1PD"), traffic, seed=seed)
-        for seed in range(4)
+        for seed in range(3)
     ]
     wait = statistics.fmean(statistics.fmean(run.steps["encoder queue"]) for run in runs)
-    assert wait == pytest.approx(busy * 0.1 / (2 * (1 - busy)), rel=0.08)
-    assert statistics.fmean(run.busy["encode"] for run in runs) == pytest.approx(busy, rel=0.03)
+    assert wait == pytest.approx(busy * 0.1 / (2 * (1 - busy)), rel=0.1)
+    assert statistics.fmean(run.busy["encode"] for run in runs) == pytest.approx(busy, rel=0.05)
 
 
 def test_prefill_queue_is_m_m_1(profile, workload):
@@ -38,9 +38,9 @@ def test_prefill_queue_is_m_m_1(profile, workload):
     )
     # One at a time: a pass would else take all that wait along.
     machine = profile(language={"running": 1, "chunk_tokens": 1_000_000, "prefill_token_s": 1e-5})
-    run = simulate(machine, asked, parse("1EPD"), Traffic(rate=7, requests=20_000))
+    run = simulate(machine, asked, parse("1EPD"), Traffic(rate=7, requests=12_000))
     wait = statistics.fmean(run.steps["prefill queue"])
-    assert wait == pytest.approx(0.7 / (10 - 7), rel=0.12)
+    assert wait == pytest.approx(0.7 / (10 - 7), rel=0.15)
 
 
 def test_closed_loop_obeys_littles_law(profile, workload):

@@ -15,6 +15,7 @@ import typer
 from sglang_epd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sglang_epd.sim.goodput import Goodput
     from sglang_epd.sim.planning import Plan
     from sglang_epd.sim.profile import Profile
     from sglang_epd.sim.report import Report, Slo
@@ -156,6 +157,7 @@ def _plan(
             }
         )
     _draw(plots, {one.topology.name: one.report for one in found})
+    _draw_rates(plots, {one.topology.name: one.limit for one in found}, slo)
     return sorted(answers, key=lambda answer: answer.get("cost_hour", float("inf")))
 
 
@@ -170,6 +172,21 @@ def _draw(folder: Path | None, reports: dict[str, Report]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     plots.steps(folder / "steps.svg", reports)
+
+
+def _draw_rates(folder: Path | None, limits: dict[str, Goodput], slo: Slo) -> None:
+    """At the rates at which the SLO held: the others end as soon as it does not."""
+    if folder is None or not limits:
+        return
+    from sglang_epd.sim import plots
+
+    sweeps = {
+        name: sorted(
+            ((one.rate, one.report) for one in limit.tries if one.holds), key=lambda point: point[0]
+        )
+        for name, limit in limits.items()
+    }
+    plots.sweep(folder / "rates.svg", sweeps, slo)
 
 
 def _text(one: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.sim.goodput import Goodput, Try, goodput, holds
 from sglang_epd.sim.profile import Profile
 from sglang_epd.sim.report import Report, Slo
+from sglang_epd.sim.schema import convert
 from sglang_epd.sim.topology import Topology
 from sglang_epd.sim.workload import Closed, Kind, Workload, mean
 
@@ -134,7 +135,7 @@ def plan(
     steps: list[tuple[str, bool]] = []
 
     def build(counts: dict[str, int]) -> Topology:
-        return msgspec.convert({**counts, "policy": policy}, Topology)
+        return convert({**counts, "policy": policy}, Topology, shape)
 
     def tried(counts: dict[str, int]) -> Try:
         topology = build(counts)

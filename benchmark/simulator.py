@@ -429,8 +429,8 @@ measured apart: the machine was not theirs alone (load average {figures["load_av
 meanwhile, other work included), and two towers at once share its memory's bandwidth, which single
 requests do not show. The misses in TTFT are of mixtures, where three of four requests are text
 alone and half are answered in 57 to 122 ms: tokenizer and detokenizer share their server's
-core, and are no part of the model. Decode steps between prefills are where it is coarsest, see the TPOT of one
-server that does everything.
+core, and are no part of the model. Decode steps between prefills are where it is
+coarsest, see the TPOT of one server that does everything.
 """
 
 

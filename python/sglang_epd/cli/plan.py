@@ -139,7 +139,7 @@ def _plan(
                 policy=policy, cells=cells, requests=requests, seed=seed,
             )  # fmt: skip
         except NoPlanError as error:
-            answers.append({"shape": shape, "none": error.message})
+            answers.append({"shape": shape, "none": str(error)})
             continue
         found.append(one)
         cost = one.cost(machine, rate)

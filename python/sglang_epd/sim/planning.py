@@ -44,7 +44,7 @@ _GROWTH = 0.1
 _ROUNDS = 60
 
 
-class NoPlanError(ConfigError):
+class NoPlanError(Exception):
     """No number of servers of this shape meets the SLO."""
 
 

@@ -300,6 +300,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "reuse_missed": lambda: Topology(
         _TINY,
         ("encoder", "language@miss"),
+        flags={"language": "--enable-metrics"},
         own_env={"language@miss": {"SGLANG_RADIX_FORCE_MISS": "1", **_NOTHING_KEPT}},
     ),
     # Both encode themselves, whatever is not named an encoder.

@@ -47,7 +47,7 @@ from comparison.clients import (  # noqa: E402
     write_load,
 )
 from comparison.figures import Run, goodput  # noqa: E402
-from comparison.files import DataFileError, read_all  # noqa: E402
+from comparison.files import read_all  # noqa: E402
 from comparison.results import (  # noqa: E402
     Question,
     Results,
@@ -310,7 +310,7 @@ def main() -> int:
             comparison = Comparison(options)
             comparison.run()
             results, out = comparison.results, options.out
-    except (DataFileError, ClientError, ServerError, ValueError) as error:
+    except (ClientError, ServerError, ValueError) as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 1
     drawn = plots.draw(results, out.parent / out.stem)

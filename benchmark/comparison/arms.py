@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 import psutil
 
-from comparison.files import Strict
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+from sglang_epd.sim.schema import Data
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 400.0
@@ -26,7 +26,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
 Share = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
-class Server(Strict, frozen=True):
+class Server(Data, frozen=True):
     """One kind of server of an arm.
 
     Attributes:
@@ -46,7 +46,7 @@ class Server(Strict, frozen=True):
     env: dict[str, str] = {}
 
 
-class Arm(Strict, frozen=True):
+class Arm(Data, frozen=True):
     """One way to serve a checkpoint.
 
     Attributes:
@@ -87,7 +87,7 @@ class Arm(Strict, frozen=True):
             shlex.split(server.flags)
 
 
-class Place(Strict, frozen=True):
+class Place(Data, frozen=True):
     """What an arm may use, the same for every arm.
 
     Attributes:

@@ -1,49 +1,36 @@
-"""Reads data files: typed, and without keys that nobody knows."""
+"""Finds data files by their names; `sim.schema` reads them."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
+from sglang_epd.errors import ConfigError
+from sglang_epd.sim.schema import Data, load
 
-T = TypeVar("T")
-
-
-class DataFileError(ValueError):
-    """A data file cannot be used; the message begins with its name and says why."""
+_T = TypeVar("_T", bound=Data)
 
 
-class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that data files hold."""
-
-
-def read(path: Path, kind: type[T]) -> T:
-    """The contents of a TOML file as a `kind`, whose `name` is the file's.
+def read(path: Path, kind: type[_T]) -> _T:
+    """The contents of a file as a `kind`, whose `name` is the file's.
 
     Raises:
-        DataFileError: it cannot be read, is no TOML, or does not fit the type.
+        ConfigError: it cannot be read, or does not fit the type.
     """
-    try:
-        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), kind)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFileError(f"{path.name}: {error}") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, ValueError) as error:
-        raise DataFileError(f"{path.name}: {error}") from None
+    found = load(path, kind)
     if (name := getattr(found, "name", path.stem)) != path.stem:
-        raise DataFileError(f"{path.name}: its name is {name!r}, not the file's")
+        raise ConfigError(f"{path}: its name is {name!r}, not the file's")
     return found
 
 
-def read_all(folder: Path, kind: type[T], names: list[str] | None = None) -> list[T]:
+def read_all(folder: Path, kind: type[_T], names: list[str] | None = None) -> list[_T]:
     """Those of a folder that are named, in that order; all, by name, if none is.
 
     Raises:
-        DataFileError: there is none of a name, or one cannot be used.
+        ConfigError: there is none of a name, or one cannot be used.
     """
     known = sorted(path.stem for path in folder.glob("*.toml"))
     for name in names or []:
         if name not in known:
-            raise DataFileError(f"{name}: none of {folder.name}/: {', '.join(known)}")
+            raise ConfigError(f"{name}: none of {folder.name}/: {', '.join(known)}")
     return [read(folder / f"{name}.toml", kind) for name in (names or known)]

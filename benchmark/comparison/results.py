@@ -13,8 +13,8 @@ import msgspec
 
 from comparison.arms import Arm
 from comparison.figures import Goodput, Limits, Run, percentile
-from comparison.files import DataFileError
 from comparison.workloads import ScaleName, Workload
+from sglang_epd.errors import ConfigError
 
 _PACKAGES = ("sglang", "torch", "transformers", "sglang-router", "sglang-epd")
 # Log-probabilities of the same answer differ by so much at most (float32).
@@ -133,14 +133,14 @@ def load(path: Path) -> Results:
     """What `Results.save` wrote.
 
     Raises:
-        DataFileError: it is something else.
+        ConfigError: it is something else.
     """
     try:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
-        raise DataFileError(f"{path.name}: {error}") from None
+        raise ConfigError(f"{path.name}: {error}") from None
     if not results.arms or not results.workloads:
-        raise DataFileError(f"{path.name}: no arms or no workloads")
+        raise ConfigError(f"{path.name}: no arms or no workloads")
     return results
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pictures import jpeg
 
-from comparison.files import Strict
+from sglang_epd.sim.schema import Data
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -35,7 +35,7 @@ _WORDS = _COMMON.split()
 _QUESTION = "What is on it?"
 
 
-class Size(Strict, frozen=True):
+class Size(Data, frozen=True):
     """A picture's, and how often it is drawn next to the others of a workload."""
 
     width: Pixels
@@ -43,7 +43,7 @@ class Size(Strict, frozen=True):
     weight: Positive = 1.0
 
 
-class Images(Strict, frozen=True):
+class Images(Data, frozen=True):
     """How many a request has: `least` to `most`, all alike likely, or, with a `mean`,
     `least` and a binomial draw.
     """
@@ -66,14 +66,14 @@ class Images(Strict, frozen=True):
         return self.least + sum(rng.random() < share for _ in range(span))
 
 
-class Repeats(Strict, frozen=True):
+class Repeats(Data, frozen=True):
     """Pictures come again and again, the i-th of `pool` with weight i**-exponent."""
 
     pool: Annotated[int, msgspec.Meta(ge=1, le=100_000)]
     exponent: Annotated[float, msgspec.Meta(ge=0, le=4)] = 1.0
 
 
-class Clip(Strict, frozen=True):
+class Clip(Data, frozen=True):
     """A video of so many frames, at so many a second."""
 
     frames: Annotated[int, msgspec.Meta(ge=2, le=10_000)]
@@ -82,7 +82,7 @@ class Clip(Strict, frozen=True):
     height: Pixels
 
 
-class Search(Strict, frozen=True):
+class Search(Data, frozen=True):
     """Where goodput is looked for, and what has to hold.
 
     Attributes:
@@ -102,7 +102,7 @@ class Search(Strict, frozen=True):
             raise ValueError(f"low {self.low} is not below high {self.high}")
 
 
-class Scale(Strict, frozen=True):
+class Scale(Data, frozen=True):
     """One scale of a workload.
 
     Attributes:
@@ -128,7 +128,7 @@ class Scale(Strict, frozen=True):
         return max(2, round(rate * self.seconds)) if rate else self.requests
 
 
-class Workload(Strict, frozen=True):
+class Workload(Data, frozen=True):
     """What clients ask.
 
     Attributes:

@@ -8,10 +8,11 @@ from compare import arguments, core_list, rotated
 from comparison import aims, plots, report
 from comparison.arms import Arm, Server
 from comparison.figures import Goodput, Limits, Outcome, Run
-from comparison.files import DataFileError
 from comparison.results import Question, Results, Search, Start, load
 from comparison.workloads import Images, Scale, Size, Workload
 from comparison.workloads import Search as Looked
+
+from sglang_epd.errors import ConfigError
 
 LIMITS = Limits(500.0, 30.0)
 
@@ -108,7 +109,7 @@ def test_what_is_saved_is_read_back(results: Results, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"arms": 3}', b"\xff"])
 def test_what_is_no_results_is_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(text)
-    with pytest.raises(DataFileError, match=r"^x\.json"):
+    with pytest.raises(ConfigError, match=r"^x\.json"):
         load(tmp_path / "x.json")
 
 

@@ -17,6 +17,11 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 _T = TypeVar("_T", bound="Data")
+_DECODERS = {
+    ".yaml": msgspec.yaml.decode,
+    ".yml": msgspec.yaml.decode,
+    ".toml": msgspec.toml.decode,
+}
 
 
 class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,7 +45,7 @@ def convert(value: object, kind: type[_T], what: str) -> _T:
 
 
 def load(path: Path, kind: type[_T]) -> _T:
-    """A file, JSON or, where its name ends in .yaml or .yml, YAML.
+    """A file: JSON, or YAML or TOML where its name ends in .yaml, .yml or .toml.
 
     Raises:
         ConfigError: it cannot be read, or is not what `convert` takes.
@@ -49,16 +54,15 @@ def load(path: Path, kind: type[_T]) -> _T:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    decode = msgspec.yaml.decode if path.suffix in (".yaml", ".yml") else msgspec.json.decode
     try:
-        value: Any = decode(content)
+        value: Any = _DECODERS.get(path.suffix, msgspec.json.decode)(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return convert(value, kind, str(path))
 
 
 def _refuse_infinities(value: object, what: str) -> None:
-    """YAML can say .inf and .nan, which no bound in a type refuses."""
+    """YAML and TOML can say inf and nan, which no bound in a type refuses."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{what}: {value} is not a finite number")
     if isinstance(value, dict):

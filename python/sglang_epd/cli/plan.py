@@ -29,7 +29,7 @@ def plan(
         str, typer.Option(help="What work costs: a file, or the name of one that comes along.")
     ],
     workload: Annotated[
-        Path, typer.Option(help="Who asks for what: a JSON or YAML file.", dir_okay=False)
+        Path, typer.Option(help="Who asks for what: a JSON, YAML or TOML file.", dir_okay=False)
     ],
     rate: Annotated[float, typer.Option(help="Requests a second; 0 for closed loops.")],
     ttft_s: Annotated[float, typer.Option(help="SLO on the time to the first token.")] = 2.0,

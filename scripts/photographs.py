@@ -1,10 +1,14 @@
+#!/usr/bin/env python3
 """Real photographs that need no download: they ship inside the wheel of scikit-image.
 
 The files are opened where they are installed, without importing the package.
+
+    scripts/photographs.py coffee    # prints where it lies
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from pathlib import Path
 
@@ -36,3 +40,15 @@ def path(name: str) -> Path:
 def load(name: str) -> Image.Image:
     """The photograph `name`, decoded, in RGB."""
     return Image.open(path(name)).convert("RGB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=NAMES)
+    print(path(parser.parse_args().name))
+
+
+if __name__ == "__main__":
+    main()

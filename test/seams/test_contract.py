@@ -119,7 +119,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "encoder_register_urls encoder_bootstrap_port enable_adaptive_dispatch_to_encoder "
         "disaggregation_mode disaggregation_bootstrap_port enable_pd_role_switch"
     ),
-    ("flags", "arg_groups.fields.mm", "Mm"): "enable_prefix_mm_cache allowed_media_domains",
+    ("flags", "arg_groups.fields.mm", "Mm"): (
+        "enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains"
+    ),
     ("flags", "arg_groups.fields.model", "Model"): "model_path revision",
     ("flags", "arg_groups.fields.observability", "Observability"): (
         "log_level_http enable_metrics"

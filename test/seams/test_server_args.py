@@ -24,6 +24,7 @@ SERVED = {
     "smg_grpc_mode": False,
     "enable_adaptive_dispatch_to_encoder": False,
     "enable_ssl_refresh": False,
+    "enable_mm_global_cache": False,
     "encoder_urls": ["http://encoder:30000"],
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
@@ -87,6 +88,7 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
+        ({**ENCODER, "enable_mm_global_cache": True}, "--enable-mm-global-cache with --encoder"),
         ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
         ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),

@@ -59,12 +59,8 @@ def check(server_args: Any) -> None:
         if value and value > 1:
             side = "--encoder-only" if args.encoder_only else "--language-only"
             raise ConfigError(f"{flag} {value} with {side} is not in this version; {_RIVAL}")
-    if args.encoder_only and (args.grpc_mode or args.smg_grpc_mode):
-        raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
-    if args.encoder_only and args.enable_ssl_refresh:
-        raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
-    if args.encoder_only and args.tp_size > 1 and not args.mm_enable_dp_encoder:
-        _check_heads(model_config_of(server_args).hf_config, args.tp_size)
+    if args.encoder_only:
+        _check_encoder(args, model_config_of(server_args).hf_config)
     if args.language_only and args.tokenizer_worker_num > 1:
         _check_workers(args)
         tokenizer_workers.announce()
@@ -94,6 +90,24 @@ def _check_family(server_args: Any, architecture: str) -> None:
         raise ConfigError(
             f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
         )
+
+
+def _check_encoder(args: Any, hf_config: Any) -> None:
+    """
+    Raises:
+        ConfigError: a flag that SGLang's own encoder honours, and ours does not.
+    """
+    if args.grpc_mode or args.smg_grpc_mode:
+        raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
+    if args.enable_ssl_refresh:
+        raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
+    if args.enable_mm_global_cache:
+        raise ConfigError(
+            "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
+            f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
+        )
+    if args.tp_size > 1 and not args.mm_enable_dp_encoder:
+        _check_heads(hf_config, args.tp_size)
 
 
 def _check_workers(args: Any) -> None:

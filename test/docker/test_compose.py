@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from importlib.metadata import version
 from typing import Any
 
@@ -45,6 +47,28 @@ def test_what_is_named_is_there(compose):
                 else source in compose["volumes"]
             )
             assert there, volume
+
+
+def test_docker_reads_it(compose):
+    """Where the client has `compose`; it asks no daemon."""
+    client = ["docker", "compose"]
+    try:
+        known = subprocess.run([*client, "version"], capture_output=True, timeout=30, check=False)
+    except FileNotFoundError:
+        pytest.skip("docker is not installed")
+    if known.returncode:
+        pytest.skip("docker has no compose")
+    env = {**os.environ, "SGLANG_EPD_TOKEN": "token", "GRAFANA_PASSWORD": "password"}
+    read = subprocess.run(
+        [*client, "-f", DOCKER / "compose.yaml", "config", "--format", "json"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert read.returncode == 0, read.stderr
+    assert set(yaml.safe_load(read.stdout)["services"]) == set(compose["services"])
 
 
 def test_versions_are_pinned(compose):

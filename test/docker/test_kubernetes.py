@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,21 @@ def containers(manifests: list[Manifest]) -> list[dict[str, Any]]:
 
 def words(container: dict[str, Any]) -> list[str]:
     return [*container.get("command", ()), *container.get("args", ())]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_kustomize_builds_what_is_checked_here(folder):
+    done = subprocess.run(
+        ["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True
+    )
+    # It adds a digest of a ConfigMap's content to its name, here and where it is used.
+    text = re.sub(r"\bsglang-epd-[a-z0-9]{10}$", "sglang-epd", done.stdout, flags=re.MULTILINE)
+
+    def names(one: Manifest) -> tuple[str, str]:
+        return one["kind"], one["metadata"]["name"]
+
+    assert sorted(yaml.safe_load_all(text), key=names) == sorted(built(folder), key=names)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

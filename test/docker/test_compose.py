@@ -71,6 +71,23 @@ def test_docker_reads_it(compose):
     assert set(yaml.safe_load(read.stdout)["services"]) == set(compose["services"])
 
 
+class WithReset(yaml.SafeLoader):
+    """Compose's `!reset null`: what another file said is taken back."""
+
+
+WithReset.add_constructor("!reset", lambda loader, node: RESET)
+RESET = object()
+
+
+def test_rdma_is_given_to_servers_and_takes_back_what_keeps_mooncake_off(compose):
+    told = yaml.load((DOCKER / "compose.rdma.yaml").read_text(), Loader=WithReset)
+    assert set(told["services"]) == {"prefill", "decode"}
+    for name, change in told["services"].items():
+        taken = {key for key, value in change["environment"].items() if value is RESET}
+        assert taken == {"MC_FORCE_TCP"} <= set(compose["services"][name]["environment"])
+        assert change["ulimits"] == {"memlock": -1}
+
+
 def test_versions_are_pinned(compose):
     for service in compose["services"].values():
         assert re.fullmatch(r"\S+:v?\d+\.\S+", service["image"])

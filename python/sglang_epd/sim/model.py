@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from sglang_epd.sim.language import Server
 from sglang_epd.sim.profile import Profile
 from sglang_epd.sim.records import Item, Outcome, Request
 from sglang_epd.sim.report import Report, StopWhen
-from sglang_epd.sim.schema import Cost, Count, Data, Rate
+from sglang_epd.sim.schema import Cost, Count, Data, Rate, convert
 from sglang_epd.sim.topology import Topology
 from sglang_epd.sim.transfer import Arena, arrival
 from sglang_epd.sim.workload import Closed, Workload
@@ -30,6 +31,26 @@ class Failure(Data, frozen=True):
     encoder: Count
     at_s: Cost
     down_s: Rate
+
+
+_FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>[\d.]+)\+(?P<down_s>[\d.]+)")
+
+
+def parse_failure(text: str) -> Failure:
+    """A failure as it is written: 0@60+30 is the first encoder, dead from second 60 for 30.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    found = _FAILURE.fullmatch(text.strip())
+    try:
+        if found is None:
+            raise ValueError
+        at_s, down_s = float(found["at_s"]), float(found["down_s"])
+    except ValueError:
+        raise ConfigError(f"{text!r} is no failure: write ENCODER@SECONDS+SECONDS") from None
+    values = {"encoder": int(found["encoder"]), "at_s": at_s, "down_s": down_s}
+    return convert(values, Failure, f"failure {text}")
 
 
 @dataclass(frozen=True)

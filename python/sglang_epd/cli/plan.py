@@ -215,6 +215,8 @@ def _text(one: dict[str, Any]) -> str:
         "  busy: " + ", ".join(f"{name} {share:.0%}" for name, share in one["busy"].items()),
     ]
     failed = {name: count for name, count in one["outcomes"].items() if name != "done"}
+    if one["prefix_cache"]:
+        lines.append(f"  found in prefix caches: {one['prefix_cache']:.0%} of prompt tokens")
     if again:
         lines.append(f"  sent again, to another encoder or later: {again} items")
     if failed:

@@ -135,6 +135,8 @@ class Server:
             if request.prefilled < request.prompt:
                 continue
             request.prefill_ended = now
+            said = request.says()[:1] if request.talk else ()
+            self.prompts.keep((*request.chain, *said))
             if self._decodes:
                 request.first = now
                 self._go_on(request)
@@ -166,4 +168,6 @@ class Server:
     def _end(self, requests: list[Request]) -> None:
         for request in requests:
             self.prompts.kv_tokens -= self._needed(request)
+            if request.talk is not None:
+                self.prompts.keep((*request.chain, *request.says()))
             self._ended(request)

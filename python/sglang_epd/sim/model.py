@@ -206,13 +206,21 @@ class Deployment:
         self._after(self._profile.language.request_s, partial(self._media, request, server))
 
     def _media(self, request: Request, server: Server) -> None:
-        """Its media are sent for, or prepared here."""
-        if not request.items:
-            self._complete(request)
-        elif self.encoders:
+        """Its media are sent for, or prepared here; of what is in the prefix cache only the
+        latter, as SGLang has to know the prompt first."""
+        found = server.prompts.find(request)
+        if self.encoders:
+            request.left -= found
+            for item in request.items[:found]:
+                item.landed = self.env.now
+            if not request.left:
+                self._complete(request)
+                return
             left = request.deadline - self.env.now
             self._after(left, partial(self._expire, request))
-            self.dispatches[self._at[request.number]].send(request.items)
+            self.dispatches[self._at[request.number]].send(request.items[found:])
+        elif not request.items:
+            self._complete(request)
         else:
             host = server.costs.host
             for item in request.items:
@@ -258,6 +266,7 @@ class Deployment:
     def _finish(self, request: Request, outcome: Outcome) -> None:
         request.finish(outcome, self.env.now)
         number = self._at.pop(request.number)
+        self.prefills[number].prompts.forget(request)
         behind = self._behind.pop(request.number, None)
         (behind or self.prefills[number]).outstanding -= 1
         if behind is None:

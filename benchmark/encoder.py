@@ -36,7 +36,7 @@ from typing import Any
 
 import aiohttp
 from encoder_arms import Arm, Bare, CacheRefusedError, InTree, Ours, Run, Server
-from pages import table
+from pages import machine, table
 from pictures import ROOT, SIZES, jpeg
 
 from make_checkpoint import ensure
@@ -320,7 +320,7 @@ def stage_table(cases: list[Case]) -> str:
 def setting(options: argparse.Namespace) -> str:
     command = " ".join([".venv/bin/python", f"benchmark/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return (
-        f"`{command}`: {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
+        f"`{command}`: {machine()}, "
         f"sglang {version('sglang')}, torch {version('torch')}, checkpoint {options.model} in "
         f"float32, seed {options.seed}."
     )

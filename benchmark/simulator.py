@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pages import machine, table
 
-from encoder import RESULTS, table
+from encoder import RESULTS
 from sglang_epd.sim import plots
 from sglang_epd.sim.goodput import goodput
 from sglang_epd.sim.model import Traffic
@@ -458,7 +458,7 @@ def page(figures: dict[str, Any]) -> str:
         "# The simulator: published comparisons, size, and real servers\n",
         "`.venv/bin/python benchmark/simulator.py sglang vllm scale`, after "
         "`benchmark/validate_sim.py` where real servers are compared: "
-        f"{os.cpu_count()} cores, {platform.system()} {platform.release()}. What is modelled "
+        f"{machine()}. What is modelled "
         "and what is not: [docs/planner.md](../../docs/planner.md).\n",
     ]
     for name, make in (

@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import os
 import pickle
-import platform
 import secrets
 import socket
 import statistics
@@ -34,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import zmq
+from pages import machine
 
 from sglang_epd.transfer.claims import Claims
 from sglang_epd.transfer.mooncake import MooncakeEngine
@@ -276,8 +275,8 @@ def page(figures: dict[str, dict[int, list[float]]], sizes: list[int], repeats: 
     return f"""# One embedding from process to process
 
 `{" ".join([".venv/bin/python", "benchmark/transfer.py", *sys.argv[1:]])}`: medians of
-{repeats} transfers, all ways in turn, after two unmeasured ones. {os.cpu_count()} cores,
-{platform.system()} {platform.release()}; Mooncake over TCP; pyzmq {version("pyzmq")},
+{repeats} transfers, all ways in turn, after two unmeasured ones. {machine()};
+Mooncake over TCP; pyzmq {version("pyzmq")},
 mooncake {version("mooncake-transfer-engine-non-cuda")}, sglang {version("sglang")}.
 
 {table}

@@ -20,7 +20,6 @@ import asyncio
 import base64
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from pages import machine
 from pictures import jpeg
 
 from encoder import RESULTS
@@ -397,7 +397,7 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
                 )
                 print(json.dumps(outcomes[-1]), flush=True)
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "versions": f"sglang {version('sglang')}, torch {version('torch')}",
         "model": MODEL,
         # Of everything on the machine, the servers included.

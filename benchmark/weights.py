@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import psutil
 import requests
 from main_job import first_token_s, memory_mb, picture
-from pages import table
+from pages import machine, table
 from safetensors import safe_open
 
 from make_checkpoint import ensure
@@ -145,10 +144,9 @@ def main() -> int:
             "What a server with one part of a checkpoint holds of it: proportional set size of "
             "all its processes after one picture, less that of a server of a tiny checkpoint, "
             f"over the weights that it needs. The bound is {BOUND}.\n",
-            f"`{command}`: {os.cpu_count()} cores, "
-            f"{psutil.virtual_memory().total / 1e9:.0f} GB, {platform.system()} "
-            f"{platform.release()}, sglang {version('sglang')}, torch {version('torch')}; "
-            f"{HEAVY} in float32, {heavy['files']} files.\n",
+            f"`{command}`: {machine()}, "
+            f"{psutil.virtual_memory().total / 1e9:.0f} GB, sglang {version('sglang')}, "
+            f"torch {version('torch')}; {HEAVY} in float32, {heavy['files']} files.\n",
             table(rows),
             "",
         ]

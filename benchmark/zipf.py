@@ -22,8 +22,6 @@ import heapq
 import io
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -37,7 +35,7 @@ from typing import Any
 import requests as http
 import torch
 from encoder_arms import Ours
-from pages import table
+from pages import machine, table
 from pictures import ROOT, jpeg
 from PIL import Image
 
@@ -595,7 +593,7 @@ def main() -> None:
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     figures["servers" if options.servers else "replay"] = {
         "command": " ".join([".venv/bin/python", "benchmark/zipf.py", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "requests": options.requests,
         "seeds": options.seeds,
         "outcomes": [asdict(one) for one in outcomes],

@@ -33,7 +33,7 @@ _CHILD = Path(__file__).with_name("bench_serving_child.py")
 # It imports SGLang and a tokenizer.
 _START_TIMEOUT_S = 120.0
 # What a run may take beside the time in which it sends.
-_DRAIN_S = 180.0
+_DRAIN_S = 120.0
 _ANSWER_TIMEOUT_S = 120.0
 _SHOWN = 200
 

@@ -52,13 +52,14 @@ def _head(results: Results) -> str:
         else f"the client on {_cores(results.client_cores)}"
     )
     several = results.rounds > 1
+    partial = "" if results.finished else "**Partial: it has not come to its end.**\n\n"
     note = f" {results.note}" if results.note else ""
     took = f"{results.rounds} round{'s' if several else ''} in {results.minutes:.0f} minutes"
     order = "; the order of the arms was another in each round" if several else ""
     gpus = f", GPUs {', '.join(map(str, results.gpus))}" if results.gpus else ""
     return f"""# Arms side by side
 
-`{results.command}`
+{partial}`{results.command}`
 
 {where}; {packages}; checkpoint {results.model}{f", `{results.flags}`" if results.flags else ""};
 scale {results.scale}, seed {results.seed}, {took}.{note}
@@ -69,7 +70,22 @@ All got the same requests, byte for byte
 rounds together; failed requests have none, and are counted. p99 is the least value that 99%
 do not exceed: of fewer than a hundred requests the largest. Ratios are medians over rounds of
 the ratio in each, with the lowest and the highest; below 1 is better for times, above 1 for
-throughput. The baseline: {baseline}."""
+throughput. The baseline: {baseline}.{_rounds(results)}"""
+
+
+def _rounds(results: Results) -> str:
+    """Who was in which, where they were not alike."""
+    if results.finished and len(results.planned) < 2:
+        return ""
+    lines = []
+    for number, planned in enumerate(results.planned):
+        arms = [name for name in planned.arms if (name, number) in results.done]
+        loads = "all workloads"
+        if len(planned.workloads) < len(results.workloads):
+            loads = ", ".join(f"`{name}`" for name in planned.workloads)
+        if arms:
+            lines.append(f"- round {number + 1}: {', '.join(arms)}, in this order; {loads}")
+    return "\n\nArms and workloads of each round:\n\n" + "\n".join(lines or ["- none"])
 
 
 def same_requests(results: Results) -> bool:
@@ -197,6 +213,8 @@ def _goodput(results: Results) -> str:
 
 def _answers(results: Results) -> str:
     """Every arm's answers next to those of the baseline in the first round."""
+    if not results.questions:
+        return ""
     reference = {
         (one.workload, one.number): one
         for one in results.questions
@@ -205,7 +223,12 @@ def _answers(results: Results) -> str:
     rows = [["arm", "asked", "equal", "largest difference", "differ", "failed"]]
     for arm in results.arms:
         mine = [one for one in results.questions if one.arm == arm.name]
-        gaps = [one.gap(reference[one.workload, one.number]) for one in mine]
+        gaps = [
+            one.gap(reference[one.workload, one.number])
+            if (one.workload, one.number) in reference
+            else float("inf")
+            for one in mine
+        ]
         equal = [gap for gap in gaps if gap <= CLOSE]
         failed = sum(bool(one.failure) for one in mine)
         rows.append(
@@ -217,9 +240,8 @@ def _answers(results: Results) -> str:
         )
     return f"""## Answers
 
-Before the loads each arm was asked questions of every workload, alone, the same in every
-round. Equal is an answer with the tokens of the baseline's first round, and log-probabilities
-that differ by at most {CLOSE:g}.
+Before its first loads each arm was asked questions of every workload, alone. Equal is an
+answer with the tokens of the baseline's, and log-probabilities that differ by at most {CLOSE:g}.
 
 {table(rows)}"""
 

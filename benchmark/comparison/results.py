@@ -13,6 +13,7 @@ import msgspec
 
 from comparison.arms import Arm
 from comparison.figures import Goodput, Limits, Run, percentile
+from comparison.schedule import Round, Spent
 from comparison.workloads import ScaleName, Workload
 from sglang_epd.errors import ConfigError
 
@@ -76,8 +77,12 @@ class Results(msgspec.Struct):
         command: that made it.
         machine: its words by name; `load` is the load average when it began.
         arms: the first is the baseline.
+        planned: the rounds that were begun, or are to be.
+        done: arm and round of what was run to its end.
+        finished: nothing is missing.
         note: what the reader has to know of this run.
-        notes: servers that ended.
+        notes: servers that ended, and what was left out.
+        spent: what the minutes were spent on.
         read: what a person sees in it, written into the JSON by hand.
     """
 
@@ -88,7 +93,6 @@ class Results(msgspec.Struct):
     flags: str
     scale: ScaleName
     seed: int
-    rounds: int
     cores: list[int]
     gpus: list[int]
     client_cores: list[int]
@@ -96,6 +100,10 @@ class Results(msgspec.Struct):
     workloads: list[Workload]
     note: str = ""
     minutes: float = 0.0
+    planned: list[Round] = []
+    done: list[tuple[str, int]] = []
+    finished: bool = True
+    spent: list[Spent] = []
     starts: list[Start] = []
     runs: list[Run] = []
     searches: list[Search] = []
@@ -106,6 +114,21 @@ class Results(msgspec.Struct):
     @property
     def baseline(self) -> Arm:
         return self.arms[0]
+
+    def arm(self, name: str) -> Arm:
+        return next(one for one in self.arms if one.name == name)
+
+    @property
+    def rounds(self) -> int:
+        """That have begun."""
+        return 1 + max((one.round for one in self.starts), default=0)
+
+    def forget_unfinished(self) -> None:
+        """Drop what was measured of arms that were not run to the end of a round."""
+        done = set(self.done)
+        for name in ("starts", "runs", "searches", "questions", "spent"):
+            kept = [one for one in getattr(self, name) if (one.arm, one.round) in done]
+            setattr(self, name, kept)
 
     def limits(self, workload: Workload) -> Limits | None:
         """What has to hold for goodput: multiples of what the baseline needed in the first

@@ -117,5 +117,5 @@ def test_a_run_is_at_its_end_with_nothing_left(profile, workload):
     assert all(not encoder.items and encoder.queued < 1e-6 for encoder in deployment.encoders)
     servers = [*deployment.prefills, *deployment.decodes]
     assert all(server.outstanding == 0 for server in servers)
-    assert all(server.held_tokens == 0 for server in servers)
+    assert all(server.prompts.kv_tokens == 0 for server in servers)
     assert all(arena.held_bytes == 0 for arena in deployment.arenas)

@@ -16,6 +16,7 @@ from sglang_epd.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_epd.sim.goodput import Goodput
+    from sglang_epd.sim.model import Failure
     from sglang_epd.sim.planning import Plan
     from sglang_epd.sim.profile import Profile
     from sglang_epd.sim.report import Report, Slo
@@ -42,6 +43,12 @@ def plan(
         list[str] | None,
         typer.Option(help="Simulate this and plan nothing: 4EPD, 1E3PD, 2E1P1D, 1EP1D."),
     ] = None,
+    failure: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --topology, in each cell: 0@60+30 ends encoder 0 after 60 seconds, for 30."
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option(help="Of dispatch.")] = "affinity",
     cells: Annotated[int, typer.Option(help="Independent deployments that share it all.")] = 1,
     requests: Annotated[int, typer.Option(help="That each run simulates.")] = 2000,
@@ -57,6 +64,7 @@ def plan(
         import simpy  # noqa: F401
     except ImportError as error:
         raise ConfigError('the planner needs: pip install "sglang-epd[plan]"') from error
+    from sglang_epd.sim.model import parse_failure
     from sglang_epd.sim.profile import load_profile
     from sglang_epd.sim.report import Slo
     from sglang_epd.sim.schema import convert, load
@@ -67,11 +75,13 @@ def plan(
     slo = convert({"ttft_s": ttft_s, "tpot_s": tpot_s, "quantile": quantile}, Slo, "SLO")
     if topology and shape:
         raise ConfigError("--topology simulates what is given, --shape plans: give one")
+    if failure and not topology:
+        raise ConfigError("--failure is for --topology: a plan has no encoder to end yet")
     if topology:
         chosen = [parse(text, policy=policy, cells=cells) for text in topology]
         results = _simulate(
             machine, asked, slo, chosen, rate=rate, requests=requests, seed=seed, jobs=jobs,
-            plots=plots,
+            failures=tuple(parse_failure(text) for text in failure or ()), plots=plots,
         )  # fmt: skip
     else:
         results = _plan(
@@ -95,6 +105,7 @@ def _simulate(
     requests: int,
     seed: int,
     jobs: int,
+    failures: tuple[Failure, ...],
     plots: Path | None,
 ) -> list[dict[str, Any]]:
     from sglang_epd.sim.model import Traffic
@@ -107,6 +118,7 @@ def _simulate(
             topology,
             Traffic(rate=rate, requests=requests * topology.cells),
             seed=seed,
+            failures=failures,
             jobs=jobs,
         )
         for topology in topologies
@@ -193,6 +205,7 @@ def _text(one: dict[str, Any]) -> str:
     """One answer, for people."""
     if "none" in one:
         return f"{one['shape']}: no plan. {one['none'].removeprefix(one['shape'] + ': ')}"
+    again = one["items"].get("sent again", 0)
     lines = [
         f"{one['topology']}: {one['gpus']:g} GPUs, "
         + ("meets the SLO" if one["meets_slo"] else "misses the SLO"),
@@ -202,6 +215,10 @@ def _text(one: dict[str, Any]) -> str:
         "  busy: " + ", ".join(f"{name} {share:.0%}" for name, share in one["busy"].items()),
     ]
     failed = {name: count for name, count in one["outcomes"].items() if name != "done"}
+    if one["prefix_cache"]:
+        lines.append(f"  found in prefix caches: {one['prefix_cache']:.0%} of prompt tokens")
+    if again:
+        lines.append(f"  sent again, to another encoder or later: {again} items")
     if failed:
         lines.append("  failed: " + ", ".join(f"{n} {name}" for name, n in failed.items()))
     if "cost_hour" in one:

@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -204,11 +205,14 @@ def _fading(items: int) -> float:
 
 def rendezvous(key: bytes, urls: Sequence[str]) -> list[str]:
     """The key's order of encoders; that of the others does not depend on who is there."""
+    weighed = [(blake3(_named(url) + key).digest(8), url) for url in urls]
+    weighed.sort(reverse=True)
+    return [url for _, url in weighed]
 
-    def weight(url: str) -> tuple[bytes, str]:
-        return blake3(url.encode(errors="surrogatepass") + b"\0" + key).digest(8), url
 
-    return sorted(urls, key=weight, reverse=True)
+@lru_cache(maxsize=16_384)
+def _named(url: str) -> bytes:
+    return url.encode(errors="surrogatepass") + b"\0"
 
 
 def _urls(snapshot: Snapshot) -> list[str]:

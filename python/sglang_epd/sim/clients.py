@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import simpy
 
+from sglang_epd.sim.prefixes import Chain, length
 from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item, Request
+from sglang_epd.sim.records import Item, Outcome, Request, Talk
 from sglang_epd.sim.workload import Closed, Kind, Popularity, Workload, drawn, intervals
 
 
@@ -36,22 +38,46 @@ class Demand:
         if len(kinds) > 1:
             index = self.rng.choices(range(len(kinds)), [kind.weight for kind in kinds])[0]
         kind = kinds[index]
-        text = max(1, drawn(kind.text_tokens, self.rng))
-        request = Request(
-            self.count,
-            index,
-            now,
-            now + self.workload.deadline_s,
-            text,
-            max(1, drawn(kind.output_tokens, self.rng)),
-        )
-        self.count += 1
+        request = self._request(index, now)
         for _ in range(drawn(kind.items, self.rng)):
-            item = self._item(request, index, kind)
-            request.items.append(item)
-            request.prompt += item.tokens
-        request.left = len(request.items)
+            request.items.append(self._item(request, index, kind))
+        self._lay_out(request, ())
+        if kind.turns != 1:
+            request.talk = Talk(request.number, max(1, drawn(kind.turns, self.rng)) - 1)
         return request
+
+    def think_s(self, request: Request) -> float:
+        """From its answer to the next turn."""
+        return self.workload.kinds[request.kind].think_s
+
+    def following(self, request: Request, now: float) -> Request | None:
+        """The turn after one that was answered, which comes now; None after the last."""
+        talk = request.talk
+        if talk is None or not talk.left:
+            return None
+        talk.left -= 1
+        talk.said += request.says()
+        turn = self._request(request.kind, now)
+        turn.talk = talk
+        turn.items = [Item(turn, one.key, one.patches, one.tokens) for one in request.items]
+        self._lay_out(turn, tuple(talk.said))
+        return turn
+
+    def _request(self, index: int, now: float) -> Request:
+        kind = self.workload.kinds[index]
+        text = max(1, drawn(kind.text_tokens, self.rng))
+        output = max(1, drawn(kind.output_tokens, self.rng))
+        deadline = now + self.workload.deadline_s
+        request = Request(self.count, index, now, deadline, text, output, text=text)
+        self.count += 1
+        return request
+
+    @staticmethod
+    def _lay_out(request: Request, said: Chain) -> None:
+        """Its media come first, then what was said, then its text."""
+        request.chain = (*((item.key, item.tokens) for item in request.items), *said)
+        request.prompt += length(request.chain)
+        request.left = len(request.items)
 
     def _item(self, request: Request, index: int, kind: Kind) -> Item:
         merge = self.profile.pixels.merge
@@ -109,6 +135,9 @@ class Clients:
         self._seconds = seconds
         self._over = over
         self._answered: dict[int, simpy.Event] = {}
+        # Turns that somebody thinks about, and whether nobody new comes.
+        self._coming = 0
+        self._last_came = False
         arrival = demand.workload.arrival
         if isinstance(arrival, Closed):
             self._users = arrival.users
@@ -122,6 +151,23 @@ class Clients:
         waiting = self._answered.pop(request.number, None)
         if waiting is not None:
             waiting.succeed()
+        elif self._goes_on(request):
+            self._coming += 1
+            pause = self._env.timeout(self._demand.think_s(request))
+            pause.callbacks.append(partial(self._go_on, request))
+        elif self._last_came and not self._coming:
+            self._over()
+
+    def _goes_on(self, request: Request) -> bool:
+        talk = request.talk
+        answered = request.outcome is Outcome.DONE
+        return answered and talk is not None and talk.left > 0 and not self._enough()
+
+    def _go_on(self, request: Request, _event: simpy.Event) -> None:
+        self._coming -= 1
+        turn = self._demand.following(request, self._env.now)
+        assert turn is not None
+        self._send(turn)
 
     def _enough(self) -> bool:
         return self._demand.count >= self._requests or self._env.now >= self._seconds
@@ -132,14 +178,21 @@ class Clients:
                 break
             yield self._env.timeout(gap)
             self._send(self._demand.next(self._env.now))
-        self._over()
+        self._last_came = True
+        if not self._coming:
+            self._over()
 
     def _user(self, think_s: float) -> Generator[simpy.Event, Any, None]:
         while not self._enough():
-            request = self._demand.next(self._env.now)
-            answered = self._answered[request.number] = self._env.event()
-            self._send(request)
-            yield answered
+            request: Request | None = self._demand.next(self._env.now)
+            while request is not None:
+                answered = self._answered[request.number] = self._env.event()
+                self._send(request)
+                yield answered
+                if not self._goes_on(request):
+                    break
+                yield self._env.timeout(self._demand.think_s(request))
+                request = self._demand.following(request, self._env.now)
             if think_s:
                 yield self._env.timeout(think_s)
         self._users -= 1

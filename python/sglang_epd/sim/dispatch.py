@@ -104,13 +104,11 @@ class Dispatch:
         """As `dispatch.pool` reckons an encoder's load."""
         _, queued, rate = self._reports.latest[number]
         outstanding = self._outstanding[number]
-        self._views[number] = View(
-            self._encoders[number].url,
-            State.READY,
-            max(outstanding, queued + outstanding - self._reported[number]),
-            rate,
-            self._env.now < self._busy_until[number],
-        )
+        load = max(outstanding, queued + outstanding - self._reported[number])
+        view = self._views[number]
+        # Most are as they were: of a thousand, at each of a second's reports.
+        if (view.load, view.rate) != (load, rate):
+            self._views[number] = View(view.url, State.READY, load, rate)
 
     def _spread(self, items: Sequence[Item]) -> None:
         self._hear()
@@ -140,7 +138,6 @@ class Dispatch:
                 self._see(number)
             else:
                 self._busy_until[number] = self._env.now + _RETRY_AFTER_S
-                self._see(number)
                 self._again(item, 0.0)
 
     def _again(self, item: Item, seconds: float) -> None:

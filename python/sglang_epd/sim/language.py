@@ -19,6 +19,7 @@ class Server:
     """One server's scheduler.
 
     Attributes:
+        prompts: that wait for their prefill, and the KV promised to those that had it.
         outstanding: requests that were sent here and have not left.
         encode_s, prefill_s, decode_s: what its accelerators have done, in seconds.
 
@@ -48,7 +49,7 @@ class Server:
         self._decodes = decodes
         self._prefilled = prefilled
         self._ended = ended
-        self._prompts = Prompts(costs, encodes=encodes, output=decodes)
+        self.prompts = Prompts(costs, encodes=encodes, output=decodes)
         self._arrived: deque[Request] = deque()
         self._running = Running(costs)
         self._asleep: simpy.Event | None = None
@@ -57,17 +58,12 @@ class Server:
 
     def fits(self, request: Request) -> bool:
         """Whether its KV can ever be here."""
-        return self._prompts.needs(request) <= self.costs.kv_tokens
-
-    @property
-    def held_tokens(self) -> int:
-        """Of its KV cache, promised or used."""
-        return self._prompts.kv_tokens
+        return self.prompts.needs(request) <= self.costs.kv_tokens
 
     def add(self, request: Request) -> None:
         """A request whose prompt is complete."""
-        self._prompts.add(request)
-        self._wake(self._prompts.may_begin(len(self._running)))
+        self.prompts.add(request)
+        self._wake(self.prompts.may_begin(len(self._running)))
 
     def add_prefilled(self, request: Request) -> None:
         """One that was prefilled elsewhere and whose KV is here; decoding alone."""
@@ -76,13 +72,13 @@ class Server:
 
     def release(self, request: Request) -> None:
         """A prefilled request's KV has left."""
-        self._prompts.release(request)
-        self._wake(self._prompts.may_begin(len(self._running)))
+        self.prompts.release(request)
+        self._wake(self.prompts.may_begin(len(self._running)))
 
     def _may_join(self) -> bool:
         if not self._arrived or len(self._running) >= self.costs.running:
             return False
-        wanted = self._prompts.kv_tokens + self._needed(self._arrived[0])
+        wanted = self.prompts.kv_tokens + self._needed(self._arrived[0])
         return wanted <= self.costs.kv_tokens
 
     @staticmethod
@@ -100,7 +96,7 @@ class Server:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
             self._join()
-            if self._prompts.may_begin(len(self._running)):
+            if self.prompts.may_begin(len(self._running)):
                 yield from self._prefill()
             elif len(self._running):
                 yield from self._decode()
@@ -112,7 +108,7 @@ class Server:
         """Sequences that came with their KV."""
         while self._may_join():
             request = self._arrived.popleft()
-            self._prompts.kv_tokens += self._needed(request)
+            self.prompts.kv_tokens += self._needed(request)
             request.first = self.env.now
             self._go_on(request)
 
@@ -121,7 +117,7 @@ class Server:
         sequences = len(self._running)
         mixed = self.costs.mixed and sequences > 0
         budget = max(1, self.costs.chunk_tokens - (sequences if mixed else 0))
-        chunk = self._prompts.take(sequences, budget, self.env.now)
+        chunk = self.prompts.take(sequences, budget, self.env.now)
         encode, prefill = chunk.encode_seconds(self.costs), chunk.seconds(self.costs)
         step = self.costs.step_s(sequences, self._running.context) if mixed else 0.0
         self.encode_s += encode
@@ -139,6 +135,8 @@ class Server:
             if request.prefilled < request.prompt:
                 continue
             request.prefill_ended = now
+            said = request.says()[:1] if request.talk else ()
+            self.prompts.keep((*request.chain, *said))
             if self._decodes:
                 request.first = now
                 self._go_on(request)
@@ -169,5 +167,7 @@ class Server:
 
     def _end(self, requests: list[Request]) -> None:
         for request in requests:
-            self._prompts.kv_tokens -= self._needed(request)
+            self.prompts.kv_tokens -= self._needed(request)
+            if request.talk is not None:
+                self.prompts.keep((*request.chain, *request.says()))
             self._ended(request)

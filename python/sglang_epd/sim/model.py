@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from sglang_epd.sim.language import Server
 from sglang_epd.sim.profile import Profile
 from sglang_epd.sim.records import Item, Outcome, Request
 from sglang_epd.sim.report import Report, StopWhen
-from sglang_epd.sim.schema import Cost, Count, Data, Rate
+from sglang_epd.sim.schema import Cost, Count, Data, Rate, convert
 from sglang_epd.sim.topology import Topology
 from sglang_epd.sim.transfer import Arena, arrival
 from sglang_epd.sim.workload import Closed, Workload
@@ -30,6 +31,26 @@ class Failure(Data, frozen=True):
     encoder: Count
     at_s: Cost
     down_s: Rate
+
+
+_FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>[\d.]+)\+(?P<down_s>[\d.]+)")
+
+
+def parse_failure(text: str) -> Failure:
+    """A failure as it is written: 0@60+30 is the first encoder, dead from second 60 for 30.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    found = _FAILURE.fullmatch(text.strip())
+    try:
+        if found is None:
+            raise ValueError
+        at_s, down_s = float(found["at_s"]), float(found["down_s"])
+    except ValueError:
+        raise ConfigError(f"{text!r} is no failure: write ENCODER@SECONDS+SECONDS") from None
+    values = {"encoder": int(found["encoder"]), "at_s": at_s, "down_s": down_s}
+    return convert(values, Failure, f"failure {text}")
 
 
 @dataclass(frozen=True)
@@ -185,13 +206,21 @@ class Deployment:
         self._after(self._profile.language.request_s, partial(self._media, request, server))
 
     def _media(self, request: Request, server: Server) -> None:
-        """Its media are sent for, or prepared here."""
-        if not request.items:
-            self._complete(request)
-        elif self.encoders:
+        """Its media are sent for, or prepared here; of what is in the prefix cache only the
+        latter, as SGLang has to know the prompt first."""
+        found = server.prompts.find(request)
+        if self.encoders:
+            request.left -= found
+            for item in request.items[:found]:
+                item.landed = self.env.now
+            if not request.left:
+                self._complete(request)
+                return
             left = request.deadline - self.env.now
             self._after(left, partial(self._expire, request))
-            self.dispatches[self._at[request.number]].send(request.items)
+            self.dispatches[self._at[request.number]].send(request.items[found:])
+        elif not request.items:
+            self._complete(request)
         else:
             host = server.costs.host
             for item in request.items:
@@ -237,6 +266,7 @@ class Deployment:
     def _finish(self, request: Request, outcome: Outcome) -> None:
         request.finish(outcome, self.env.now)
         number = self._at.pop(request.number)
+        self.prefills[number].prompts.forget(request)
         behind = self._behind.pop(request.number, None)
         (behind or self.prefills[number]).outstanding -= 1
         if behind is None:

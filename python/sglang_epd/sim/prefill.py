@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from sglang_epd.sim.prefixes import Chain, Prefixes, length
 from sglang_epd.sim.profile import Language
 from sglang_epd.sim.records import Item, Request
 
@@ -60,6 +61,7 @@ class Prompts:
         self._encodes = encodes
         self._output = output
         self._waiting: deque[Request] = deque()
+        self._prefixes = Prefixes()
         self.kv_tokens = 0
 
     def __len__(self) -> int:
@@ -67,6 +69,28 @@ class Prompts:
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
+
+    def find(self, request: Request) -> int:
+        """How many of its items need not be encoded for it: their KV is here, and stays until
+        its prefill begins."""
+        if self._costs.prefix_cache:
+            request.found = self._prefixes.match(request.chain)
+            self._prefixes.pin(request.chain, request.found)
+        return min(request.found, len(request.items))
+
+    def keep(self, chain: Chain) -> None:
+        """KV that is here and may serve another prompt, as far as there is room for it."""
+        if self._costs.prefix_cache:
+            self._prefixes.keep(chain)
+            self._shrink()
+
+    def forget(self, request: Request) -> None:
+        """It ends before its prefill."""
+        self._prefixes.unpin(request.chain, request.found)
+        request.found = 0
+
+    def _shrink(self) -> None:
+        self._prefixes.shrink(max(0, self._costs.kv_tokens - self.kv_tokens))
 
     def needs(self, request: Request) -> int:
         """Tokens of KV cache that it will hold here."""
@@ -77,7 +101,7 @@ class Prompts:
         if not self._waiting:
             return False
         first = self._waiting[0]
-        return bool(first.prefilled) or self._admits(first, running)
+        return first.begun or self._admits(first, running)
 
     def _admits(self, request: Request, running: int) -> bool:
         return (
@@ -95,15 +119,10 @@ class Prompts:
         chunk = Chunk()
         while self._waiting and budget > 0:
             request = self._waiting[0]
-            if not request.prefilled and not self._admits(request, running + len(chunk.parts)):
+            if not request.begun and not self._admits(request, running + len(chunk.parts)):
                 break
-            if not request.prefilled:
-                self.kv_tokens += self.needs(request)
-                request.began = now
-                if self._encodes:
-                    chunk.items += request.items
-                else:
-                    chunk.received += len(request.items)
+            if not request.begun:
+                self._begin(request, chunk, now)
             tokens = min(request.prompt - request.prefilled, budget)
             chunk.parts.append((request, tokens))
             budget -= tokens
@@ -111,6 +130,21 @@ class Prompts:
                 break
             self._waiting.popleft()
         return chunk
+
+    def _begin(self, request: Request, chunk: Chunk, now: float) -> None:
+        request.begun, request.began = True, now
+        found = request.found
+        if self._costs.prefix_cache:
+            # What others have prefilled since it came counts, too.
+            found = self._prefixes.match(request.chain)
+            request.covered = request.prefilled = length(request.chain[:found])
+        if self._encodes:
+            chunk.items += request.items[found:]
+        else:
+            chunk.received += len(request.items[request.found :])
+        self.forget(request)
+        self.kv_tokens += self.needs(request)
+        self._shrink()
 
     def release(self, request: Request) -> None:
         """Its KV is not needed here any more."""

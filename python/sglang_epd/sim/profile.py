@@ -96,6 +96,8 @@ class Language(Data, frozen=True):
             decoding waits (SGLang).
         running: sequences that decode at a time.
         kv_tokens: what its KV cache holds.
+        prefix_cache: what was prefilled stays, as far as there is room, for prompts that
+            begin alike.
         receive_mb: embeddings that wait or are read there (`SGLANG_EPD_RECEIVE_BUDGET_MB`).
     """
 
@@ -114,6 +116,7 @@ class Language(Data, frozen=True):
     mixed: bool = False
     running: Positive = 256
     kv_tokens: Positive = 1_000_000
+    prefix_cache: bool = True
     receive_mb: Positive = 2048
 
     def step_s(self, sequences: int, context: float) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sglang_epd.sim.prefixes import Chain, Part
+
 
 class Outcome(Enum):
     """How a request ends; each does once."""
@@ -39,14 +41,34 @@ class Item:
 
 
 @dataclass(slots=True, eq=False)
+class Talk:
+    """A conversation.
+
+    Attributes:
+        left: turns that are to come.
+        said: the texts and answers of the turns that were.
+    """
+
+    number: int
+    left: int
+    said: list[Part] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
-    """One request.
+    """One request, or turn of a conversation.
 
     Attributes:
         prompt: tokens, those of its items included.
         output: tokens.
+        text: tokens of its prompt that no prompt before it had.
+        talk: whose turn it is, if there are several.
+        chain: the parts of its prompt before that text.
+        found: of the chain, parts that were in the prefix cache when it came, and pinned.
         left: items that have not landed.
-        prefilled: of its prompt, tokens.
+        begun: its prefill.
+        covered, prefilled: of its prompt, tokens that were in the prefix cache when its prefill
+            began; and those with what was prefilled since.
         landed, began, first, ended: when its media were there, its prefill began, its first
             token left, its last one did.
     """
@@ -58,7 +80,13 @@ class Request:
     prompt: int
     output: int
     items: list[Item] = field(default_factory=list)
+    text: int = 0
+    talk: Talk | None = None
+    chain: Chain = ()
+    found: int = 0
     left: int = 0
+    begun: bool = False
+    covered: int = 0
     prefilled: int = 0
     landed: float = 0.0
     began: float = 0.0
@@ -66,6 +94,11 @@ class Request:
     first: float = 0.0
     ended: float = 0.0
     outcome: Outcome | None = None
+
+    def says(self) -> tuple[Part, Part]:
+        """What it adds to the prompt of the next turn: its text, and its answer."""
+        name = self.number.to_bytes(8)
+        return (b"text" + name, self.text), (b"answer" + name, self.output)
 
     def finish(self, outcome: Outcome, now: float) -> None:
         """It is over.

@@ -62,6 +62,7 @@ class Report:
         ttft, tpot, total: seconds of each request that was answered; tpot of those with more
             than one token.
         tokens: they were answered with.
+        prompts, covered: tokens of their prompts, and those found in a prefix cache.
         steps: seconds of each step of `STEPS`, of each of them.
         arrived: requests, warm-up included.
         end_s: of the last one.
@@ -78,6 +79,8 @@ class Report:
     tpot: array[float] = field(default_factory=lambda: array("d"))
     total: array[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
+    prompts: int = 0
+    covered: int = 0
     steps: dict[str, array[float]] = field(
         default_factory=lambda: {step: array("d") for step in STEPS}
     )
@@ -95,6 +98,8 @@ class Report:
         self.first_s = min(self.first_s, request.arrived)
         if request.outcome is not Outcome.DONE:
             return
+        self.prompts += request.prompt
+        self.covered += request.covered
         self.end_s = max(self.end_s, request.ended)
         self.ttft.append(request.first - request.arrived)
         self.total.append(request.ended - request.arrived)
@@ -146,6 +151,8 @@ class Report:
         for name in ("ttft", "tpot", "total"):
             getattr(self, name).extend(getattr(other, name))
         self.tokens += other.tokens
+        self.prompts += other.prompts
+        self.covered += other.covered
         for step in STEPS:
             self.steps[step].extend(other.steps[step])
         self.first_s = min(self.first_s, other.first_s)
@@ -220,6 +227,7 @@ class Report:
             **latencies,
             "steps_mean_ms": {step: _ms(value) for step, value in self.step_means().items()},
             "busy": {name: round(share, 4) for name, share in self.busy.items()},
+            "prefix_cache": round(self.covered / max(1, self.prompts), 4),
             "items": {name: count for name, count in self.items.items() if count},
         }
 

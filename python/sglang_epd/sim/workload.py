@@ -78,6 +78,9 @@ class Kind(Data, frozen=True):
         patches: what they cost, for any modality.
         catalogue: how many different items there are; 0: none comes twice.
         zipf: exponent of their popularity.
+        turns: of a conversation; each sends what was said before, media included, and a text
+            of `text_tokens` more.
+        think_s: from an answer to the next turn.
     """
 
     text_tokens: Number
@@ -88,9 +91,11 @@ class Kind(Data, frozen=True):
     patches: Number | None = None
     catalogue: Count = 0
     zipf: Cost = 1.1
+    turns: Number = 1
+    think_s: Cost = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("text_tokens", "output_tokens", "items"):
+        for name in ("text_tokens", "output_tokens", "items", "turns"):
             value = getattr(self, name)
             if isinstance(value, int) and value < (name != "items"):
                 raise ValueError(f"{name} is {value}")

@@ -62,6 +62,7 @@ class TokenizerSeam:
         collector: Collector,
         request_timeout_s: float,
         chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
+        *,
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
     ) -> None:
@@ -231,7 +232,9 @@ def create_frontend(
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
     planner = plan if family_of(architecture) is None else plan_without_options
-    seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen, lay_out, planner)
+    seam = TokenizerSeam(
+        frontend, Collector(control), timeout_s, chosen, lays_out=lay_out, plan=planner
+    )
     control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")

@@ -39,7 +39,10 @@ SIDEWAYS.add(("media", "config"))
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
-    *(f"encoder/{name}.py" for name in ("engine", "loading", "preparing", "towers", "server")),
+    *(
+        f"encoder/{name}.py"
+        for name in ("engine", "loading", "preparing", "towers", "server", "videos")
+    ),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.families.expansion import Expansion, insert, read, runs_of, spread
+from sglang_epd.families.expansion import IMAGE, VIDEO, Expansion, Part, insert, read, spread
 
-MARK = re.compile("<img>")
+MARKS = {IMAGE: re.compile("<img>"), VIDEO: re.compile("<film>")}
 PAD = 9
 PLAIN = {"text": "[P]", "token": PAD, "runs": [2, 3]}
 
@@ -32,17 +32,35 @@ def test_each_run_has_its_length_and_its_place(runs, data):
             assert set(laid.input_ids[first : last + 1]) == {PAD}
 
 
-def test_marks_become_their_pictures_texts_in_order():
-    expansions = [Expansion("A", PAD, [1]), Expansion("B", PAD, [1])]
-    assert insert("<img><img>, x", MARK, expansions) == "AB, x"
-    # What a picture is written as is not read again.
-    assert insert("<img>", MARK, [Expansion("<img>", PAD, [1])]) == "<img>"
+def part(text: str, modality: str = IMAGE) -> Part:
+    return Part(modality, Expansion(text, PAD, [1]))
 
 
-@pytest.mark.parametrize(("prompt", "pictures"), [("<img>", 2), ("<img><img>", 1), ("", 1)])
-def test_marks_are_as_many_as_pictures(prompt, pictures):
-    with pytest.raises(MediaError, match=r"\d image placeholders for \d image items"):
-        insert(prompt, MARK, [Expansion("A", PAD, [1])] * pictures)
+def test_marks_become_their_items_texts_in_order():
+    assert insert("<img><img>, x", MARKS, [part("A"), part("B")]) == ("AB, x", [0, 1])
+    # What an item is written as is not read again.
+    assert insert("<img>", MARKS, [part("<img>")]) == ("<img>", [0])
+
+
+def test_each_modality_has_its_own_order():
+    parts = [part("A"), part("B"), part("C", VIDEO), part("D", VIDEO)]
+    text, order = insert("<film>1<img>2<film><img>", MARKS, parts)
+    assert (text, order) == ("C1A2DB", [2, 0, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts", "told"),
+    [
+        ("<img>", [part("A"), part("A")], "1 image placeholders for 2 image items"),
+        ("<img><img>", [part("A")], "2 image placeholders for 1 image items"),
+        ("", [part("A")], "0 image placeholders"),
+        ("<img>", [part("A"), part("A", VIDEO)], "0 video placeholders for 1 video items"),
+        ("<img><film>", [part("A")], "1 video placeholders for 0 video items"),
+    ],
+)
+def test_marks_are_as_many_as_items(prompt, parts, told):
+    with pytest.raises(MediaError, match=told):
+        insert(prompt, MARKS, parts)
 
 
 @pytest.mark.parametrize("ids", [[PAD, PAD], [PAD, 1, PAD, 2]])
@@ -71,8 +89,3 @@ def test_what_an_encoder_tells_is_read_strictly():
     ):
         with pytest.raises(EncodeError):
             read(wrong)
-
-
-def test_runs_are_found():
-    assert runs_of([PAD, PAD, 1, PAD], PAD) == [(0, 1), (3, 3)]
-    assert runs_of([], PAD) == []

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from families.conftest import BOS, BREAK, MARK, PAD
-from sglang_epd.errors import ConfigError, MediaError
+from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD
+from sglang_epd.errors import ConfigError, MediaError, MediaTypeError
 from sglang_epd.families import Family
+from sglang_epd.families.expansion import IMAGE, VIDEO
+from sglang_epd.families.films import drawn
 from sglang_epd.families.proof import adapt
 
 ARCHITECTURE = "SomeForConditionalGeneration"
@@ -29,8 +31,8 @@ def prompts(mark: str) -> list[str]:
 @pytest.mark.parametrize("prompt", prompts(MARK), ids=repr)
 def test_prompts_are_laid_out_as_with_pictures(processor, pictures, prompt):
     adapter = adapt(processor, ARCHITECTURE, Family())
-    expansions = [adapter.see(picture).expansion for picture in pictures]
-    laid = adapter.lay_out(prompt, expansions)
+    parts = [adapter.see(picture).part for picture in pictures]
+    laid = adapter.lay_out(prompt, parts)
     theirs = adapter.process(prompt, pictures)
     assert laid.input_ids == theirs.input_ids
     assert laid.offsets == [item.offsets for item in theirs.mm_items]
@@ -42,7 +44,7 @@ def test_positions_that_follow_grids_are_those_of_all_pictures(processor, pictur
     adapter = adapt(processor, ARCHITECTURE, Family())
     seen = [adapter.see(picture) for picture in pictures]
     theirs = adapter.process(prompts(MARK)[0], pictures)
-    ours = adapter.positions(theirs.input_ids, [one.grid for one in seen])
+    ours = adapter.positions(theirs.input_ids, [one.part for one in seen])
     assert ours["mrope_positions"].tolist() == theirs.mrope_positions.tolist()
     assert ours["mrope_position_delta"] == 2
 
@@ -63,7 +65,7 @@ def test_constants_that_are_none_are_refused(processor, monkeypatch):
         return output
 
     monkeypatch.setattr(processor, "process_mm_data_async", with_types)
-    with pytest.raises(ConfigError, match="makes token_type_ids of the pictures"):
+    with pytest.raises(ConfigError, match="makes token_type_ids of the media"):
         adapt(processor, ARCHITECTURE, Family())
 
 
@@ -77,7 +79,7 @@ def test_rows_that_nobody_places_are_refused(processor, monkeypatch):
         return output
 
     monkeypatch.setattr(processor, "process_mm_data_async", without_offsets)
-    with pytest.raises(ConfigError, match="where the picture's rows belong"):
+    with pytest.raises(ConfigError, match="where the image's rows belong"):
         adapt(processor, ARCHITECTURE, Family())
 
 
@@ -92,28 +94,75 @@ def test_a_processor_that_fails_is_refused_with_its_words(processor, monkeypatch
 
 def test_token_ids_are_taken_where_one_server_takes_them(processor, pictures):
     adapter = adapt(processor, ARCHITECTURE, Family())
-    expansions = [adapter.see(picture).expansion for picture in pictures]
+    parts = [adapter.see(picture).part for picture in pictures]
     ids = processor._tokenizer(prompts(MARK)[0])["input_ids"]
-    assert adapter.lay_out(ids, expansions) == adapter.lay_out(BOS + prompts(MARK)[0], expansions)
+    assert adapter.lay_out(ids, parts) == adapter.lay_out(BOS + prompts(MARK)[0], parts)
 
     processor.refuses_token_ids = True
     adapter = adapt(processor, ARCHITECTURE, Family())
     with pytest.raises(MediaError, match="as text only"):
-        adapter.lay_out(ids, expansions)
+        adapter.lay_out(ids, parts)
 
 
 def test_brackets_that_a_user_wrote_are_refused(processor, pictures):
     adapter = adapt(processor, ARCHITECTURE, Family())
-    expansions = [adapter.see(picture).expansion for picture in pictures]
+    parts = [adapter.see(picture).part for picture in pictures]
     # As where a processor ends each row of a picture with a bracket.
     adapter.constants["im_end_id"] = processor._tokenizer.id(BREAK)
     for prompt, refused in ((f"{MARK} {MARK}", False), (f"{MARK}{BREAK}{MARK}", True)):
-        ids = adapter.lay_out(prompt, expansions).input_ids
+        ids = adapter.lay_out(prompt, parts).input_ids
         if refused:
-            with pytest.raises(MediaError, match="image marks of its own"):
-                adapter._check_brackets(ids, expansions)
+            with pytest.raises(MediaError, match="media marks of its own"):
+                adapter._bracketed(ids, parts)
         else:
-            adapter._check_brackets(ids, expansions)
+            adapter._bracketed(ids, parts)
+
+
+FILMS = ((5, 84, 56, 1.0), (9, 140, 84, 4.0))
+
+
+@pytest.mark.parametrize(
+    "prompt", [f"a{FILM}b{FILM}", f"{FILM}{FILM}{MARK}", f"\n{MARK}{FILM}\n\n{MARK}{FILM}."]
+)
+def test_videos_are_laid_out_as_with_their_frames(processor, pictures, prompt):
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    assert not adapter.refused
+    shown = pictures[: prompt.count(MARK)]
+    films = [drawn(*film) for film in FILMS]
+    parts = [adapter.see(picture).part for picture in shown]
+    parts += [adapter.see(film, VIDEO).part for film in films]
+    laid = adapter.lay_out(prompt, parts)
+    theirs = adapter.process(prompt, shown, films)
+    assert laid.input_ids == theirs.input_ids
+    frames = [place for offsets in laid.offsets[len(shown) :] for place in offsets]
+    assert frames == theirs.mm_items[-1].offsets
+
+
+def test_a_model_whose_videos_depend_on_each_other_is_served_without_them(processor, pictures):
+    processor.shares_frames = True
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    assert "depends on what is around it" in adapter.refused[VIDEO]
+    assert adapter.see(pictures[0]).part.modality == IMAGE
+    with pytest.raises(MediaTypeError, match=r"takes no videos .* depends on what is around"):
+        adapter._check_modality(VIDEO)
+    with pytest.raises(MediaTypeError, match="takes no audio"):
+        adapter._check_modality("AUDIO")
+
+
+def test_a_model_without_a_mark_for_videos_is_served_without_them(processor):
+    processor.mm_tokens.video_token = processor.mm_tokens.video_token_regex = None
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    assert adapter.refused == {VIDEO: "the model's processor knows no videos"}
+
+
+def test_frames_in_brackets_are_items_of_their_own(processor):
+    processor.brackets = True
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    parts = [adapter.see(drawn(*film), VIDEO).part for film in FILMS]
+    ids = adapter.lay_out(FILM + FILM, parts).input_ids
+    assert adapter._bracketed(ids, parts) == [True, True]
+    with pytest.raises(MediaError, match="media marks of its own"):
+        adapter._bracketed([*ids, processor._tokenizer.id(OPEN)], parts)
 
 
 def test_a_family_names_its_differences_in_one_file():

@@ -33,6 +33,7 @@ _MODULES = (
     "managers.tokenizer_manager",
     "model_executor.model_runner",
     "multimodal.processors.base_processor",
+    "multimodal.processors.internvl",
     "multimodal.processors.qwen_vl",
     "plugins.hook_registry",
     "runtime_context",

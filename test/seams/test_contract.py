@@ -334,6 +334,8 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ("families/glm4v", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
         'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
         'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
+        'self.VIDEO_START_TOKEN = "<|begin_of_video|>"',
+        'self.VIDEO_END_TOKEN = "<|end_of_video|>"',
     ],
     ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
@@ -341,6 +343,22 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
         "input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)",
         'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
+        'VIDEO_PLACEHOLDER_TOKEN = "<video>"',
+        'requested_frames = int( kwargs.get("video_num_frames", self.DEFAULT_VIDEO_NUM_FRAMES) )',
+        "num_frames = self._resolve_video_num_frames( requested=requested_frames, "
+        "num_videos=len(base_output.videos), "
+        "text_len=self._token_len(base_output.input_text or prompt), "
+        "image_tile_cnt=int(sum(num_patches_list)) if num_patches_list else 0, )",
+    ],
+    ("families/films", "utils.common", "load_video"): [
+        "if isinstance(video_file, (list, tuple, torch.Tensor, np.ndarray)): return video_file",
+    ],
+    (
+        "families/films",
+        "multimodal.processors.base_processor",
+        "BaseMultimodalProcessor._load_single_item",
+    ): [
+        'load_video(data, use_gpu=cls.video_preprocessing_device != "cpu")',
     ],
     ("encoder/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [
         "self.model = load_model( model_config=self.model_config, load_config=self.load_config, "

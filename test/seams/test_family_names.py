@@ -23,11 +23,11 @@ def adapter(sglang, monkeypatch):
     adapter = adapt(Processor(), ARCHITECTURE, Family())
     process = adapter.process
 
-    def with_theirs(prompt, pictures):
-        made = process(prompt, pictures)
+    def with_theirs(*arguments):
+        made = process(*arguments)
         items = [
             module.MultimodalDataItem(
-                modality=module.Modality.IMAGE,
+                modality=module.Modality[item.modality.name],
                 offsets=item.offsets,
                 feature=item.feature,
                 model_specific_data=item.model_specific_data,
@@ -64,12 +64,38 @@ def elsewhere(ids, inputs):
     return filled if inputs.mm_items[0].feature is not None else filled[::-1]
 
 
+def by_order(ids, inputs):
+    """The items' names in turn, whosever place it is."""
+    filled = fill_in(ids, inputs)
+    names = [item.pad_value for item in inputs.mm_items]
+    found = sorted({filled.index(name) for name in names})
+    turns = dict(zip([filled[place] for place in found], reversed(names), strict=True))
+    return array("q", [turns.get(token, token) for token in filled])
+
+
 @pytest.mark.parametrize(
-    ("function", "reason"), [(of_pixels, "image_sizes"), (elsewhere, "elsewhere than one server")]
+    ("function", "reason"),
+    [
+        (of_pixels, "image_sizes"),
+        (elsewhere, "elsewhere than one server"),
+        (by_order, "the name of another"),
+    ],
 )
 def test_a_model_that_does_not_is_refused(adapter, function, reason):
     with pytest.raises(ConfigError, match=f"{ARCHITECTURE} cannot.*{reason}"):
         prove_names(SimpleNamespace(pad_input_ids=function), adapter, ARCHITECTURE)
+
+
+def test_a_video_before_pictures_is_named_as_well(adapter):
+    seen = []
+
+    def remember(ids, inputs):
+        seen.append([item.modality.name for item in inputs.mm_items])
+        return fill_in(ids, inputs)
+
+    prove_names(SimpleNamespace(pad_input_ids=remember), adapter, ARCHITECTURE)
+    # Ours in the order of the prompt, one server's as its processor has them.
+    assert seen == [["VIDEO", "IMAGE", "IMAGE"], ["IMAGE", "IMAGE", "VIDEO"]]
 
 
 def test_what_a_tower_says_of_prompts_stays():

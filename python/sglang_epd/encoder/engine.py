@@ -3,7 +3,7 @@
 Leans on the in-tree encoder's building blocks, so that a model family is prepared and
 run exactly as SGLang does it: `disaggregation.encoder.server.MMEncoder` loads it,
 `preparing` has the rest. `loading` leaves the language model out; of families that the
-in-tree encoder does not know `pictures` prepares, by the processor that their language
+in-tree encoder does not know `adapted` prepares, by the processor that their language
 servers use.
 """
 
@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from PIL import Image
 
+from sglang_epd.encoder.adapted import AdaptedPreparer
 from sglang_epd.encoder.copyout import CopyOut
 from sglang_epd.encoder.loading import without_language_model
-from sglang_epd.encoder.pictures import PicturePreparer
 from sglang_epd.encoder.preparing import Preparer
 from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.videos import can_be_read
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
+from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.processors import load_processor
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes
@@ -80,11 +82,11 @@ class Engine:
         self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
         # SGLang's schedulers do so; its encoder leaves it to the models.
         self._moves_features = family is not None and self._encoder.device != "cpu"
-        self._preparer: Preparer | PicturePreparer
+        self._preparer: Preparer | AdaptedPreparer
         if family is None:
             self._preparer = Preparer(self._encoder, self.dtype, limits)
         else:
-            self._preparer = self._picture_preparer(architecture, family, limits)
+            self._preparer = self._adapted_preparer(architecture, family, limits)
         self._decoders = ThreadPoolExecutor(_DECODE_THREADS, "epd-decode")
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
@@ -140,9 +142,9 @@ class Engine:
             picture = Image.new("RGB", (112, 112))
             await self.forward([await asyncio.to_thread(self._preparer.prepare_image, picture)])
 
-    def _picture_preparer(
+    def _adapted_preparer(
         self, architecture: str, family: Family, limits: MediaLimits
-    ) -> PicturePreparer:
+    ) -> AdaptedPreparer:
         """The preparer of a model that SGLang's own encoder does not know.
 
         Raises:
@@ -155,7 +157,10 @@ class Engine:
             )
         config = self._encoder.model_config
         adapter = adapt(load_processor(self._encoder.server_args, config), architecture, family)
-        return PicturePreparer(adapter, self.dtype, config.hidden_size, limits)
+        towers = [IMAGE]
+        if hasattr(self._target, "get_video_feature") and can_be_read():
+            towers.append(VIDEO)
+        return AdaptedPreparer(adapter, self.dtype, config.hidden_size, limits, towers)
 
     def _bind_device(self) -> None:
         if self._encoder.device != "cpu":

@@ -23,16 +23,9 @@ from PIL import Image
 
 from sglang_epd.encoder.one_server import follow_one_server, seconds_per_grid
 from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.videos import can_be_read, open_checked
 from sglang_epd.errors import MediaError, MediaTypeError
-from sglang_epd.media import (
-    MediaLimits,
-    VideoFacts,
-    check_audio,
-    check_container,
-    check_frames_read,
-    check_video,
-    decode_image,
-)
+from sglang_epd.media import MediaLimits, check_audio, check_frames_read, decode_image
 from sglang_epd.wire import Layout, TensorSpec
 from sglang_epd.wire.messages import MODALITIES
 
@@ -75,7 +68,7 @@ class Preparer:
             for name in MODALITIES
             if encoder.supports_modality(Modality[name])
             and hasattr(target, f"get_{name.lower()}_feature")
-            and (name != "VIDEO" or _videos_can_be_read())
+            and (name != "VIDEO" or can_be_read())
         )
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
@@ -109,16 +102,8 @@ class Preparer:
         return self._preprocess("IMAGE", image)
 
     def _check_video(self, data: bytes) -> None:
-        check_container(data, self._limits)
-        try:
-            # Reads the file's packets through, and decodes none of them.
-            with self._open_video(data) as video:
-                height, width = video.frame_shape
-                facts = VideoFacts(len(video), width, height, video.avg_fps)
-        except (RuntimeError, ValueError, TypeError) as error:
-            logger.warning("FFmpeg does not open this video: %s", error)
-            raise MediaError("the video is damaged or truncated") from error
-        check_video(facts, self._limits)
+        video, facts = open_checked(data, self._limits, self._open_video)
+        video.close()
         config = self._preprocessor.vision_config.get("video", {})
         try:
             count = self._frames_read(config, facts.frames, facts.frames_per_second)
@@ -173,18 +158,6 @@ class _Unspoken(bytes):
         return f"<{len(self)} bytes>"
 
     __str__ = __repr__
-
-
-def _videos_can_be_read() -> bool:
-    from sglang.srt.utils import video_decoder
-
-    if video_decoder._BACKEND != "torchcodec":
-        return True
-    from torchcodec._core import ffmpeg_major_version
-
-    if ffmpeg_major_version is None:
-        logger.warning("FFmpeg's libraries cannot be loaded: this encoder takes no videos")
-    return ffmpeg_major_version is not None
 
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:

@@ -1,5 +1,5 @@
-"""Drives SGLang's own processor of a family: on an encoder to prepare pictures and to see
-what becomes of their marks, on a language server to lay out prompts without pictures.
+"""Drives SGLang's own processor of a family: on an encoder to prepare media and to see what
+becomes of their marks, on a language server to lay out prompts without media.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`
 (`process_mm_data_async`, `compute_mrope_positions`, `prefer_tokenized_input`), on
@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from PIL import Image
 
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
-from sglang_epd.families.expansion import Expansion, LaidOut, insert, read, spread
+from sglang_epd.families.expansion import IMAGE, VIDEO, LaidOut, Part, insert, read, spread
 from sglang_epd.families.family import Family
+from sglang_epd.families.seeing import GRIDS, Seen, seen_in
 
 # What a processor's output has of each prompt; all else is the same for all of them.
 _OF_THE_PROMPT = {
@@ -29,24 +29,7 @@ _OF_THE_PROMPT = {
     "mrope_positions",
     "mrope_position_delta",
 }
-_GRID = "image_grid_thw"
 _LONGEST_PROMPT = 1 << 30
-
-
-class Seen(NamedTuple):
-    """One picture as SGLang's processor leaves it.
-
-    Attributes:
-        items: SGLang's, for the tower.
-        expansion: of the picture's mark.
-        grid: [t, h, w] in patches; empty where the family has none.
-        output: the processor's, of a prompt that is hardly more than the mark.
-    """
-
-    items: list[Any]
-    expansion: Expansion
-    grid: list[int]
-    output: Any
 
 
 class Adapter:
@@ -62,28 +45,40 @@ class Adapter:
         self.processor = family.processor(registered)
         # Of an output, what is the same for every prompt; `proof` finds it.
         self.constants: dict[str, Any] = {}
-        # Whether positions of the language model follow the grids of pictures.
+        # Whether positions of the language model follow the grids of media.
         self.positions_follow_grids = False
-        # Whether SGLang's processor takes prompts that are token ids already.
-        self.takes_token_ids = True
+        # Whether SGLang's processor takes prompts that are token ids already, by modality.
+        self.takes_token_ids: dict[str, bool] = {}
+        # Why a modality is refused, of those that are.
+        self.refused: dict[str, str] = {}
 
     @property
     def prefer_tokenized_input(self) -> bool:
         prefers: bool = self.processor.prefer_tokenized_input
         return prefers
 
-    def process(self, prompt: str | list[int], pictures: Sequence[Image.Image]) -> Any:
-        """SGLang's own output of a prompt and its pictures. Not to be called on a loop.
+    def process(
+        self, prompt: str | list[int], pictures: Sequence[Any], videos: Sequence[Any] = ()
+    ) -> Any:
+        """SGLang's own output of a prompt and its media. Not to be called on a loop.
+
+        Args:
+            pictures: `PIL.Image.Image`, RGB.
+            videos: decoders (`films`).
 
         Raises:
             Exception: whatever the processor raises.
         """
         request = SimpleNamespace(
-            rid="", image_data=list(pictures), video_data=None, audio_data=None, modalities=None
+            rid="",
+            image_data=list(pictures) or None,
+            video_data=list(videos) or None,
+            audio_data=None,
+            modalities=None,
         )
         return asyncio.run(
             self.processor.process_mm_data_async(
-                image_data=list(pictures),
+                image_data=request.image_data,
                 audio_data=None,
                 input_text=prompt,
                 request_obj=request,
@@ -91,49 +86,57 @@ class Adapter:
             )
         )
 
-    def see(self, picture: Image.Image) -> Seen:
-        """Prepare one picture.
+    def see(self, medium: Any, modality: str = IMAGE) -> Seen:
+        """Prepare one picture or video.
 
         Raises:
             EncodeError: what the processor made of it cannot be told to a language server.
+            MediaTypeError: the processor knows nothing of that kind.
             Exception: whatever the processor raises.
         """
+        mark = self.family.mark(self.processor, modality)
+        if not mark:
+            raise MediaTypeError(f"the model's processor knows no {modality.lower()}s")
         # Between special tokens, with which no text merges; SGLang finds no placeholders in
         # a prompt of nothing else.
-        end = self.processor._tokenizer.eos_token
-        output = self.process(f"{end}{self.family.mark(self.processor)}{end}", [picture])
-        items = list(output.mm_items)
-        if not items or any(item.modality.name != "IMAGE" or not item.offsets for item in items):
-            raise EncodeError("the model's processor does not say where the picture's rows belong")
-        expansion = self._expansion(output)
-        grids = [item.model_specific_data.get(_GRID) for item in items]
-        grid = [] if grids[0] is None else [int(size) for size in grids[0].flatten()]
-        return Seen(items, expansion, grid, output)
+        tokenizer = self.processor._tokenizer
+        written = self.family.written(self.processor, modality)
+        prompt = f"{tokenizer.eos_token}{written}{tokenizer.eos_token}"
+        pictures, videos = ([medium], []) if modality == IMAGE else ([], [medium])
+        return seen_in(self.process(prompt, pictures, videos), modality, written, mark, tokenizer)
 
-    def lay_out(self, prompt: str | list[int], expansions: Sequence[Expansion]) -> LaidOut:
-        """A prompt with its pictures' placeholders.
+    def lay_out(self, prompt: str | list[int], parts: Sequence[Part]) -> LaidOut:
+        """A prompt with the placeholders of its items.
 
         Raises:
-            MediaError: the prompt and the pictures do not match.
+            MediaError: the prompt and the items do not match.
         """
         if isinstance(prompt, str):
             text = prompt
-        elif not self.takes_token_ids:
-            raise MediaError("this model takes prompts with images as text only")
-        elif self._spread_as_it_is(prompt, expansions):
-            return spread(prompt, expansions)
+        elif not all(self.takes_token_ids.get(part.modality, True) for part in parts):
+            raise MediaError("this model takes prompts with media as text only")
+        elif self._spread_as_it_is(prompt, parts):
+            return spread(prompt, [part.expansion for part in parts])
         else:
             text = self.processor._tokenizer.decode(prompt)
-        text = self.family.complete(self.processor, text, len(expansions))
-        text = insert(text, self.family.marks(self.processor), expansions)
-        return spread(self.family.tokenize(self.processor, text), expansions)
+        text = self.family.complete(self.processor, text, parts)
+        text, order = insert(text, self.family.marks(self.processor), parts)
+        ids = self.family.tokenize(self.processor, text)
+        laid = spread(ids, [parts[number].expansion for number in order])
+        offsets = [laid.offsets[order.index(number)] for number in range(len(parts))]
+        return LaidOut(laid.input_ids, offsets)
 
-    def positions(self, input_ids: list[int], grids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def positions(self, input_ids: list[int], parts: Sequence[Part]) -> dict[str, Any]:
         """The rotary positions of a prompt, by their names in a processor's output."""
         if not self.positions_follow_grids:
             return {}
         # One item with all grids: processors read one item's, and it has to be of them all.
-        every = SimpleNamespace(model_specific_data={_GRID: torch.tensor(grids)})
+        grids = {
+            name: torch.tensor([part.grid for part in parts if part.modality == modality])
+            for modality, name in GRIDS.items()
+            if any(part.modality == modality for part in parts)
+        }
+        every = SimpleNamespace(model_specific_data=grids)
         positions, delta = self.processor.compute_mrope_positions(input_ids, [every])
         return {"mrope_positions": positions, "mrope_position_delta": delta}
 
@@ -144,16 +147,18 @@ class Adapter:
         *,
         expansion: Sequence[Any] = (),
         img_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
         **_others: Any,
     ) -> Any:
         """In place of SGLang's method of this name; `language.assembly` calls it.
 
         Args:
-            expansion: the pictures', as their layouts carry them.
+            expansion: those of the pictures and then of the videos, as layouts carry them.
+            img_grid_thw, video_grid_thw: a row an item.
 
         Raises:
-            MediaError: the prompt and the pictures do not match.
-            MediaTypeError: it has something else than pictures.
+            MediaError: the prompt and the items do not match.
+            MediaTypeError: it has something that this model is not served with.
             EncodeError: the encoder told what cannot be.
         """
         from sglang.srt.managers.schedule_batch import (
@@ -162,71 +167,94 @@ class Adapter:
             MultimodalProcessorOutput,
         )
 
-        if set(embeddings) != {Modality.IMAGE}:
-            raise MediaTypeError("this model takes images only where its encoder is apart")
-        expansions = [read(plain) for plain in expansion]
-        rows = embeddings[Modality.IMAGE]
-        if sum(one.rows for one in expansions) != len(rows):
-            raise EncodeError("the encoder told of other expansions than embeddings")
-        laid = self.lay_out(prompt, expansions)
-        self._check_brackets(laid.input_ids, expansions)
-        items = [
-            MultimodalDataItem(
-                modality=Modality.IMAGE, offsets=offsets, precomputed_embeddings=part
-            )
-            for offsets, part in zip(
-                laid.offsets, rows.split([one.rows for one in expansions]), strict=True
-            )
+        for modality in embeddings:
+            self._check_modality(modality.name)
+        grids = {IMAGE: img_grid_thw, VIDEO: video_grid_thw}
+        rows = [
+            (modality, grid)
+            for modality, found in grids.items()
+            for grid in ([] if found is None else found.tolist())
         ]
-        grids = [] if img_grid_thw is None else img_grid_thw.tolist()
+        if len(rows) != len(expansion):
+            raise EncodeError("the encoder told of other expansions than items")
+        parts = [
+            Part(modality, read(plain), grid)
+            for (modality, grid), plain in zip(rows, expansion, strict=True)
+        ]
+        slices = {}
+        for modality, found in embeddings.items():
+            counts = [part.expansion.rows for part in parts if part.modality == modality.name]
+            if sum(counts) != len(found):
+                raise EncodeError("the encoder told of other expansions than embeddings")
+            slices[modality.name] = iter(found.split(counts))
+        laid = self.lay_out(prompt, parts)
+        items = []
+        for part, offsets, apart in zip(
+            parts, laid.offsets, self._bracketed(laid.input_ids, parts), strict=True
+        ):
+            embedding = next(slices[part.modality])
+            counts = part.expansion.runs if apart else [part.expansion.rows]
+            places = [[place] for place in offsets] if apart else [offsets]
+            items += [
+                MultimodalDataItem(
+                    modality=Modality[part.modality], offsets=where, precomputed_embeddings=some
+                )
+                for where, some in zip(places, embedding.split(counts), strict=True)
+            ]
+        # SGLang names what is in brackets in the order of the items.
+        items.sort(key=lambda item: item.offsets)
         return MultimodalProcessorOutput(
             mm_items=items,
             input_ids=laid.input_ids,
             **self.constants,
-            **self.positions(laid.input_ids, grids),
+            **self.positions(laid.input_ids, parts),
         )
 
-    def _check_brackets(self, input_ids: list[int], expansions: Sequence[Expansion]) -> None:
-        """Where a processor brackets pictures, SGLang finds them by counting brackets: one
-        that a user wrote would give a picture's place in the prefix cache to another.
+    def _check_modality(self, modality: str) -> None:
+        if modality in self.refused:
+            raise MediaTypeError(
+                f"this model takes no {modality.lower()}s where its encoder is apart: "
+                f"{self.refused[modality]}"
+            )
+        if modality not in GRIDS:
+            raise MediaTypeError(
+                f"this model takes no {modality.lower()} input where its encoder is apart"
+            )
+
+    def _bracketed(self, input_ids: list[int], parts: Sequence[Part]) -> list[bool]:
+        """Of each item, whether each of its runs is in brackets.
+
+        SGLang finds such runs by counting brackets, one item of its own a pair: one that a
+        user wrote would give a picture's place in the prefix cache to another.
 
         Raises:
-            MediaError: the prompt has some of its own.
+            MediaError: the prompt has brackets of its own.
         """
-        written = [self.family.tokenize(self.processor, one.text) for one in expansions]
-        brackets = {"im_start_id", "im_end_id"} & self.constants.keys()
-        for bracket in [int(self.constants[name]) for name in brackets]:
+        written = [self.family.tokenize(self.processor, part.expansion.text) for part in parts]
+        brackets = [
+            int(self.constants[name])
+            for name in ("im_start_id", "im_end_id")
+            if name in self.constants
+        ]
+        for bracket in brackets:
             expected = sum(ids.count(bracket) for ids in written)
             if expected and input_ids.count(bracket) != expected:
-                raise MediaError("the prompt has image marks of its own")
+                raise MediaError("the prompt has media marks of its own")
+        return [
+            bool(brackets)
+            and all(ids.count(bracket) == len(part.expansion.runs) for bracket in brackets)
+            for ids, part in zip(written, parts, strict=True)
+        ]
 
-    def _spread_as_it_is(self, prompt: list[int], expansions: Sequence[Expansion]) -> bool:
-        """SGLang's rule: token ids stay as they are where pictures are placeholders alone."""
+    def _spread_as_it_is(self, prompt: list[int], parts: Sequence[Part]) -> bool:
+        """SGLang's rule: token ids stay as they are where all items are pictures, and pictures
+        are placeholders alone."""
         decode = self.processor._tokenizer.decode
+        expansions = [part.expansion for part in parts]
         alone = all(len(one.runs) == 1 and one.text == decode([one.token]) for one in expansions)
-        return alone and sum(map(prompt.count, {one.token for one in expansions})) == len(
-            expansions
-        )
-
-    def _expansion(self, output: Any) -> Expansion:
-        tokenizer = self.processor._tokenizer
-        ids = list(output.input_ids)
-        runs = sorted((first, last) for item in output.mm_items for first, last in item.offsets)
-        tokens = {ids[place] for first, last in runs for place in range(first, last + 1)}
-        if len(tokens) != 1:
-            raise EncodeError("the model's processor has more than one placeholder for pictures")
-        (token,) = tokens
-        end = tokenizer.eos_token_id
-        opened = ids.index(end) + 1
-        closed = ids.index(end, runs[-1][1] + 1)
-        single = ids[opened : runs[0][0]]
-        for number, (_, last) in enumerate(runs):
-            following = runs[number + 1][0] if number + 1 < len(runs) else closed
-            single += [token, *ids[last + 1 : following]]
-        text = tokenizer.decode(
-            single, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return Expansion(text, token, [last - first + 1 for first, last in runs])
+        pictures = all(part.modality == IMAGE for part in parts)
+        tokens = {one.token for one in expansions}
+        return pictures and alone and sum(map(prompt.count, tokens)) == len(expansions)
 
 
 def constants_of(output: Any) -> dict[str, Any]:
@@ -241,6 +269,6 @@ def constants_of(output: Any) -> dict[str, Any]:
         if name in _OF_THE_PROMPT or value is None:
             continue
         if not isinstance(value, int):
-            raise MediaError(f"its processor makes {name} of the pictures")
+            raise MediaError(f"its processor makes {name} of the media")
         constants[name] = value
     return constants

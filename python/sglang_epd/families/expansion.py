@@ -1,8 +1,8 @@
-"""What stands in a prompt in place of a picture's mark.
+"""What stands in a prompt in place of the mark of a picture or a video.
 
 An encoder has SGLang's processor lay out a prompt of hardly more than the mark, and tells
-what became of it with the picture's layout. A language server puts that into its own prompt
-and tokenizes the whole, because text next to a picture may merge with what the processor
+what became of it with the item's layout. A language server puts that into its own prompt
+and tokenizes the whole, because text next to an item may merge with what the processor
 writes around it. A run of placeholders is written as one of them until that is done: it
 is a special token, which parts the text in the same way however often it stands there.
 """
@@ -10,7 +10,7 @@ is a special token, which parts the text in the same way however often it stands
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,10 +20,12 @@ from sglang_epd.errors import EncodeError, MediaError
 
 # The name that it travels under, in `Layout.extra`.
 EXPANSION = "expansion"
+# Modalities, as layouts name them; items of a request are in this order.
+IMAGE, VIDEO = "IMAGE", "VIDEO"
 
 
 class Expansion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a processor makes of one picture's mark.
+    """What a processor makes of one item's mark.
 
     Attributes:
         text: with one placeholder for each run of them.
@@ -40,12 +42,24 @@ class Expansion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.runs)
 
 
+class Part(NamedTuple):
+    """An item, as far as a prompt is concerned.
+
+    Attributes:
+        grid: [t, h, w] in patches; of no meaning where the family has none.
+    """
+
+    modality: str
+    expansion: Expansion
+    grid: Sequence[int] = ()
+
+
 class LaidOut(NamedTuple):
-    """A prompt with every picture in it.
+    """A prompt with every item in it.
 
     Attributes:
         input_ids: the token ids.
-        offsets: of each picture, the first and last position of each of its runs.
+        offsets: of each item, the first and last position of each of its runs.
     """
 
     input_ids: list[int]
@@ -67,26 +81,42 @@ def read(plain: Any) -> Expansion:
     return expansion
 
 
-def insert(prompt: str, marks: re.Pattern[str], expansions: Sequence[Expansion]) -> str:
-    """The prompt with each mark replaced by the next picture's text.
+def insert(
+    prompt: str, marks: Mapping[str, re.Pattern[str]], parts: Sequence[Part]
+) -> tuple[str, list[int]]:
+    """The prompt with each mark replaced by the text of the next item of its modality.
+
+    Args:
+        marks: of each modality.
+
+    Returns:
+        The text, and the items' numbers in the order in which they stand there.
 
     Raises:
-        MediaError: there are more marks than pictures, or fewer.
+        MediaError: a modality has more marks than items, or fewer.
     """
-    places = list(marks.finditer(prompt))
-    if len(places) != len(expansions):
-        raise MediaError(
-            f"the prompt has {len(places)} image placeholders for {len(expansions)} image items"
-        )
+    places = []
+    for modality, pattern in marks.items():
+        numbers = [number for number, part in enumerate(parts) if part.modality == modality]
+        found = list(pattern.finditer(prompt))
+        if len(found) != len(numbers):
+            name = modality.lower()
+            raise MediaError(
+                f"the prompt has {len(found)} {name} placeholders for {len(numbers)} {name} items"
+            )
+        places += [(*mark.span(), number) for mark, number in zip(found, numbers, strict=True)]
     pieces, end = [], 0
-    for place, expansion in zip(places, expansions, strict=True):
-        pieces += [prompt[end : place.start()], expansion.text]
-        end = place.end()
-    return "".join([*pieces, prompt[end:]])
+    for start, following, number in sorted(places):
+        pieces += [prompt[end:start], parts[number].expansion.text]
+        end = following
+    return "".join([*pieces, prompt[end:]]), [number for *_, number in sorted(places)]
 
 
 def spread(input_ids: Sequence[int], expansions: Sequence[Expansion]) -> LaidOut:
     """Token ids with each single placeholder repeated as often as its run has it.
+
+    Args:
+        expansions: in the order of the prompt, which that of the offsets is, too.
 
     Raises:
         MediaError: the prompt itself has placeholders.
@@ -103,23 +133,10 @@ def spread(input_ids: Sequence[int], expansions: Sequence[Expansion]) -> LaidOut
             continue
         number, count = next(runs, (None, 0))
         if number is None or expansions[number].token != token:
-            raise MediaError("the prompt has image placeholders of its own")
+            raise MediaError("the prompt has media placeholders of its own")
         start = len(spread_ids)
         spread_ids += [token] * count
         offsets[number].append((start, start + count - 1))
     if next(runs, None) is not None:
-        raise MediaError("the tokenizer does not keep the image placeholders of the prompt")
+        raise MediaError("the tokenizer does not keep the media placeholders of the prompt")
     return LaidOut(spread_ids, offsets)
-
-
-def runs_of(input_ids: Sequence[int], token: int) -> list[tuple[int, int]]:
-    """The first and last position of each run of a token."""
-    runs: list[tuple[int, int]] = []
-    for position, found in enumerate(input_ids):
-        if found != token:
-            continue
-        if runs and runs[-1][1] == position - 1:
-            runs[-1] = (runs[-1][0], position)
-        else:
-            runs.append((position, position))
-    return runs

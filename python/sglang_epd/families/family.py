@@ -1,17 +1,21 @@
 """The contract of a family, and what most of them do.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`: `mm_tokens`
-(`image_token`, `image_token_regex`), `_tokenizer` and `_tokenizer_auto_adds_specials`.
+(`image_token`, `image_token_regex`, and so for videos), `_tokenizer` and
+`_tokenizer_auto_adds_specials`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
+
+from sglang_epd.families.expansion import IMAGE, VIDEO, Part
 
 
 class Family:
-    """How SGLang's processor of a family reads a prompt, apart from what it makes of pictures.
+    """How SGLang's processor of a family reads a prompt, apart from what it makes of media.
 
     A subclass names its architectures, says why it differs, and is its module's `FAMILY`.
     """
@@ -22,22 +26,29 @@ class Family:
         """The processor that lays prompts out, of the one that SGLang has registered."""
         return registered
 
-    def mark(self, processor: Any) -> str:
-        """What stands for a picture in a prompt."""
-        mark: str = processor.mm_tokens.image_token
+    def mark(self, processor: Any, modality: str) -> str | None:
+        """What stands for an item in a prompt; None where the processor knows none of them."""
+        mark: str | None = getattr(processor.mm_tokens, f"{modality.lower()}_token", None)
         return mark
 
-    def written(self, processor: Any) -> str:
-        """A picture as chat templates write it."""
-        return self.mark(processor)
+    def written(self, processor: Any, modality: str) -> str:
+        """An item as chat templates write it: the mark, and what may stand round it."""
+        return self.mark(processor, modality) or ""
 
-    def marks(self, processor: Any) -> re.Pattern[str]:
-        """Everything that is read as the mark of a picture."""
-        pattern: re.Pattern[str] = processor.mm_tokens.image_token_regex
-        return pattern
+    def marks(self, processor: Any) -> dict[str, re.Pattern[str]]:
+        """By modality, everything that is read as the mark of an item."""
+        patterns = {
+            modality: getattr(processor.mm_tokens, f"{modality.lower()}_token_regex", None)
+            for modality in (IMAGE, VIDEO)
+        }
+        return {modality: pattern for modality, pattern in patterns.items() if pattern is not None}
 
-    def complete(self, processor: Any, prompt: str, pictures: int) -> str:
-        """The prompt with the marks that the processor puts in where they are missing."""
+    def complete(self, processor: Any, prompt: str, parts: Sequence[Part]) -> str:
+        """The prompt with the marks that the processor puts in where they are missing.
+
+        Raises:
+            MediaError: one server would prepare an item otherwise in this prompt.
+        """
         return prompt
 
     def tokenize(self, processor: Any, text: str) -> list[int]:

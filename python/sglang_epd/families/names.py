@@ -1,9 +1,10 @@
-"""Finds out, at start-up, whether a model puts the names of pictures into a prompt where their
+"""Finds out, at start-up, whether a model puts the names of items into a prompt where their
 rows belong, knowing of them what a language server does.
 
 SGLang's scheduler has the model do so for each request (`pad_input_ids`). Some models ask
 there for what only the preprocessing of pixels can tell, and the scheduler, with all its
-requests, ends of it.
+requests, ends of it. Others go by the order of items, and would give one's place in the
+prefix cache to another.
 
 Leans on `managers.schedule_batch.MultimodalInputs.from_processor_output` and
 `MultimodalDataItem.set_identity`.
@@ -22,12 +23,15 @@ from PIL import Image
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.families.adapter import Adapter
+from sglang_epd.families.expansion import IMAGE, VIDEO
+from sglang_epd.families.films import drawn
 
 _SIZES = ((260, 120), (56, 200))
+_FILM = (4, 56, 140, 1.5)
 
 
 def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
-    """Have the model fill in the prompt of two pictures.
+    """Have the model fill in the prompt of two pictures, and of a video before them.
 
     Args:
         model: SGLang's, of a language server.
@@ -43,44 +47,65 @@ def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
     with ThreadPoolExecutor(1) as thread:
         ours, theirs = thread.submit(_prompts, adapter).result()
     try:
-        filled = _filled_in(fill_in, ours)
+        filled, inputs = _filled_in(fill_in, ours)
     except Exception as error:
         raise ConfigError(
-            f"{architecture} cannot have its encoder apart: it names the pictures of a prompt by "
+            f"{architecture} cannot have its encoder apart: it names the items of a prompt by "
             f"more than their places ({type(error).__name__}: {error})"
         ) from error
-    if filled != _filled_in(fill_in, theirs):
+    if _without_names(filled, inputs) != _without_names(*_filled_in(fill_in, theirs)):
         raise ConfigError(
             f"{architecture} cannot have its encoder apart: it puts the names of a prompt's "
-            "pictures elsewhere than one server does"
+            "items elsewhere than one server does"
         )
+    for item in inputs.mm_items:
+        for first, last in item.offsets:
+            if set(filled[first : last + 1]) != {item.pad_value}:
+                raise ConfigError(
+                    f"{architecture} cannot have its encoder apart: it gives an item of a "
+                    "prompt the name of another"
+                )
 
 
-def _filled_in(fill_in: Any, output: Any) -> list[int | None]:
-    """The prompt with None for every name, whichever: one server has fewer, or other ones."""
+def _filled_in(fill_in: Any, output: Any) -> tuple[list[int], Any]:
+    """The prompt with names in it, and SGLang's `MultimodalInputs`."""
     from sglang.srt.managers.schedule_batch import MultimodalInputs
 
     for number, item in enumerate(output.mm_items):
         item.set_identity(hashlib.sha256(bytes([number])).digest())
     inputs = MultimodalInputs.from_processor_output(output)
+    return list(fill_in(array("q", output.input_ids), inputs)), inputs
+
+
+def _without_names(filled: list[int], inputs: Any) -> list[int | None]:
+    """With None for every name, whichever: one server has fewer, or other ones."""
     names = {item.pad_value for item in inputs.mm_items}
-    filled = fill_in(array("q", output.input_ids), inputs)
     return [None if token in names else token for token in filled]
 
 
 def _prompts(adapter: Adapter) -> tuple[Any, Any]:
-    """Two SGLang's `MultimodalProcessorOutput` of a prompt with two pictures: as a language
-    server makes it, and as one server does."""
+    """Two SGLang's `MultimodalProcessorOutput` of one prompt: as a language server makes it,
+    and as one server does."""
     from sglang.srt.managers.schedule_batch import Modality
 
     pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES]
+    films = [] if VIDEO in adapter.refused else [drawn(*_FILM)]
     seen = [adapter.see(picture) for picture in pictures]
-    written = adapter.family.written(adapter.processor)
-    prompt = f"Here is {written} and there is {written}."
+    seen += [adapter.see(film, VIDEO) for film in films]
+    written = {name: adapter.family.written(adapter.processor, name) for name in (IMAGE, VIDEO)}
+    film = f"First {written[VIDEO]}. " if films else ""
+    prompt = f"{film}Here is {written[IMAGE]} and there is {written[IMAGE]}."
+    embeddings, grids = {}, {}
+    for modality, name in ((IMAGE, "img_grid_thw"), (VIDEO, "video_grid_thw")):
+        parts = [one.part for one in seen if one.part.modality == modality]
+        if parts:
+            rows = sum(part.expansion.rows for part in parts)
+            embeddings[Modality[modality]] = torch.zeros(rows, 1)
+            grids[name] = torch.tensor([part.grid or [1, 1, 1] for part in parts])
     ours = adapter.get_validated_mm_data(
         prompt,
-        {Modality.IMAGE: torch.zeros(sum(one.expansion.rows for one in seen), 1)},
-        expansion=[msgspec.to_builtins(one.expansion) for one in seen],
-        img_grid_thw=torch.tensor([one.grid for one in seen]) if seen[0].grid else None,
+        embeddings,
+        expansion=[msgspec.to_builtins(one.part.expansion) for one in seen],
+        **grids,
     )
-    return ours, adapter.process(prompt, pictures)
+    return ours, adapter.process(prompt, pictures, films)

@@ -1,15 +1,16 @@
-"""Finds out, at start-up, whether a model's prompts can be laid out without its pictures.
+"""Finds out, at start-up, whether a model's prompts can be laid out without its media.
 
-SGLang's processor is given prompts with pictures, and what it makes of them is compared
-with what `adapter` makes of them from the pictures' expansions alone. Where the two
+SGLang's processor is given prompts with pictures, and with videos, and what it makes of them
+is compared with what `adapter` makes of them from the items' expansions alone. Where the two
 differ an item's part of a prompt depends on what is around it, and the model cannot be
-split: better a server that does not start than one that answers something else.
+split: better a server that does not start than one that answers something else. A model that
+cannot be split for its videos alone is served without them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,23 +18,32 @@ import torch
 from PIL import Image
 
 from sglang_epd.errors import ConfigError, EpdError
-from sglang_epd.families.adapter import Adapter, Seen, constants_of
-from sglang_epd.families.expansion import runs_of
+from sglang_epd.families.adapter import Adapter, constants_of
+from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.family import Family
+from sglang_epd.families.films import drawn
+from sglang_epd.families.seeing import Seen
 
 logger = logging.getLogger(__name__)
 
 # Of several sizes and shapes, so that processors that cut pictures into tiles, or fill
 # up those of one request to a common size, show it.
 _SIZES = ((96, 96), (260, 120), (56, 200), (700, 500))
-# Text on both sides, none between, and such as merges with what stands round a picture.
-# None both begins and ends with a picture: SGLang finds no run that goes round.
+# Frames, width, height, frames a second: of several lengths and rates, too.
+_FILMS = ((23, 120, 84, 8.0), (4, 56, 140, 1.5))
+# Text on both sides, none between, and such as merges with what stands round an item.
+# None both begins and ends with an item: SGLang finds no run that goes round.
 _PROMPTS = (
-    "Here is {0} and there is {1}.",
-    "{0}{1}!",
-    " {1}\n{0}\n\n{1} \n",
-    "One: {2}, the first again: {2}; a large one {3}!",
+    "Here is {i0} and there is {i1}.",
+    "{i0}{i1}!",
+    " {i1}\n{i0}\n\n{i1} \n",
+    "One: {i2}, the first again: {i2}; a large one {i3}!",
 )
+# Fewer: some processors take half a second of a core for a video.
+_VIDEO_PROMPTS = ("{v0}{v1}!", " {v1}12{i0}\n\n{v1}34{i1}\n")
+
+Seens = Mapping[str, Sequence[Seen]]
+Media = Mapping[str, Sequence[Any]]
 
 
 def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
@@ -45,73 +55,122 @@ def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
     Raises:
         ConfigError: it cannot be split, and why.
     """
-    try:
-        # In a thread, because SGLang's processors want an event loop of their own.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_prove, registered, family).result()
-    except _CannotBeSplitError as error:
-        raise ConfigError(f"{architecture} cannot have its encoder apart: {error}") from None
-    except EpdError as error:
-        raise ConfigError(f"{architecture} cannot have its encoder apart: {error}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"{architecture} cannot have its encoder apart: its processor does not lay out "
-            f"pictures that stand alone ({type(error).__name__}: {error})"
-        ) from error
+    # In a thread, because SGLang's processors want an event loop of their own.
+    with ThreadPoolExecutor(1) as thread:
+        adapter = Adapter(registered, family)
+        reason = thread.submit(_reason_against, adapter, _prove_pictures).result()
+        if reason is not None:
+            raise ConfigError(f"{architecture} cannot have its encoder apart: {reason}")
+        reason = thread.submit(_reason_against, adapter, _prove_videos).result()
+    if reason is not None:
+        logger.warning("%s is served without videos: %s", architecture, reason)
+        adapter.refused[VIDEO] = reason
+    return adapter
 
 
 class _CannotBeSplitError(Exception):
     """Why."""
 
 
-def _prove(registered: Any, family: Family) -> Adapter:
-    adapter = Adapter(registered, family)
+def _reason_against(adapter: Adapter, prove: Any) -> str | None:
+    try:
+        prove(adapter)
+    except (_CannotBeSplitError, EpdError) as error:
+        return str(error)
+    except Exception as error:
+        logger.info("SGLang's processor fails", exc_info=True)
+        return (
+            "its processor does not lay out items that stand alone "
+            f"({type(error).__name__}: {error})"
+        )
+    return None
+
+
+def _prove_pictures(adapter: Adapter) -> None:
     pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES]
     seen = [adapter.see(picture) for picture in pictures]
     adapter.constants = constants_of(seen[0].output)
     adapter.positions_follow_grids = seen[0].output.mrope_positions is not None
-    written = family.written(adapter.processor)
-    for prompt in _prompts(adapter):
-        order = [int(part[0]) for part in prompt.split("{")[1:]]
-        text = prompt.format(*[written] * len(pictures))
-        theirs = adapter.process(text, [pictures[number] for number in order])
-        _compare(adapter, text, [seen[number] for number in order], theirs)
-    ids = family.tokenize(adapter.processor, _PROMPTS[0].format(written, written))
-    try:
-        theirs = adapter.process(ids, pictures[:2])
-    except Exception as error:
-        # As one server does not take them either.
-        logger.info("Prompts of token ids with images are refused: %s", error)
-        adapter.takes_token_ids = False
-    else:
-        _compare(adapter, ids, seen[:2], theirs)
-    return adapter
-
-
-def _prompts(adapter: Adapter) -> Sequence[str]:
     bos = getattr(adapter.processor._tokenizer, "bos_token", None)
-    return (*_PROMPTS, bos + _PROMPTS[0]) if bos else _PROMPTS
+    prompts = (*_PROMPTS, bos + _PROMPTS[0]) if bos else _PROMPTS
+    _prove(adapter, IMAGE, prompts, {IMAGE: pictures}, {IMAGE: seen})
 
 
-def _compare(
-    adapter: Adapter, prompt: str | list[int], pictures: Sequence[Seen], theirs: Any
+def _prove_videos(adapter: Adapter) -> None:
+    pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES[:2]]
+    films = [drawn(*film) for film in _FILMS]
+    seen = {
+        IMAGE: [adapter.see(picture) for picture in pictures],
+        VIDEO: [adapter.see(film, VIDEO) for film in films],
+    }
+    _prove(adapter, VIDEO, _VIDEO_PROMPTS, {IMAGE: pictures, VIDEO: films}, seen)
+
+
+def _prove(
+    adapter: Adapter, modality: str, prompts: Sequence[str], media: Media, seen: Seens
 ) -> None:
-    ours = adapter.lay_out(prompt, [seen.expansion for seen in pictures])
+    """Every prompt as text, and the first as token ids."""
+    names = {"i": IMAGE, "v": VIDEO}
+    written = {
+        f"{letter}{number}": adapter.family.written(adapter.processor, name)
+        for letter, name in names.items()
+        for number in range(len(media.get(name, ())))
+    }
+    for prompt in prompts:
+        fields = [part.split("}")[0] for part in prompt.split("{")[1:]]
+        shown = {
+            name: [int(field[1:]) for field in fields if field[0] == letter]
+            for letter, name in names.items()
+        }
+        order = [(name, number) for name, numbers in shown.items() for number in numbers]
+        items = [media[name][number] for name, number in order]
+        films = len(shown[VIDEO])
+        arguments = items[: len(items) - films], items[len(items) - films :]
+        text = prompt.format(**written)
+        parts = [seen[name][number] for name, number in order]
+        _compare(adapter, text, parts, adapter.process(text, *arguments))
+        if prompt is not prompts[0]:
+            continue
+        ids = adapter.family.tokenize(adapter.processor, text)
+        try:
+            theirs = adapter.process(ids, *arguments)
+        except Exception as error:
+            # As one server does not take them either.
+            logger.info("Prompts of token ids with %ss are refused: %s", modality.lower(), error)
+            adapter.takes_token_ids[modality] = False
+        else:
+            _compare(adapter, ids, parts, theirs)
+
+
+def _compare(adapter: Adapter, prompt: str | list[int], seen: Sequence[Seen], theirs: Any) -> None:
+    parts = [one.part for one in seen]
+    ours = adapter.lay_out(prompt, parts)
     if ours.input_ids != list(theirs.input_ids):
         raise _CannotBeSplitError(
-            "its processor writes a picture's part of a prompt in a way that depends on what "
+            "its processor writes an item's part of a prompt in a way that depends on what "
             f"is around it ({prompt!r})"
         )
     if constants_of(theirs) != adapter.constants:
-        raise _CannotBeSplitError("its processor marks the pictures of each prompt in another way")
-    token = pictures[0].expansion.token
-    places = sorted(place for item in theirs.mm_items for place in item.offsets)
-    # Pictures side by side may be one run to SGLang.
-    if places != sorted(place for runs in ours.offsets for place in runs) and places != runs_of(
-        ours.input_ids, token
-    ):
-        raise _CannotBeSplitError("its processor puts rows of pictures elsewhere in a prompt")
-    positions = adapter.positions(ours.input_ids, [seen.grid for seen in pictures])
-    for name, value in positions.items():
+        raise _CannotBeSplitError("its processor marks the items of each prompt in another way")
+    for modality in {part.modality for part in parts}:
+        # Items side by side may be one run to SGLang, and all of them one item.
+        expected = _places(
+            item.offsets for item in theirs.mm_items if item.modality.name == modality
+        )
+        found = _places(
+            offsets
+            for part, offsets in zip(parts, ours.offsets, strict=True)
+            if part.modality == modality
+        )
+        if found != expected:
+            raise _CannotBeSplitError("its processor puts rows of items elsewhere in a prompt")
+    for name, value in adapter.positions(ours.input_ids, parts).items():
         if not torch.equal(torch.as_tensor(value), torch.as_tensor(getattr(theirs, name))):
-            raise _CannotBeSplitError(f"its {name} depend on more than the pictures' grids")
+            raise _CannotBeSplitError(f"its {name} depend on more than the items' grids")
+
+
+def _places(offsets: Any) -> list[int]:
+    """All positions of these runs."""
+    return sorted(
+        place for runs in offsets for first, last in runs for place in range(first, last + 1)
+    )

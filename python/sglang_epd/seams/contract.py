@@ -46,6 +46,20 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "multimodal.processors.internvl",
         "InternVLProcessor._ensure_placeholders_before_assistant",
     ): "self prompt placeholder want",
+    (
+        "families/internvl",
+        "multimodal.processors.internvl",
+        "InternVLProcessor._resolve_video_num_frames",
+    ): "self requested num_videos text_len image_tile_cnt",
+    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
+        "self text"
+    ),
+    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.__getitem__"): "self idx",
+    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.get_frames_at"): "self indices",
+    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.get_frames_as_tensor"): (
+        "self indices"
+    ),
+    ("families/films", "utils.common", "load_video"): "video_file use_gpu",
     ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
     ("families/reading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
         "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides"

@@ -32,6 +32,7 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
+from sglang_epd.families import family_of
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
@@ -42,9 +43,10 @@ from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import adaptive, bootstrap, discovery, headers, receiving, rundir
 from sglang_epd.seams.hooks import hook
+from sglang_epd.seams.options import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import Expect
+from sglang_epd.wire import EncodeItem, Expect
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,9 @@ class TokenizerSeam:
         collector: Collector,
         request_timeout_s: float,
         chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
+        *,
         lays_out: Callable[[Any], Any] | None = None,
+        plan: Callable[[Any], list[EncodeItem]] = plan,
     ) -> None:
         self.frontend = frontend
         self._collector = collector
@@ -71,6 +75,7 @@ class TokenizerSeam:
         self.layouts: Board | None = None
         # Where prompts are laid out here: makes what does it of SGLang's processor.
         self._lays_out = lays_out
+        self._plan = plan
         self._processor: Any = None
         # By id; each has SGLang's object of the request.
         self._live: dict[str, Any] = {}
@@ -100,7 +105,7 @@ class TokenizerSeam:
         prompts = [prompt for prompt in prompts if prompt.contains_mm_input()]
         slots = [self._slot(prompt) for prompt in prompts]
         try:
-            planned = [plan(prompt) for prompt in prompts]
+            planned = [self._plan(prompt) for prompt in prompts]
             among = self._chosen()
         except (MediaError, ProtocolError) as error:
             for slot in slots:
@@ -178,7 +183,7 @@ class TokenizerSeam:
 
     def _start(self, prompt: Any, slot: Slot | None) -> Expect:
         try:
-            items = plan(prompt)
+            items = self._plan(prompt)
             among = self._chosen()
         except (MediaError, ProtocolError) as error:
             if slot is not None:
@@ -224,8 +229,12 @@ def create_frontend(
         tally=tally,
     )
     chosen = headers.chooser(settings.encoder_header, pool.urls)
-    lay_out = None if to_scheduler else partial(lays_out, architecture=hf_config.architectures[0])
-    seam = TokenizerSeam(frontend, Collector(control), timeout_s, chosen, lay_out)
+    architecture = hf_config.architectures[0]
+    lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
+    planner = plan if family_of(architecture) is None else plan_without_options
+    seam = TokenizerSeam(
+        frontend, Collector(control), timeout_s, chosen, lays_out=lay_out, plan=planner
+    )
     control.on_again = seam.send_again
     adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
     hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.family import IMAGE, Family, text_config
+from checkpoints.family import IMAGE, VIDEO, Family, text_config
 from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec, TextSpec, VisionSpec
 
@@ -30,7 +30,7 @@ class Glm4v(Family):
         ),
     )
     special_tokens = (_START, _PAD, _END, _VIDEO_START, _VIDEO, _VIDEO_END)
-    marks = {IMAGE: _START + _PAD + _END}
+    marks = {IMAGE: _START + _PAD + _END, VIDEO: _VIDEO_START + _VIDEO + _VIDEO_END}
 
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         from transformers import Glm4vConfig

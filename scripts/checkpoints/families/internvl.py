@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import IMAGE, Family, text_config
+from checkpoints.family import IMAGE, VIDEO, Family, text_config
 from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec, Rule, TextSpec, VisionSpec
 
@@ -52,7 +52,7 @@ class InternVL(Family):
         ),
     )
     special_tokens = (_START, _PAD, _END, _VIDEO)
-    marks = {IMAGE: "<image>"}
+    marks = {IMAGE: "<image>", VIDEO: "<video>"}
     without = {"image of a tool": "SGLang's chat template of this family knows no tools"}
     rules = (
         Rule(r"lambda_\d$", deviation=0.1, offset=1.0),

@@ -54,8 +54,8 @@ def _architecture(config: dict[str, Any]) -> Iterator[Finding]:
     else:
         yield note(
             "model",
-            f"{name} is not on SGLang's list for EPD: images only, if it passes the proof at"
-            " start-up",
+            f"{name} is not on SGLang's list for EPD: images and videos, as far as it passes"
+            " the proof at start-up",
             "docs/families.md has what was compared",
         )
 

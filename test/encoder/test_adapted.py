@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+import clips
+from families.conftest import FRAME, PAD, Processor
+from sglang_epd.encoder.adapted import AdaptedPreparer
+from sglang_epd.errors import MediaError, MediaTooLargeError, MediaTypeError
+from sglang_epd.families import Family
+from sglang_epd.families.expansion import EXPANSION, read
+from sglang_epd.families.proof import adapt
+from sglang_epd.media import MediaLimits
+from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.http import decode_body, encode_body
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 8, 7)).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def processor():
+    return Processor()
+
+
+@pytest.fixture
+def preparer(processor):
+    adapter = adapt(processor, "SomeForConditionalGeneration", Family())
+    return AdaptedPreparer(adapter, "bfloat16", 16, MediaLimits())
+
+
+def test_a_layout_tells_all_that_a_prompt_needs(preparer, processor):
+    prepared = preparer.prepare("IMAGE", png(140, 84))
+    assert prepared.layout.embedding == TensorSpec("bfloat16", (15, 16))
+    assert prepared.layout.grid == [[1, 3, 5]]
+    (plain,) = prepared.layout.extra[EXPANSION]
+    expansion = read(plain)
+    assert expansion.runs == [5, 5, 5]
+    assert expansion.token == processor._tokenizer.id(PAD)
+    assert expansion.text.strip("\n").startswith(PAD)
+    assert prepared.patches == 140 * 84 // 14**2
+    # As it comes over a wire.
+    again = decode_body(encode_body(prepared.layout), Layout, 1 << 16)
+    assert read(again.extra[EXPANSION][0]) == expansion
+
+
+def test_pictures_of_one_shape_may_share_a_forward(preparer):
+    one, same, other = (
+        preparer.prepare("IMAGE", png(*size)) for size in ((140, 84), (140, 84), (84, 140))
+    )
+    assert one.group == same.group != other.group
+    hash(one.group)
+
+
+@pytest.fixture(scope="module")
+def film() -> bytes:
+    """Three seconds of 84 x 56 pixels, eight frames a second."""
+    return clips.video(size=(84, 56))
+
+
+@pytest.fixture
+def watching(processor):
+    def make(**limits):
+        adapter = adapt(processor, "SomeForConditionalGeneration", Family())
+        towers = ("IMAGE", "VIDEO")
+        return AdaptedPreparer(adapter, "bfloat16", 16, MediaLimits(**limits), towers)
+
+    return make
+
+
+@pytest.mark.parametrize("modality", ["VIDEO", "AUDIO"])
+def test_what_there_is_no_tower_for_is_not_taken(preparer, modality):
+    assert preparer.modalities == ("IMAGE",)
+    with pytest.raises(MediaTypeError, match=f"does not take {modality.lower()} input"):
+        preparer.prepare(modality, b"")
+
+
+def test_videos_that_cannot_be_proven_are_refused_with_the_reason(processor, watching):
+    processor.shares_frames = True
+    preparer = watching()
+    assert preparer.modalities == ("IMAGE",)
+    with pytest.raises(MediaTypeError, match=r"video input: .*depends on what is around it"):
+        preparer.prepare("VIDEO", b"")
+
+
+def test_a_videos_layout_has_the_time_of_each_frame(watching, processor, film):
+    prepared = watching().prepare("VIDEO", film)
+    assert prepared.layout.modality == "VIDEO"
+    assert prepared.layout.embedding == TensorSpec("bfloat16", (9, 16))
+    assert prepared.layout.grid == [[3, 1, 3]]
+    expansion = read(prepared.layout.extra[EXPANSION][0])
+    assert expansion.runs == [3, 3, 3]
+    assert expansion.token == processor._tokenizer.id(FRAME)
+    assert [line[:2] for line in expansion.text.splitlines()] == ["0s", "1s", "2s"]
+    modality, items = prepared.content
+    assert modality.name == "VIDEO"
+    assert items[0].feature.shape == (3, 3, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_video_frames": 23}, "24 frames, limit 23"),
+        ({"max_video_pixels": 84 * 56 - 1}, "84 x 56 px"),
+        # Three frames are asked for.
+        ({"max_video_total_pixels": 84 * 56 * 2}, "3 frames of 84 x 56 px"),
+    ],
+)
+def test_videos_are_bounded_by_what_the_processor_reads_of_them(watching, film, limits, told):
+    with pytest.raises(MediaTooLargeError, match=told):
+        watching(**limits).prepare("VIDEO", film)
+    watching(max_video_total_pixels=84 * 56 * 3).prepare("VIDEO", film)
+
+
+def test_damaged_videos_are_the_users_fault(watching, film):
+    preparer = watching()
+    damaged = film[: len(film) // 2] + bytes(len(film) - len(film) // 2)
+    for data in (b"", b"#EXTM3U\nhttp://127.0.0.1/", b"garbage" * 9, film[:300], damaged):
+        with pytest.raises(MediaError):
+            preparer.prepare("VIDEO", data)
+
+
+def test_a_decoder_that_fails_halfway_is_the_files_fault(watching, processor, film):
+    async def fail(**_arguments):
+        raise RuntimeError("Could not push packet to decoder: Invalid data")
+
+    preparer = watching()
+    processor.process_mm_data_async = fail
+    with pytest.raises(MediaError, match="damaged or truncated"):
+        preparer.prepare("VIDEO", film)
+
+
+def test_what_cannot_be_decoded_or_preprocessed_is_the_users_fault(preparer, processor):
+    with pytest.raises(MediaError):
+        preparer.prepare("IMAGE", png(140, 84)[:40])
+
+    async def refuse(**_arguments):
+        raise ValueError("absolute aspect ratio must be smaller than 200")
+
+    processor.process_mm_data_async = refuse
+    with pytest.raises(MediaError, match="aspect ratio must be smaller than 200"):
+        preparer.prepare("IMAGE", png(140, 84))

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import requests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,8 @@ from make_checkpoint import ensure  # noqa: E402
 HERE = Path(__file__).parent
 ARMS = ("colocated", "in-tree-1e1p", "epd-1e1p")
 WARM_UP = 3
+# What a request leaves to do once it has been answered.
+SETTLED_S = 0.1
 ANSWER_TIMEOUT_S = 300.0
 # Of an item on an encoder, in their order, up to its delivery.
 ENCODER_STAGES = ("acquire", "store", "wait", "preprocess", "queue", "forward", "grant")
@@ -79,6 +82,8 @@ class Sample(msgspec.Struct, frozen=True):
     Attributes:
         apart: whether there is an encoder.
         items: what it told of the request's; nothing where it tells nothing.
+        cpu_s: processor time of all of the arm's processes; what else the machine does, which
+            makes everybody wait, is not in it.
     """
 
     arm: str
@@ -88,6 +93,7 @@ class Sample(msgspec.Struct, frozen=True):
     got_at: float
     meta: dict[str, Any]
     items: list[dict[str, Any]]
+    cpu_s: float | None = None
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -171,12 +177,15 @@ def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> S
     }
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
+    worked_s = cpu_s(running)
     sent_at = time.time()
     response = requests.post(
         f"{running.url}/generate", data=data, headers=headers, timeout=ANSWER_TIMEOUT_S
     )
     got_at = time.time()
     response.raise_for_status()
+    time.sleep(SETTLED_S)
+    worked_s = cpu_s(running) - worked_s
     items: list[dict[str, Any]] = []
     if arm.family == "sglang-epd":
         for url in running.urls("encoder"):
@@ -186,7 +195,18 @@ def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> S
             raise RuntimeError(f"the encoder speaks of other items: {items}")
     apart = bool(running.urls("encoder"))
     meta = response.json()["meta_info"]
-    return Sample(arm.name, len(pictures), apart, sent_at, got_at, meta, items)
+    return Sample(arm.name, len(pictures), apart, sent_at, got_at, meta, items, worked_s)
+
+
+def cpu_s(running: Running) -> float:
+    """Processor time that an arm's processes have taken."""
+    total = 0.0
+    for server in running.servers:
+        root = psutil.Process(server.pid)
+        for process in (root, *root.children(recursive=True)):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def measure(options: argparse.Namespace, setting: str) -> Profile:
@@ -241,6 +261,8 @@ def page(profile: Profile) -> str:
         totals = {arm: [sum(one.values()) for one in found[arm]] for arm in arms}
         for name, figure in (("median", statistics.median), ("lowest", min), ("highest", max)):
             rows.append([name, *(f"{figure(totals[arm]):.1f}" for arm in arms)])
+        if all(one.cpu_s is not None for one in samples):
+            rows.append(["processor time, mean", *(_worked(samples, arm, images) for arm in arms)])
         parts.append(f"## {images} image{'s' if images > 1 else ''}\n\n{table(rows)}")
     told = "\n".join(f"    {command}" for command in profile.commands)
     parts += [f"Read: {profile.read}"] if profile.read else []
@@ -260,6 +282,11 @@ no times of its own.
 
 {told}
 """
+
+
+def _worked(samples: Sequence[Sample], arm: str, images: int) -> str:
+    mine = [one.cpu_s or 0.0 for one in samples if (one.arm, one.images) == (arm, images)]
+    return f"{1e3 * statistics.fmean(mine):.0f}"
 
 
 def _mean(found: Sequence[dict[str, float]], names: Sequence[str]) -> str:

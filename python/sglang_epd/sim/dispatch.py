@@ -84,7 +84,6 @@ class Dispatch:
         """An encoder has answered for an item."""
         self._hear()
         self._outstanding[item.encoder] -= item.patches
-        self._see(item.encoder)
 
     def lost(self, item: Item) -> None:
         """The encoder that has it is dead: found out when it is silent."""
@@ -97,29 +96,25 @@ class Dispatch:
         if self._heard != self._reports.number:
             self._heard = self._reports.number
             self._reported = self._outstanding.copy()
-            for number in range(len(self._views)):
-                self._see(number)
 
-    def _see(self, number: int) -> None:
-        """As `dispatch.pool` reckons an encoder's load."""
-        _, queued, rate = self._reports.latest[number]
-        outstanding = self._outstanding[number]
-        load = max(outstanding, queued + outstanding - self._reported[number])
-        view = self._views[number]
-        # Most are as they were: of a thousand, at each of a second's reports.
-        if (view.load, view.rate) != (load, rate):
-            self._views[number] = View(view.url, State.READY, load, rate)
+    def _usable(self) -> tuple[View, ...]:
+        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon."""
+        now, usable = self._env.now, []
+        for number, (alive, queued, rate) in enumerate(self._reports.latest):
+            if not alive or self._busy_until[number] > now:
+                continue
+            outstanding = self._outstanding[number]
+            load = max(outstanding, queued + outstanding - self._reported[number])
+            view = self._views[number]
+            # Most are as they were when this server looked last.
+            if view.load != load or view.rate != rate:
+                view = self._views[number] = View(view.url, State.READY, load, rate)
+            usable.append(view)
+        return tuple(usable)
 
     def _spread(self, items: Sequence[Item]) -> None:
         self._hear()
-        now = self._env.now
-        views = tuple(
-            view
-            for view, (alive, _, _), until in zip(
-                self._views, self._reports.latest, self._busy_until, strict=True
-            )
-            if alive and until <= now
-        )
+        views = self._usable()
         if not views:
             for item in items:
                 self._again(item, _RETRY_AFTER_S)
@@ -135,7 +130,6 @@ class Dispatch:
             elif encoder.ask(item):
                 item.encoder = number
                 self._outstanding[number] += item.patches
-                self._see(number)
             else:
                 self._busy_until[number] = self._env.now + _RETRY_AFTER_S
                 self._again(item, 0.0)

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long one example takes says more of the machine's other work than of the code.
@@ -24,3 +25,14 @@ def pytest_unconfigure() -> None:
             for shared in vars(module).values():
                 if type(shared).__name__ == "PyCapsule":
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Our spans go to a provider of this test's (`spans.Recorded`)."""
+    from sglang_epd.observability import tracing
+    from spans import Recorded
+
+    recorded = Recorded()
+    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: recorded.provider)
+    return recorded

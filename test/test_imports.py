@@ -5,7 +5,7 @@
     sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
-    wire, media, config, errors, trust, deferred, tally
+    wire, media, config, errors, trust, deferred, tally, spans
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -29,7 +29,7 @@ LAYERS = (
     {"sim"},
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
-    {"wire", "media", "config", "errors", "trust", "deferred", "tally"},
+    {"wire", "media", "config", "errors", "trust", "deferred", "tally", "spans"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
@@ -145,6 +145,14 @@ def test_only_the_adapters_touch_sglang():
 def test_only_the_platform_imports_sglang_while_it_is_imported():
     early = [str(found) for found in _sglang() if found.at_import and found.package != "platform"]
     assert not early
+
+
+def test_tracing_is_imported_where_requests_are_traced_only():
+    by = [found for found in ALL if found.module.split(".")[0] == "opentelemetry"]
+    assert {found.importer for found in by} == {"observability/tracing.py"}
+    asked = [found for found in ALL if "sglang_epd.observability.tracing" in found.module]
+    assert asked
+    assert not [str(found) for found in asked if found.at_import]
 
 
 def test_nothing_is_pickled_on_a_wire():

@@ -20,6 +20,7 @@ from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError
 from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
 from sglang_epd.wire import (
     Decline,
@@ -252,9 +253,11 @@ async def computations(
 class Asked(EncoderService):
     """The service, with the room of a request around each call."""
 
-    async def encode(self, request: EncodeRequest, room: Room | None = None) -> EncodeReply:
+    async def encode(
+        self, request: EncodeRequest, room: Room | None = None, span: Span = OFF
+    ) -> EncodeReply:
         with self.receiving() as own:
-            return await super().encode(request, room or own)
+            return await super().encode(request, room or own, span)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import io
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,9 +24,11 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.media import MediaSource
+from sglang_epd.observability import tracing
 from sglang_epd.trust import Trust
 from sglang_epd.wire import MAJOR, EncodeReply, seal
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+from spans import said
 
 PATIENCE_S = 5.0
 MAX_BODY = 1 << 20
@@ -36,9 +40,11 @@ async def serve(service, metrics) -> AsyncIterator[Serve]:
     """Serves the application on loopback by uvicorn, as the encoder does."""
     servers: list[tuple[uvicorn.Server, socket.socket]] = []
 
-    async def start(*tokens: str) -> str:
+    async def start(*tokens: str, **options: Any) -> str:
         info = {"model_path": "model", "namespace": service.namespace}
-        app = create_app(service, metrics, info, trust=Trust(tokens), max_body_bytes=MAX_BODY)
+        app = create_app(
+            service, metrics, info, trust=Trust(tokens), max_body_bytes=MAX_BODY, **options
+        )
         config = uvicorn.Config(
             app,
             ws="none",
@@ -198,7 +204,7 @@ async def test_our_client_learns_that_its_body_is_too_large(serve, asking):
 async def test_a_refusal_has_its_status_and_class(
     serve, http, service, asking, count, monkeypatch, error, status
 ):
-    async def refuse(_request, _room):
+    async def refuse(_request, _room, _span):
         raise error
 
     monkeypatch.setattr(service, "encode", refuse)
@@ -211,7 +217,7 @@ async def test_a_refusal_has_its_status_and_class(
 async def test_an_overloaded_encoder_says_when_to_come_again(
     serve, http, service, asking, monkeypatch
 ):
-    async def refuse(_request, _room):
+    async def refuse(_request, _room, _span):
         raise OverloadedError("full", retry_after_s=2.0)
 
     monkeypatch.setattr(service, "encode", refuse)
@@ -511,3 +517,24 @@ async def test_without_the_token_urls_are_nobodys_business(serve, http, service,
     for path in ("/v1/urls", "/v1/urls/00"):
         async with http.delete(url + path) as response:
             assert response.status == 401
+
+
+async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, asking):
+    url = await serve(begin_span=partial(tracing.begin, "epd_encode"))
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for told in (parent, "garbage", "00-" + "a" * 6000, "\xff"):
+        status, _, _ = await post(http, url, encode_body(asking(b"x")), traceparent=told)
+        assert status == 200
+    status, _, _ = await post(http, url, b"not ours", traceparent=parent)
+    assert status == 400
+    first, *others, refused = recorded.named("epd_encode")
+    assert f"{first.parent.span_id:x}" == "f067aa0ba902b7"
+    assert all(span.parent is None for span in others)
+    assert said(refused)["error.type"] == "ProtocolError"
+
+
+async def test_who_has_no_token_writes_no_trace(serve, http, recorded, asking):
+    url = await serve("secret", begin_span=partial(tracing.begin, "epd_encode"))
+    status, _, _ = await post(http, url, encode_body(asking(b"x")))
+    assert status == 401
+    assert not recorded.ended

@@ -5,6 +5,7 @@ from array import array
 from http import HTTPStatus
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from sglang_epd.errors import (
 from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
+from sglang_epd.spans import OFF
 from sglang_epd.wire import Expect, Laid, Landed, Layout, Settled, TensorSpec
+from spans import said
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
@@ -554,3 +557,34 @@ def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
     forged = request("rid", KNOWN)
     assert backend.sort_out([forged])[1], "not an outcome"
     assert len(gate.told) == 2
+
+
+# Traces.
+
+
+def test_the_wait_for_items_is_a_span(claims, memory, recorded):
+    leader = Leader(claims, SECRET, resume=lambda told: recorded.root if told else OFF)
+    traced = msgspec.structs.replace(EXPECT, trace="00-told")
+    leader.pass_on([request("a", traced), request("b", traced), request("c")])
+    assert not recorded.ended
+    claims.settle(0, memory.land(1.0))
+    claims.settle(1, error=MediaError("cut off"))
+    claims.settle(2, memory.land(1.0))
+    assert len(leader.pass_on([])) == 3
+    good, bad = recorded.named("epd_wait_for_items")
+    assert said(good) == {"items": EXPECT.items}
+    assert said(bad)["error.type"] == "MediaError"
+
+
+def test_laying_the_prompt_out_is_a_span(leader, claims, backend, memory, assembled, recorded):
+    rank = backend()
+    rank._span_of = lambda _request: recorded.root
+    for error in (None, MediaError("too many marks")):
+        assembled.error = error
+        leader.pass_on([request()])
+        claims.settle(len(claims.claims) - 1, memory.land(1.0))
+        rank.sort_out(leader.pass_on([]))
+    good, bad = recorded.named("epd_assemble")
+    assert said(good) == {"rank": 0}
+    assert said(bad)["error.type"] == "BAD_REQUEST"
+    assert bad.status.description == "too many marks"

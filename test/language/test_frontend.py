@@ -16,6 +16,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import frontend as frontend_module
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.spans import OFF
 from sglang_epd.tally import Tally
 from sglang_epd.wire import (
     EncodeItem,
@@ -85,7 +86,13 @@ class FakeDispatcher:
         self.sources: dict[int, str] = {}
 
     async def run(
-        self, reply_to: ReplyTo, items: list[EncodeItem], deadline: float, among=None, note=None
+        self,
+        reply_to: ReplyTo,
+        items: list[EncodeItem],
+        deadline: float,
+        among=None,
+        note=None,
+        span=OFF,
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))

@@ -38,7 +38,7 @@ class FakeFrontend:
         self.cancelled: list[str] = []
         self.sent_again: list[tuple] = []
 
-    def start(self, rid, items, consumers, slot, among=None) -> Expect:
+    def start(self, rid, items, consumers, slot, among=None, parent=None) -> Expect:
         self.started.append((rid, [item.data for item in items], consumers))
         self.slots.append(slot)
         return Expect(f"ticket of {rid}", len(items), consumers, 60.0)
@@ -49,7 +49,7 @@ class FakeFrontend:
     def cancel_all(self) -> None:
         self.cancelled.append("all of them")
 
-    def again(self, rid, items, expect) -> None:
+    def again(self, rid, items, expect, parent=None) -> None:
         self.sent_again.append((rid, [item.data for item in items], expect))
 
 

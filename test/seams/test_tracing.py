@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.context import Context
 
 from sglang_epd.seams import tracing
+from sglang_epd.spans import OFF
+from spans import is_part_of
 
 STATE = SimpleNamespace(obj=SimpleNamespace(rid="r1"))
 
@@ -31,6 +36,55 @@ def test_other_requests_and_servers_have_nothing_to_say(manager: SimpleNamespace
     attributes: dict[str, int] = {}
     tracing.add_sources(attributes, manager, STATE, "output", 0)
     assert not attributes
+
+
+def traced(root: object, enabled: bool = True) -> SimpleNamespace:
+    """A request as SGLang's processes have it."""
+    context = SimpleNamespace(tracing_enable=enabled, root_span_context=root)
+    return SimpleNamespace(time_stats=SimpleNamespace(trace_ctx=context))
+
+
+def test_our_spans_are_parts_of_sglangs(recorded):
+    sglangs = recorded.provider.get_tracer("SGLang").start_span("Req")
+    request = traced(trace.set_span_in_context(sglangs))
+    tracing.span_of(request).child("epd_assemble").end()
+    tracing.span_of_state(request).child("epd_media").end()
+    sglangs.end()
+    for name in ("epd_assemble", "epd_media"):
+        assert is_part_of(recorded.only(name), recorded.only("Req"))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(time_stats=None),
+        traced(None),
+        traced(Context(), enabled=False),
+    ],
+)
+def test_who_is_not_traced_has_none(request_):
+    assert tracing.span_of(request_) is OFF
+    assert tracing.span_of_state(None) is OFF
+    assert tracing.resume("") is OFF
+
+
+def test_a_scheduler_continues_what_its_tokenizer_told(recorded):
+    with recorded.root.child("epd_media") as span:
+        tracing.resume(span.headers["traceparent"]).child("epd_wait_for_items").end()
+    assert is_part_of(recorded.only("epd_wait_for_items"), recorded.only("epd_media"))
+
+
+def test_sglang_names_what_we_lean_on(sglang) -> None:
+    """The root span's context, in the processes that have it and in those it is sent to."""
+    from sglang.srt.observability import trace as sglangs
+    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+
+    assert APIServerReqTimeStats().trace_ctx.tracing_enable is False
+    for cls in (sglangs.TraceReqContext.__init__, sglangs.TraceReqContext.__setstate__):
+        assert "root_span_context" in inspect.getsource(cls)
+    told = inspect.signature(sglangs.process_tracing_init).parameters
+    assert list(told) == ["otlp_endpoint", "server_name", "trace_modules"]
 
 
 def test_it_is_added_to_what_sglang_says(sglang) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import ssl
+from collections.abc import Mapping
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -53,10 +54,15 @@ class EncoderClient:
         if self._session is not None:
             await self._session.close()
 
-    async def encode(self, url: str, request: EncodeRequest) -> EncodeReply:
+    async def encode(
+        self, url: str, request: EncodeRequest, headers: Mapping[str, str] | None = None
+    ) -> EncodeReply:
         """Have the request's items encoded and delivered; returns when all have an outcome.
 
         Cancelling the call closes the connection, which cancels the work there.
+
+        Args:
+            headers: of its trace, sent along.
 
         Raises:
             UnavailableError: the encoder cannot be reached.
@@ -76,7 +82,7 @@ class EncoderClient:
                 f"{url}/v1/encode",
                 # As a file, so that it is written piece by piece.
                 data=io.BytesIO(encode_body(request)),
-                headers=self._headers,
+                headers={**self._headers, **headers} if headers else self._headers,
                 timeout=timeout,
                 allow_redirects=False,
                 ssl=self._tls,

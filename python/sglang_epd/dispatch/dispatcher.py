@@ -32,6 +32,7 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
+from sglang_epd.spans import OFF, Span
 from sglang_epd.tally import Tally
 from sglang_epd.wire import EncodeItem, EncodeRequest, ItemLayout, ItemOutcome, ReplyTo
 from sglang_epd.wire.http import EncodeReply
@@ -54,6 +55,7 @@ class _Progress:
         faults: encoders that failed at the item itself, by their own account.
         losses: encoders that went away while they had it.
         returns: how often it came back to encoders that had failed it.
+        attempts: how often it was given to an encoder.
     """
 
     work: Work
@@ -61,6 +63,7 @@ class _Progress:
     faults: set[str] = field(default_factory=set)
     losses: int = 0
     returns: int = 0
+    attempts: int = 0
 
 
 @dataclass
@@ -72,6 +75,7 @@ class _Run:
     among: Collection[str] | None
     progress: dict[int, _Progress]
     note: Callable[[int, str], None]
+    span: Span
     layouts: dict[int, ItemLayout] = field(default_factory=dict)
     # When it began to wait for an encoder; None while it has one.
     stranded_at: float | None = None
@@ -147,6 +151,8 @@ class Dispatcher:
         deadline: float,
         among: Collection[str] | None = None,
         note: Callable[[int, str], None] = lambda _item, _source: None,
+        *,
+        span: Span = OFF,
     ) -> dict[int, ItemLayout]:
         """Have every item delivered.
 
@@ -154,6 +160,7 @@ class Dispatcher:
             deadline: on the clock of `time.monotonic`.
             among: encoders that may be asked; None for all.
             note: told of each item that was delivered how its encoder came by it.
+            span: has each encoder's share, and each wait, as a part.
 
         Returns:
             The layouts by item number, of those items whose encoder told a valid one.
@@ -164,7 +171,7 @@ class Dispatcher:
         """
         works = self._describe(items)
         progress = {item.item: _Progress(work) for item, work in zip(items, works, strict=True)}
-        run = _Run(reply_to, deadline, among, progress, note)
+        run = _Run(reply_to, deadline, among, progress, note, span)
         self._budget.sent(len(items))
         tasks = self._launch(run, items, None)
         try:
@@ -225,7 +232,8 @@ class Dispatcher:
             seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
         elif not self._candidates(run, frozenset()):
             seconds = until - now
-        await self._pool.changed(min(seconds, until - now))
+        with run.span.child("epd_wait_for_encoder", items=len(items)):
+            await self._pool.changed(min(seconds, until - now))
         for one in progress:
             one.returns += 1
             one.tried = set(one.faults)
@@ -267,13 +275,26 @@ class Dispatcher:
             for item, url in zip(members, chosen, strict=True):
                 shares[url].append(item)
                 run.progress[item.item].tried.add(url)
+                run.progress[item.item].attempts += 1
         self._pool.assigned(len(items) - len(stranded))
         return shares, stranded
 
     async def _send(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
         """One share to one encoder; returns the items to try elsewhere, with the reason."""
+        with run.span.child("epd_dispatch") as span:
+            if span:
+                _describe(span, run, url, items)
+            failures = await self._send_share(run, url, items, span)
+            if span and failures:
+                span.fail(failures[0][1].code, failures[0][1].message)
+                span.note(elsewhere=[item.item for item, _ in failures])
+            return failures
+
+    async def _send_share(
+        self, run: _Run, url: str, items: list[EncodeItem], span: Span
+    ) -> list[Failure]:
         try:
-            reply = await self._ask(run, url, items)
+            reply = await self._ask(run, url, items, span)
         except EpdError as error:
             if not error.retry_elsewhere:
                 raise
@@ -320,7 +341,7 @@ class Dispatcher:
             for item in items:
                 run.progress[item.item].faults.add(url)
 
-    async def _ask(self, run: _Run, url: str, items: list[EncodeItem]) -> EncodeReply:
+    async def _ask(self, run: _Run, url: str, items: list[EncodeItem], span: Span) -> EncodeReply:
         """The encoder's answer, unless it is given up before.
 
         Raises:
@@ -330,10 +351,11 @@ class Dispatcher:
         if ttl_s <= 0:
             raise DeadlineError(_TOO_LATE)
         request = EncodeRequest(run.next_id(), self._pool.namespace, ttl_s, run.reply_to, items)
+        span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as attempt:
             lost = asyncio.create_task(attempt.lost.wait())
-            answer = asyncio.create_task(self._client.encode(url, request))
+            answer = asyncio.create_task(self._client.encode(url, request, span.headers))
             try:
                 await asyncio.wait(
                     {lost, answer},
@@ -351,6 +373,17 @@ class Dispatcher:
                 lost.cancel()
                 answer.cancel()
                 await asyncio.gather(lost, answer, return_exceptions=True)
+
+
+def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:
+    progress = [run.progress[item.item] for item in items]
+    span.note(
+        encoder=url,
+        items=[item.item for item in items],
+        patches=int(sum(one.work.patches for one in progress)),
+        bytes=sum(len(item.data or b"") for item in items),
+        attempt=max(one.attempts for one in progress),
+    )
 
 
 def _note_loss(run: _Run, items: list[EncodeItem]) -> None:

@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,6 +33,7 @@ from starlette.requests import ClientDisconnect
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.errors import EpdError, MediaTooLargeError
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.spans import OFF, Span
 from sglang_epd.trust import Trust
 from sglang_epd.wire import EncodeReply, EncodeRequest
 from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
@@ -52,6 +54,7 @@ def create_app(
     trust: Trust | None = None,
     max_body_bytes: int,
     lifespan: Any = None,
+    begin_span: Callable[[Mapping[str, str]], Span] = lambda _headers: OFF,
 ) -> FastAPI:
     """Build the application.
 
@@ -59,8 +62,16 @@ def create_app(
         info: what /v1/info answers.
         trust: whose requests are taken; everybody's without.
         max_body_bytes: larger encode requests are refused with 413.
+        begin_span: begins the span of an encode request, by its headers.
     """
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # FastAPI's own: spans of its own kind, for every request, whoever asks.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     trusted = trust or Trust()
 
     def authorised(request: Request) -> bool:
@@ -76,21 +87,11 @@ def create_app(
     async def answer(request: Request) -> Response:
         if not authorised(request):
             return Response(status_code=401)
-        try:
-            with service.receiving() as room:
-                body = await _read_body(request, max_body_bytes, room)
-                asked = decode_body(body, EncodeRequest, max_body_bytes)
-                del body
-                reply = await _until_disconnected(request, service, asked, room)
-        except EpdError as error:
-            metrics.refusals.labels(error.code).inc()
-            logger.warning("Refused an encode request: %s (%s)", error, error.code)
-            return _refusal(error)
-        except ClientDisconnect:  # before all of the body was here
-            reply = None
-        if reply is None:
-            return Response(status_code=_CLIENT_CLOSED)
-        return Response(encode_body(reply), media_type=CONTENT_TYPE)
+        with begin_span(request.headers) as span:
+            response, error = await _serve(request, service, max_body_bytes, span)
+            if error:
+                metrics.refusals.labels(error).inc()
+            return response
 
     @app.delete("/v1/encode/{request_id}")
     async def cancel(request_id: str, request: Request) -> Response:
@@ -165,6 +166,28 @@ def create_app(
     return app
 
 
+async def _serve(
+    request: Request, service: EncoderService, max_body_bytes: int, span: Span
+) -> tuple[Response, str]:
+    """The answer to an encode request, and the class of the error it was refused with."""
+    try:
+        with service.receiving() as room:
+            body = await _read_body(request, max_body_bytes, room)
+            asked = decode_body(body, EncodeRequest, max_body_bytes)
+            del body
+            reply = await _until_disconnected(request, service, asked, room, span)
+    except EpdError as error:
+        logger.warning("Refused an encode request: %s (%s)", error, error.code)
+        span.fail(error.code, error.message)
+        return _refusal(error), error.code
+    except ClientDisconnect:  # before all of the body was here
+        reply = None
+    if reply is None:
+        span.fail("RequestCancelledError", "the asker left")
+        return Response(status_code=_CLIENT_CLOSED), ""
+    return Response(encode_body(reply), media_type=CONTENT_TYPE), ""
+
+
 async def _read_body(request: Request, max_bytes: int, room: Room) -> bytearray:
     announced = request.headers.get("content-length", "")
     expected = int(announced) if announced.isdecimal() else 0
@@ -227,10 +250,11 @@ def _known_urls(service: EncoderService) -> dict[str, Any]:
 
 
 async def _until_disconnected(
-    request: Request, service: EncoderService, asked: EncodeRequest, room: Room
+    request: Request, service: EncoderService, asked: EncodeRequest, room: Room, span: Span
 ) -> EncodeReply | None:
     """Run the request; None if the client left, or cancelled it, before it was done."""
-    work = asyncio.create_task(service.encode(asked, room), name=f"encode {asked.request_id}")
+    encoding = service.encode(asked, room, span)
+    work = asyncio.create_task(encoding, name=f"encode {asked.request_id}")
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

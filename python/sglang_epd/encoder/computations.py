@@ -213,8 +213,7 @@ class Computations:
             if work.data is None:
                 work.data = hold._data
             work.job.deadline = max(work.job.deadline, hold._job.deadline)
-        hold._work = work
-        work.holds.append(hold)
+        hold.join(work)
         self._consider(work)
         if work.prepared is not None:
             self._show(hold, work.prepared.layout)

@@ -7,13 +7,16 @@ whether it wants the embedding now.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_epd.cache import Entry
 from sglang_epd.encoder.scheduling import Job
-from sglang_epd.encoder.work import Work
+from sglang_epd.encoder.work import Stage, Work
 from sglang_epd.wire import Layout
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ class Hold:
         source: how it comes about: "cached", "coalesced" (with another asker), "stored"
             (it was in the shared store) or "computed".
         ms: milliseconds that it spent in each stage.
+        began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -62,6 +66,19 @@ class Hold:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.source = "computed"
         self.ms: dict[str, float] = {}
+        self.began = time.perf_counter()
+        self._stages: list[list[Stage]] = []
+
+    @property
+    def stages(self) -> Iterator[Stage]:
+        """What it went through, in its order, as far as it is over."""
+        return chain.from_iterable(self._stages)
+
+    def join(self, work: Work) -> None:
+        """Its embedding is being made; called by `computations` alone."""
+        self._work = work
+        work.holds.append(self)
+        self._stages.append(work.stages)
 
     async def layout(self) -> Layout:
         """The embedding's layout, as soon as it is known.

@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,7 @@ from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
@@ -82,6 +84,7 @@ def launch(server_args: Any) -> None:
     registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
     name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = EncoderMetrics()
+    begin_span = _spans()
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
@@ -128,6 +131,7 @@ def launch(server_args: Any) -> None:
                 trust=trust,
                 max_body_bytes=settings.max_body_mb << 20,
                 lifespan=_housekeeping(service, sender, towers),
+                begin_span=begin_span,
             )
             config = uvicorn.Config(
                 app,
@@ -159,6 +163,30 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _spans() -> Callable[[Mapping[str, str]], Span]:
+    """What begins the span of an encode request, by its headers.
+
+    With `--enable-trace` OpenTelemetry is set up as SGLang's servers do.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    from sglang.srt.runtime_context import get_observability
+
+    told = get_observability()
+    if not told.enable_trace:
+        return lambda _headers: OFF
+    from sglang.srt.observability.trace import get_global_trace_level, process_tracing_init
+
+    endpoint, modules = told.otlp_traces_endpoint, told.trace_modules
+    process_tracing_init(endpoint, told.otlp_service_name, trace_modules=modules)
+    if get_global_trace_level() <= 0 or "request" not in modules.split(","):
+        return lambda _headers: OFF
+    from sglang_epd.observability import tracing
+
+    return partial(tracing.begin, "epd_encode")
 
 
 def _open_urls(

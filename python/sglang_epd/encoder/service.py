@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from sglang_epd.errors import (
 from sglang_epd.media import MediaFetcher, MediaSource
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
 from sglang_epd.wire import (
     Decline,
@@ -149,10 +151,13 @@ class EncoderService:
         finally:
             room.close()
 
-    async def encode(self, request: EncodeRequest, room: Room) -> EncodeReply:
+    async def encode(self, request: EncodeRequest, room: Room, span: Span = OFF) -> EncodeReply:
         """Encode and deliver a request's items; one outcome an item.
 
         Cancelling the call cancels the items at their next stage.
+
+        Args:
+            span: of the request; has each item as a part.
 
         Raises:
             NamespaceError: the asker expects another encoder.
@@ -161,6 +166,7 @@ class EncoderService:
             MediaTooLargeError: more items than may ever be in work at a time.
             OverloadedError: too many items in work now.
         """
+        span.note(encoder=self.name, request_id=request.request_id, items=len(request.items))
         if request.namespace != self.namespace:
             raise NamespaceError(
                 f"encoder identity differs: the language server has {request.namespace}, "
@@ -176,7 +182,7 @@ class EncoderService:
             deadline = time.monotonic() + request.ttl_s
             async with asyncio.TaskGroup() as group:
                 running = [
-                    group.create_task(self._encode_item(request, item, deadline, room))
+                    group.create_task(self._encode_item(request, item, deadline, room, span))
                     for item in request.items
                 ]
             outcomes = [item.result() for item in running]
@@ -238,13 +244,29 @@ class EncoderService:
             self._roomy.set()
 
     async def _encode_item(
-        self, request: EncodeRequest, item: EncodeItem, deadline: float, room: Room
+        self,
+        request: EncodeRequest,
+        item: EncodeItem,
+        deadline: float,
+        room: Room,
+        parent: Span,
+    ) -> ItemOutcome:
+        with parent.child("epd_item") as span:
+            if span:
+                _describe(span, self.name, item)
+            outcome = await self._encode_described(request, item, deadline, room, span)
+            if span:
+                _say_outcome(span, outcome)
+            return outcome
+
+    async def _encode_described(
+        self, request: EncodeRequest, item: EncodeItem, deadline: float, room: Room, span: Span
     ) -> ItemOutcome:
         ms: dict[str, float] = {}
         began_at = time.time()
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                outcome = await self._run_stages(request, item, deadline, room, ms)
+                outcome = await self._run_stages(request, item, deadline, room, ms, span=span)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -270,6 +292,8 @@ class EncoderService:
         deadline: float,
         room: Room,
         ms: dict[str, float],
+        *,
+        span: Span,
     ) -> ItemOutcome:
         def key_of(digest: bytes) -> bytes:
             return embedding_key(self.namespace, digest, item.modality, item.options)
@@ -281,20 +305,22 @@ class EncoderService:
         # Again when the store does not have the embedding of a known URL, or when one that
         # was at hand went while its receiver had no memory.
         while True:
-            with self._stage("acquire", ms):
+            with self._stage("acquire", ms, span):
                 content = await self._acquire(item, deadline, room, at_hand)
             key = key_of(content.digest)
             hold = self.computations.hold(
                 key, item.modality, content.data, request.request_id, deadline, looked=looked
             )
             try:
-                return await self._deliver(request, item, deadline, hold, ms)
+                return await self._deliver(request, item, deadline, hold, ms, span=span)
             except MediaNeededError as needed:
                 looked = True
                 logger.info("Reading %s of %s: %s", item.label, request.request_id, needed)
             finally:
                 hold.release()
                 ms |= hold.ms
+                if span:
+                    _show_stages(span, hold)
 
     async def _acquire(
         self, item: EncodeItem, deadline: float, room: Room, at_hand: Callable[[bytes], bool]
@@ -327,6 +353,8 @@ class EncoderService:
         deadline: float,
         hold: Hold,
         ms: dict[str, float],
+        *,
+        span: Span,
     ) -> ItemOutcome:
         layout = await hold.layout()
         endpoint, ticket = request.reply_to.endpoint, request.reply_to.ticket
@@ -336,7 +364,7 @@ class EncoderService:
         while True:
             offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
             async with self._sender.offer(endpoint, offer) as offered:
-                decision = await self._decision(hold, offered, ms)
+                decision = await self._decision(hold, offered, ms, span)
                 if isinstance(decision, Decline):
                     return ItemOutcome(
                         item.item,
@@ -350,10 +378,11 @@ class EncoderService:
                 hold.want(True)
                 embedding = await hold.embedding()
                 try:
-                    with self._stage("deliver", ms):
+                    with self._stage("deliver", ms, span) as part:
                         landing = await self._sender.deliver(
                             endpoint, decision, embedding, deadline - time.monotonic()
                         )
+                        part.note(landing=landing, bytes=nbytes)
                 except GrantLostError:
                     logger.info("Offering %s of %s again", item.label, request.request_id)
                     renewal = True
@@ -370,7 +399,7 @@ class EncoderService:
             )
 
     async def _decision(
-        self, hold: Hold, offered: Offered, ms: dict[str, float]
+        self, hold: Hold, offered: Offered, ms: dict[str, float], span: Span
     ) -> Granted | Decline:
         """Wait for the grant, with the embedding in the making as long as it may be of use."""
         signs: list[asyncio.Future[Any]] = [hold.made, offered.answered]
@@ -380,14 +409,15 @@ class EncoderService:
         if offered.granted is None:
             # The receiver is slow to answer, or has no memory now.
             hold.want(False)
-        with self._stage("grant", ms):
+        with self._stage("grant", ms, span):
             return await offered.decided
 
     @contextmanager
-    def _stage(self, name: str, ms: dict[str, float]) -> Iterator[None]:
+    def _stage(self, name: str, ms: dict[str, float], span: Span) -> Iterator[Span]:
         started = time.perf_counter()
         try:
-            yield
+            with span.child(f"epd_{name}") as part:
+                yield part
         finally:
             elapsed_s = time.perf_counter() - started
             ms[name] = round(ms.get(name, 0.0) + elapsed_s * 1e3, 3)
@@ -415,6 +445,33 @@ class EncoderService:
                 "ended_at": time.time(),
             }
         )
+
+
+def _describe(span: Span, encoder: str, item: EncodeItem) -> None:
+    source = "url" if item.data is None else "inline"
+    span.note(encoder=encoder, item=item.item, modality=item.modality, media=source)
+    if item.data is not None:
+        span.note(media_bytes=len(item.data))
+
+
+def _say_outcome(span: Span, outcome: ItemOutcome) -> None:
+    layout = outcome.layout
+    if layout is not None:
+        patches = sum(math.prod(extents) for extents in layout.grid)
+        span.note(patches=patches, tokens=layout.tokens, bytes=spec_bytes(layout.embedding))
+    span.note(outcome=outcome.state, source=outcome.source or None)
+    if outcome.state == "failed":
+        span.fail(outcome.code, outcome.message)
+    elif outcome.code:
+        span.note(reason=outcome.code)
+
+
+def _show_stages(span: Span, hold: Hold) -> None:
+    """The stages that others may share; an asker who joined later sees them from then on."""
+    for name, began, ended in hold.stages:
+        if ended > hold.began:
+            part = span.child(f"epd_{name}", began=max(began, hold.began), source=hold.source)
+            part.end(ended)
 
 
 def _failed(item: EncodeItem, error: EpdError, ms: dict[str, float]) -> ItemOutcome:

@@ -49,6 +49,10 @@ _NEXT = {
 }
 
 
+# Its name, when it began and when it ended, in seconds of `time.perf_counter`.
+Stage = tuple[str, float, float]
+
+
 @dataclass(eq=False)
 class Work:
     """One embedding in the making."""
@@ -64,6 +68,7 @@ class Work:
     prepared: Prepared | None = None
     losses: int = 0
     ms: dict[str, float] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
     since: float = 0.0
 
     @property
@@ -88,6 +93,7 @@ class Work:
         stage = _STAGES.get(self.state)
         if stage is not None:
             self.ms[stage] = round(self.ms.get(stage, 0.0) + (now - self.since) * 1e3, 3)
+            self.stages.append((stage, self.since, now))
         self.state, self.since = state, now
 
 

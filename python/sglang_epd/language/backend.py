@@ -26,6 +26,7 @@ import msgspec
 from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError, from_code
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import ReceivedItem
+from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.wire import Expect, Laid, Settled, encode_message
 from sglang_epd.wire.messages import MAX_HEADER_BYTES
@@ -74,10 +75,21 @@ class Leader:
         claims: how tickets are claimed.
         secret: what manifests are signed with.
         prefix: whether the ranks have prefix caches to be asked.
+        resume: the span that an announcement tells of.
     """
 
-    def __init__(self, claims: ClaimsTickets, secret: bytes, *, prefix: bool = False) -> None:
+    def __init__(
+        self,
+        claims: ClaimsTickets,
+        secret: bytes,
+        *,
+        prefix: bool = False,
+        resume: Callable[[str], Span] = lambda _trace: OFF,
+    ) -> None:
         self._prefix = prefix
+        self._resume = resume
+        # Of the claims whose requests are traced: the wait for their items.
+        self._spans: dict[str, Span] = {}
         self._claims = claims
         self._secret = secret
         self._waiting: dict[str, Any] = {}
@@ -111,6 +123,7 @@ class Leader:
             if settled.claim in self._covered:
                 self._covered.remove(settled.claim)
                 continue
+            self._end_span(settled.claim, settled.code, settled.message)
             request = self._waiting.pop(settled.claim, None)
             if request is None:
                 logger.error("The receiver settled a request after it was given up")
@@ -153,6 +166,7 @@ class Leader:
         request = self._waiting.pop(laid.claim, None)
         if request is None:
             return []
+        self._end_span(laid.claim)
         del self._until[laid.claim]
         announced = self._expects.pop(laid.claim)
         expect = msgspec.structs.replace(announced, keys=laid.keys, layouts=laid.layouts)
@@ -205,7 +219,17 @@ class Leader:
         self._waiting[claim] = request
         self._until[claim] = time.monotonic() + expect.ttl_s + _GRACE_S
         self._expects[claim] = expect
+        if expect.trace:
+            needed = expect.items - len(covered)
+            span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
+            self._spans[claim] = span
         self._claims.claim(claim, expect, covered, prefix=prefix)
+
+    def _end_span(self, claim: str, code: str = "", message: str = "") -> None:
+        span = self._spans.pop(claim, OFF)
+        if code:
+            span.fail(code, message)
+        span.end()
 
     def _given_up(self, now: float) -> list[Any]:
         """Requests that the receiver has not settled at their deadline, as it always does."""
@@ -225,6 +249,7 @@ class Leader:
             # Should it wake after all, nobody is to be handed the items.
             self._claims.abandon(claim)
             request.encoder_urls = self._write(Settled("", (), error.code, error.message))
+            self._end_span(claim, error.code, error.message)
             given_up.append(request)
         return given_up
 
@@ -243,6 +268,7 @@ class Backend:
         lay_out: makes `mm_inputs` of a request that the prefix cache is to be asked about.
         gate: where such requests wait; None where none do.
         secret: what manifests are signed with.
+        span_of: the span of a request.
     """
 
     def __init__(
@@ -255,7 +281,9 @@ class Backend:
         secret: bytes,
         lay_out: LayOut | None = None,
         gate: HoldsRequests | None = None,
+        span_of: Callable[[Any], Span] = lambda _request: OFF,
     ) -> None:
+        self._span_of = span_of
         self._lay_out = lay_out
         self._gate = gate
         self._secret = secret
@@ -275,7 +303,10 @@ class Backend:
             if self._gate is not None and self._gate.holds(request.rid):
                 failure = self._resolve(self._gate, request)
             else:
-                failure = self._complete(request)
+                with self._span_of(request).child("epd_assemble", rank=self._reader) as span:
+                    failure = self._complete(request)
+                    if failure is not None:
+                        span.fail(failure[2].name, failure[1])
                 if failure is None:
                     ready.append(request)
             if failure is not None:

@@ -30,6 +30,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.language.layouts import Slot
+from sglang_epd.spans import OFF, Span
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo, encode_message
@@ -65,6 +66,7 @@ class _Request:
 
     Attributes:
         layouts: of the items, as far as they are known.
+        span: of all that is done here for its media.
         unheard: whether the receiver has yet to say what it needs.
         over: whether it needs nothing any more.
     """
@@ -77,6 +79,7 @@ class _Request:
     slot: Slot | None
     among: Collection[str] | None
     deadline: float
+    span: Span = OFF
     unheard: bool = False
     over: bool = False
     sent: int = 0
@@ -132,6 +135,8 @@ class Frontend:
         consumers: int,
         slot: Slot | None = None,
         among: Collection[str] | None = None,
+        *,
+        parent: Span = OFF,
     ) -> Expect:
         """Begin to have `items` encoded; returns what the scheduler is to wait for.
 
@@ -142,15 +147,17 @@ class Frontend:
             consumers: how many scheduler requests will wait for these items.
             slot: where a decode server learns the layouts, or that there will be none.
             among: encoders that may be asked; None for all.
+            parent: the span of the request.
         """
         keys = [self._key(item) for item in items]
         layouts = self._recall(items, keys)
-        expect = self._announcement(items, keys, layouts, consumers)
+        span = parent.child("epd_media", items=len(items), known=len(layouts))
+        expect = self._announcement(items, keys, layouts, consumers, span)
         deadline = time.monotonic() + self._timeout_s
-        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline))
+        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline, span))
         return expect
 
-    def again(self, rid: str, items: list[EncodeItem], expect: Expect) -> None:
+    def again(self, rid: str, items: list[EncodeItem], expect: Expect, parent: Span = OFF) -> None:
         """Have items encoded that were thought not to be needed, under a new announcement.
 
         Must be called in the event loop.
@@ -165,7 +172,8 @@ class Frontend:
             raise ProtocolError("the request's media are not those that it was announced with")
         layouts = self._recall(items, keys)
         deadline = time.monotonic() + expect.ttl_s
-        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline))
+        span = parent.child("epd_media", items=len(items), again=True)
+        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline, span))
 
     def _announcement(
         self,
@@ -173,6 +181,7 @@ class Frontend:
         keys: Sequence[bytes],
         layouts: dict[int, ItemLayout],
         consumers: int,
+        span: Span,
     ) -> Expect:
         expect = Expect(
             secrets.token_urlsafe(16),
@@ -180,6 +189,7 @@ class Frontend:
             consumers,
             self._timeout_s,
             announcer=self._control.name,
+            trace=span.headers.get("traceparent", ""),
         )
         if not layouts:
             return expect
@@ -196,10 +206,11 @@ class Frontend:
 
     def _begin(self, request: _Request) -> None:
         rid, slot, ticket = request.rid, request.slot, request.expect.ticket
+        span = request.span
         task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
         self._live[rid] = _Live(ticket, task)
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda task: self._forget(rid, ticket, task))
+        task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
@@ -221,7 +232,9 @@ class Frontend:
         if live is not None:
             live.task.cancel()
 
-    def _forget(self, rid: str, ticket: str, task: asyncio.Task[EpdError | None]) -> None:
+    def _forget(
+        self, rid: str, ticket: str, task: asyncio.Task[EpdError | None], span: Span
+    ) -> None:
         live = self._live.get(rid)
         told = False
         if live is not None and live.ticket == ticket:
@@ -233,6 +246,9 @@ class Frontend:
             if surprise is not None:
                 logger.error("Could not end %s", rid, exc_info=surprise)
             error = EncodeError("its end is unknown") if surprise else task.result()
+        if error is not None:
+            span.fail(error.code, error.message)
+        span.end()
         if not told:
             self.on_end(rid, error)
 
@@ -330,7 +346,12 @@ class Frontend:
         items = request.items if every else [request.items[number] for number in numbers]
         request.sent += len(items)
         run = self._dispatcher.run(
-            reply_to, items, request.deadline, request.among, request.sources.__setitem__
+            reply_to,
+            items,
+            request.deadline,
+            request.among,
+            request.sources.__setitem__,
+            span=request.span,
         )
         request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
 
@@ -344,6 +365,7 @@ class Frontend:
 
     def _delivered(self, request: _Request, started: float) -> None:
         """All of a request's items are at the receiver."""
+        request.span.event("delivered")
         if request.slot is not None:
             layouts = [request.layouts.get(item.item) for item in request.items]
             request.slot.learnt(layouts)
@@ -364,6 +386,8 @@ class Frontend:
         counts += Counter({"kv": last.covered, "language_cache": last.cached})
         for source, items in counts.items():
             self._tally.add("items", source, amount=items)
+        if request.span:
+            request.span.note(**{f"media_sources.{name}": items for name, items in counts.items()})
         self._accounts[request.rid] = dict(counts)
         while len(self._accounts) > _MAX_ACCOUNTS:
             self._accounts.popitem(last=False)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
+from sglang_epd.seams import tracing
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
@@ -58,6 +59,7 @@ def set_up(manager: Any) -> None:
         modalities={member.name: member for member in Modality},
         default_port=disagg.disaggregation_bootstrap_port,
         metrics=DecodeMetrics(),
+        live=manager.rid_to_state,
     )
     processor.process_mm_data_async = prompts.process
     logger.info("EPD decode server: prompts are laid out by what their prefill server knows")
@@ -73,6 +75,7 @@ class DecodePrompts:
         modalities: SGLang's `Modality` members by name.
         default_port: of a bootstrap server whose port the request does not say.
         metrics: counts what happened.
+        live: the live requests by id, each with its `time_stats`.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class DecodePrompts:
         modalities: dict[str, Any],
         default_port: int,
         metrics: DecodeMetrics,
+        live: Mapping[str, Any] | None = None,
     ) -> None:
+        self._live = {} if live is None else live
         self._processor = processor
         self._original = original
         self._ask = ask
@@ -100,7 +105,10 @@ class DecodePrompts:
             ValueError: the same, of a stream.
         """
         try:
-            output = await self._by_prefill(request_obj, input_text)
+            parent = tracing.span_of_state(self._live.get(request_obj.rid))
+            with parent.child("epd_lay_out") as span:
+                output = await self._by_prefill(request_obj, input_text)
+                span.note(layout="own" if output is None else "known")
         except EpdError as error:
             self._prompts.labels("failed").inc()
             logger.warning("Prefill of %s failed: %s (%s)", request_obj.rid, error, error.code)

@@ -22,7 +22,7 @@ import zmq
 from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
-from sglang_epd.seams import prefix, receiving, rundir
+from sglang_epd.seams import prefix, receiving, rundir, tracing
 from sglang_epd.seams.embeddings import give_back_early
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.claims import Claims
@@ -112,7 +112,7 @@ def create_backend(
     leader = None
     if ranks.leads:
         prefix_cache = not get_memory().disable_radix_cache
-        leader = Leader(claims, rundir.secret(), prefix=prefix_cache)
+        leader = Leader(claims, rundir.secret(), prefix=prefix_cache, resume=tracing.resume)
         # SGLang's Rust server brings a sleeper without one, which wakes once a second.
         if hasattr(scheduler.idle_sleeper, "poller"):
             scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
@@ -126,6 +126,7 @@ def create_backend(
         secret=rundir.secret(),
         lay_out=make_bare_inputs,
         gate=gate,
+        span_of=tracing.span_of,
     )
     return SchedulerSeam(backend, leader, gate)
 

@@ -41,7 +41,15 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, plan
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
-from sglang_epd.seams import adaptive, bootstrap, discovery, headers, receiving, rundir
+from sglang_epd.seams import (
+    adaptive,
+    bootstrap,
+    discovery,
+    headers,
+    receiving,
+    rundir,
+    tracing,
+)
 from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.options import plan_without_options
 from sglang_epd.seams.prompt import lays_out
@@ -116,7 +124,8 @@ class TokenizerSeam:
             # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
             # once a sample; each of them waits for the same items.
             consumers = 1 if samples == 1 else samples + 1
-            expect = self.frontend.start(prompt.rid, items, consumers, slot, among)
+            parent = tracing.span_of_state(self._live.get(prompt.rid))
+            expect = self.frontend.start(prompt.rid, items, consumers, slot, among, parent=parent)
             prompt.need_wait_for_mm_inputs = True
             prompt.encoder_urls = manifest.write(expect, rundir.secret())
 
@@ -129,7 +138,7 @@ class TokenizerSeam:
         state = self._live.get(rid)
         if state is None:
             raise RequestCancelledError("the request is over")
-        self.frontend.again(rid, plan(state.obj), expect)
+        self.frontend.again(rid, plan(state.obj), expect, tracing.span_of_state(state))
 
     async def recv_mm_data(
         self,
@@ -189,7 +198,8 @@ class TokenizerSeam:
             if slot is not None:
                 slot.failed(error)
             raise
-        return self.frontend.start(prompt.rid, items, 1, slot, among)
+        parent = tracing.span_of_state(self._live.get(prompt.rid))
+        return self.frontend.start(prompt.rid, items, 1, slot, among, parent=parent)
 
     def _slot(self, prompt: Any) -> Slot | None:
         if self.layouts is None or not isinstance(prompt.bootstrap_room, int):

@@ -238,6 +238,7 @@ class Expect(Message, frozen=True, tag="expect"):
             is sent, and a `Needed` follows the first claim.
         announcer: the tokenizer process that announced it, to be told should its items be
             needed after all (`Again`).
+        trace: W3C's `traceparent` of what the request's media are part of; empty for none.
     """
 
     ticket: str
@@ -247,6 +248,7 @@ class Expect(Message, frozen=True, tag="expect"):
     keys: tuple[bytes, ...] = ()
     layouts: tuple[Layout, ...] = ()
     announcer: str = ""
+    trace: str = ""
 
 
 class Claim(Message, frozen=True, tag="claim"):

@@ -181,3 +181,15 @@ def test_python_in_the_pages_compiles() -> None:
     assert found
     for block in found:
         compile(block.text, block.page.name, "exec")
+
+
+def test_every_script_is_on_a_page() -> None:
+    told = "".join(page.read_text() for page in [*PAGES, ROOT / "benchmark" / "README.md"])
+    # Sourced or run by the others.
+    parts = {"lib.sh", "demo.py", "family_table.py"}
+    scripts = [path for path in (ROOT / "scripts").iterdir() if os.access(path, os.X_OK)]
+    runs = [path for path in (ROOT / "benchmark").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 5 and len(runs) > 5
+    for path in [*scripts, *runs]:
+        if path.is_file() and path.name not in parts:
+            assert f"{path.parent.name}/{path.name}" in told, path.name

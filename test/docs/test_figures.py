@@ -47,5 +47,11 @@ def test_rounding() -> None:
     assert not stands("245", told) and not stands("0.5", told[:2])
 
 
+def test_readers_find_every_result() -> None:
+    told = (ROOT / "benchmark" / "README.md").read_text()
+    for path in RESULTS.glob("*.md"):
+        assert f"](results/{path.name})" in told, path.name
+
+
 def test_pages_cite_results() -> None:
     assert {page.name for page in PAGES if quotes(page)} >= {"topology.md", "comparison.md"}

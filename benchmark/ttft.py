@@ -21,11 +21,12 @@ import base64
 import json
 import random
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,10 @@ def cpu_s(running: Running) -> float:
     return total
 
 
-def measure(options: argparse.Namespace, setting: str) -> Profile:
-    """Samples of all arms, which take turns."""
+def measure(options: argparse.Namespace) -> Iterator[Profile]:
+    """Samples of all arms, which take turns: after each turn all that there are by then."""
+    # Before servers are up: of the load average it is that of others.
+    where = ", ".join(f"{name} {value}" for name, value in (machine() | versions()).items())
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-ttft-"))
     print("logs:", logs, flush=True)
     model = str(ensure(options.model))
@@ -225,8 +228,10 @@ def measure(options: argparse.Namespace, setting: str) -> Profile:
     arms = read_all(HERE / "arms", Arm, options.arms)
     flags = f"{options.flags} --enable-metrics"
     servers = {arm.name: Running(arm, model, flags, place, logs) for arm in arms}
+    titles = {arm.name: arm.title for arm in arms}
+    commands = [line for one in servers.values() for line in one.commands]
     draw = random.Random(options.seed)
-    samples = []
+    samples: list[Sample] = []
     try:
         for running in servers.values():
             running.start()
@@ -239,11 +244,19 @@ def measure(options: argparse.Namespace, setting: str) -> Profile:
                     if number >= 0:
                         samples.append(one)
             print(f"{number + 1} of {options.repeats}", flush=True)
+            if samples:
+                yield Profile(_setting(options, where, number + 1), titles, commands, samples)
     finally:
         for running in servers.values():
             running.stop()
-    commands = [line for one in servers.values() for line in one.commands]
-    return Profile(setting, {arm.name: arm.title for arm in arms}, commands, samples)
+
+
+def _setting(options: argparse.Namespace, where: str, repeats: int) -> str:
+    command = shlex.join([".venv/bin/python", "benchmark/ttft.py", *sys.argv[1:]])
+    return (
+        f"`{command}`: {where}; checkpoint {options.model}, pictures of {options.size} px, "
+        f"{repeats} requests a cell, seed {options.seed}. {options.note}"
+    ).strip()
 
 
 def page(profile: Profile) -> str:
@@ -332,18 +345,19 @@ def main() -> None:
         profile = msgspec.json.decode(options.render.read_bytes(), type=Profile)
         options.render.with_suffix(".md").write_text(page(profile))
         return
-    words = ", ".join(f"{name} {value}" for name, value in (machine() | versions()).items())
-    command = shlex.join([".venv/bin/python", "benchmark/ttft.py", *sys.argv[1:]])
-    setting = (
-        f"`{command}`: {words}; checkpoint {options.model}, pictures of {options.size} px, "
-        f"{options.repeats} requests a cell, seed {options.seed}. {options.note}"
-    )
-    profile = measure(options, setting.strip())
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    # Ends the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for profile in measure(options):
+        _write(options.out, profile)
+    print(options.out)
+
+
+def _write(out: Path, profile: Profile) -> None:
+    """As it goes: what is ended early leaves what was measured by then."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     raw = msgspec.json.format(msgspec.json.encode(profile), indent=1)
-    options.out.with_suffix(".json").write_bytes(raw + b"\n")
-    options.out.write_text(page(profile))
-    print(page(profile))
+    out.with_suffix(".json").write_bytes(raw + b"\n")
+    out.write_text(page(profile))
 
 
 if __name__ == "__main__":

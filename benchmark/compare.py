@@ -140,6 +140,9 @@ class Comparison:
 
     def _session(self, arm: Arm, number: int, bench: BenchServing) -> None:
         """One arm in one round. What it cannot do is noted, and the others go on."""
+        if self._left_s <= 0:
+            self._note(f"{arm.name} in round {number + 1}: no time")
+            return
         running = Running(arm, self._model, self._options.flags, self._place, self._folder)
         try:
             with self._spending(arm, number, schedule.START):

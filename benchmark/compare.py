@@ -126,9 +126,8 @@ class Comparison:
         results = self.results
         if not number:
             return schedule.first(results.arms, results.workloads)
-        again = [arm for arm in results.arms if arm.name in self._options.repeat]
-        cost = schedule.measured(results.spent)
-        return schedule.again(number, again, results.workloads, cost, self._left_s)
+        arms, cost = repeated(self._options, results.arms), schedule.measured(results.spent)
+        return schedule.again(number, arms, results.workloads, cost, self._left_s)
 
     def _write(self) -> None:
         self.results.minutes = (time.monotonic() - self._begin) / 60
@@ -141,6 +140,9 @@ class Comparison:
 
     def _session(self, arm: Arm, number: int, bench: BenchServing) -> None:
         """One arm in one round. What it cannot do is noted, and the others go on."""
+        if self._left_s <= 0:
+            self._note(f"{arm.name} in round {number + 1}: no time")
+            return
         running = Running(arm, self._model, self._options.flags, self._place, self._folder)
         try:
             with self._spending(arm, number, schedule.START):
@@ -317,6 +319,13 @@ def resumed(options: argparse.Namespace) -> Results:
     return before
 
 
+def repeated(options: argparse.Namespace, arms: list[Arm]) -> list[Arm]:
+    """Those of the rounds after the first: as typed, or those that aims compare, if any."""
+    if options.repeat is not None:
+        return [arm for arm in arms if arm.name in options.repeat]
+    return [arm for arm in arms if arm.name in REPEATED] or arms
+
+
 def dry_run(options: argparse.Namespace) -> str:
     """What would be run, and how long that is likely to take."""
     results = empty(options)
@@ -325,7 +334,7 @@ def dry_run(options: argparse.Namespace) -> str:
     extras = (schedule.QUESTIONS, *([schedule.GOODPUT] if options.goodput_rounds else []))
     planned: schedule.Round | None = schedule.first(arms, results.workloads)
     lines, taken = [], 0.0
-    repeat = [arm for arm in arms if arm.name in options.repeat]
+    repeat = repeated(options, arms)
     for number in range(options.rounds):
         if number:
             left_s = 60 * minutes - taken
@@ -343,9 +352,9 @@ def dry_run(options: argparse.Namespace) -> str:
 
 
 def write(results: Results, out: Path) -> None:
-    """The raw results, and their page and plots."""
+    """The raw results, and their page; plots, which take seconds, once they are complete."""
     results.save(out.with_suffix(".json"))
-    drawn = plots.draw(results, out.parent / out.stem)
+    drawn = plots.draw(results, out.parent / out.stem) if results.finished else []
     out.write_text(report.page(results, [path.relative_to(out.parent) for path in drawn]))
 
 
@@ -408,7 +417,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--repeat",
         nargs="*",
         metavar="ARM",
-        default=list(REPEATED),
         help="arms of the rounds after the first",
     )
     parser.add_argument(

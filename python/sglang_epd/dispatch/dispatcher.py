@@ -77,6 +77,8 @@ class _Run:
     note: Callable[[int, str], None]
     span: Span
     layouts: dict[int, ItemLayout] = field(default_factory=dict)
+    # The encoders that it was sent to.
+    asked: set[str] = field(default_factory=set)
     # When it began to wait for an encoder; None while it has one.
     stranded_at: float | None = None
     # Not made of the ticket: encoders show request ids to anybody who asks.
@@ -187,6 +189,8 @@ class Dispatcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if run.asked:
+                self._tally.observe("request_encoders", len(run.asked))
         return run.layouts
 
     def _launch(
@@ -274,6 +278,7 @@ class Dispatcher:
             chosen = self._policy(works, replace(snapshot, encoders=tuple(views)), self._rng)
             for item, url in zip(members, chosen, strict=True):
                 shares[url].append(item)
+                run.asked.add(url)
                 run.progress[item.item].tried.add(url)
                 run.progress[item.item].attempts += 1
         self._pool.assigned(len(items) - len(stranded))

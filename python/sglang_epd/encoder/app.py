@@ -80,7 +80,8 @@ def create_app(
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
-        response = await answer(request)
+        with metrics.request_seconds.time():
+            response = await answer(request)
         metrics.requests.labels(str(response.status_code)).inc()
         return response
 

@@ -152,6 +152,8 @@ class Frontend:
         keys = [self._key(item) for item in items]
         layouts = self._recall(items, keys)
         span = parent.child("epd_media", items=len(items), known=len(layouts))
+        for modality, count in Counter(item.modality for item in items).items():
+            self._tally.observe("request_items", count, modality)
         expect = self._announcement(items, keys, layouts, consumers, span)
         deadline = time.monotonic() + self._timeout_s
         self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline, span))
@@ -226,6 +228,10 @@ class Frontend:
         """
         return self._accounts.get(rid)
 
+    def encoded_here(self, items: int) -> None:
+        """So many items of a request went to no encoder: this server's tower has them."""
+        self._tally.add("items", "local", amount=items)
+
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
         live = self._live.get(rid)
@@ -247,6 +253,7 @@ class Frontend:
                 logger.error("Could not end %s", rid, exc_info=surprise)
             error = EncodeError("its end is unknown") if surprise else task.result()
         if error is not None:
+            self._tally.add("failures", error.code)
             span.fail(error.code, error.message)
         span.end()
         if not told:
@@ -370,6 +377,7 @@ class Frontend:
             layouts = [request.layouts.get(item.item) for item in request.items]
             request.slot.learnt(layouts)
         elapsed_ms = (time.monotonic() - started) * 1e3
+        self._tally.observe("media_seconds", elapsed_ms / 1e3)
         total = len(request.items)
         logger.info(
             "Delivered %d items of %s in %.1f ms, %d by encoders",

@@ -95,6 +95,7 @@ class FakeDispatcher:
         among=None,
         note=None,
         span=OFF,
+        asker="",
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))

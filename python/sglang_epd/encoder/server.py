@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
@@ -64,12 +65,11 @@ def launch(server_args: Any) -> None:
         get_serving,
         publish,
     )
-    from sglang.srt.utils import configure_logger
 
     started = time.monotonic()
     settings = Settings.from_env()
     limits = MediaLimits.from_env()
-    configure_logger(server_args, prefix=" encoder")
+    _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
     if get_mm().allowed_media_domains and not limits.allowed_domains:
         limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
@@ -163,6 +163,13 @@ def launch(server_args: Any) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _configure_logs(server_args: Any, settings: Settings) -> None:
+    from sglang.srt.utils import configure_logger
+
+    configure_logger(server_args, prefix=" encoder")
+    logs.install(settings.log_format, "encoder")
 
 
 def _spans() -> Callable[[Mapping[str, str]], Span]:

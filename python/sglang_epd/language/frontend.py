@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from sglang_epd import logs
 from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.errors import (
@@ -209,10 +210,11 @@ class Frontend:
     def _begin(self, request: _Request) -> None:
         rid, slot, ticket = request.rid, request.slot, request.expect.ticket
         span = request.span
-        task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+        with logs.about(rid):
+            task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+            # Not in `_run`, of which not a line runs if it is cancelled before it begins.
+            task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
         self._live[rid] = _Live(ticket, task)
-        # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
@@ -359,6 +361,7 @@ class Frontend:
             request.among,
             request.sources.__setitem__,
             span=request.span,
+            asker=request.rid,
         )
         request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
 

@@ -7,6 +7,7 @@ SGLang calls for `--encoder-only`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import socket
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 # Together less than the 30 s that Kubernetes gives a process to stop.
 _DRAIN_S = 24
 _CLOSE_S = 3
+_EXPORT_S = 1.0
 _HOUSEKEEPING_S = 10.0
 
 
@@ -189,10 +191,12 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
     endpoint, modules = told.otlp_traces_endpoint, told.trace_modules
     process_tracing_init(endpoint, told.otlp_service_name, trace_modules=modules)
-    if get_global_trace_level() <= 0 or "request" not in modules.split(","):
-        return lambda _headers: OFF
     from sglang_epd.observability import tracing
 
+    # Later than the provider's own, so before it.
+    atexit.register(tracing.close, _EXPORT_S)
+    if get_global_trace_level() <= 0 or "request" not in modules.split(","):
+        return lambda _headers: OFF
     return partial(tracing.begin, "epd_encode")
 
 

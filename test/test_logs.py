@@ -110,3 +110,13 @@ def test_the_format_is_a_setting():
     assert Settings.from_env({"SGLANG_EPD_LOG_FORMAT": "JSON"}).log_format == "json"
     with pytest.raises(ConfigError, match="SGLANG_EPD_LOG_FORMAT='xml' is not a valid log_format"):
         Settings.from_env({"SGLANG_EPD_LOG_FORMAT": "xml"})
+
+
+def test_a_line_that_cannot_be_formatted_raises_nothing(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logs.install("text", "language")
+    record = logger.makeRecord(logger.name, logging.INFO, "", 0, "%d of %d", ("one",), None)
+    with logs.about("r1"):
+        for handler in logging.getLogger("sglang_epd").handlers:
+            handler.handle(record)
+    assert record.msg == "%d of %d"

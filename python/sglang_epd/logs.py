@@ -63,8 +63,13 @@ class _Annotator(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         request = _request.get()
-        message = record.getMessage()
-        if not request or request in message:
+        if not request:
+            return
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # whoever writes the line says so
+            return
+        if request in message:
             return
         item = _item.get()
         which = "" if item is None else f" item {item}"

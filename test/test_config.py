@@ -123,6 +123,7 @@ def test_every_variable_that_the_package_reads_is_known():
     assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"} <= names
     valid = {"SGLANG_EPD_TOKEN": "x", "SGLANG_EPD_DISPATCH_POLICY": "shuffle"}
     valid["SGLANG_EPD_CONFIG"] = os.devnull
+    valid["SGLANG_EPD_LOG_FORMAT"] = "json"
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "1")})
 

@@ -5,7 +5,7 @@
     sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
-    wire, media, config, errors, trust, deferred, tally, spans
+    wire, media, config, errors, trust, deferred, tally, spans, logs
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -29,7 +29,7 @@ LAYERS = (
     {"sim"},
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
-    {"wire", "media", "config", "errors", "trust", "deferred", "tally", "spans"},
+    {"wire", "media", "config", "errors", "trust", "deferred", "tally", "spans", "logs"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.

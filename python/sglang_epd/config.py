@@ -68,11 +68,20 @@ def switch(raw: str) -> bool:
         raise ValueError(raw) from None
 
 
+def log_format(raw: str) -> str:
+    """Read how log lines are written."""
+    value = raw.strip().lower()
+    if value not in ("text", "json"):
+        raise ValueError(raw)
+    return value
+
+
 _KINDS: dict[Callable[[str], Any], str] = {
     str: "text",
     int: "whole number",
     float: "number",
     switch: "on, off",
+    log_format: "text, json",
 }
 
 
@@ -231,6 +240,13 @@ class Settings:
         "servers that encode all media themselves",
         "Whether inline media have the names in the prefix cache that they have on language "
         "servers, of their bytes and not of their pixels.",
+    )
+    log_format: str = _setting(
+        log_format,
+        "text",
+        "encoders, language, decode",
+        "How this package's own log lines are written: `text`, in SGLang's format, or `json`, one "
+        "object a line. Both say whose request a line is about.",
     )
 
     @classmethod

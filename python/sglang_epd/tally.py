@@ -20,10 +20,27 @@ COUNTERS = {
     "dropped": ("reason", "Messages dropped"),
 }
 DISPATCH_COUNTERS = {
-    "items": ("source", "Items of requests, by where their KV or embedding came from"),
+    "items": (
+        "source",
+        "Items of requests, by where their KV or embedding came from: kv (covered by the prefix "
+        "cache), language_cache, encoder_cache, coalesced, store, computed (by an encoder), or "
+        "local (this server's tower)",
+    ),
     "retries": ("reason", "Items that were sent again, by what their encoder failed of"),
     "waits": ("", "Times that items waited because no encoder was left to ask"),
     "moves": ("state", "Encoders that came into a state"),
+    "failures": ("reason", "Requests whose media were not delivered, by error class"),
+}
+_FEW = (1, 2, 4, 8, 16, 32, 64)
+# Distributions: the label, what they are of, and the buckets' bounds.
+DISPATCH_DISTRIBUTIONS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "request_items": ("modality", "Images, videos or sounds in a request that has any", _FEW),
+    "request_encoders": ("", "Encoders that a request was sent to, retries included", _FEW),
+    "media_seconds": (
+        "",
+        "Time from a request's arrival until all of its media had been delivered",
+        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    ),
 }
 
 
@@ -36,6 +53,9 @@ class Tally:
     def add(self, name: str, kind: str = "", amount: int = 1) -> None:
         """Count an event of the counters above, of one kind."""
         self.counts[name, kind] += amount
+
+    def observe(self, name: str, value: float, kind: str = "") -> None:
+        """One value of the distributions above, of one kind."""
 
     def waited(self, seconds: float) -> None:
         """An offer got its answer after waiting that long for memory."""

@@ -10,6 +10,7 @@ from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     EpdError,
+    MediaError,
     ProtocolError,
     UnavailableError,
 )
@@ -29,6 +30,7 @@ from sglang_epd.wire import (
     TensorSpec,
 )
 from sglang_epd.wire.http import decode_body
+from spans import said
 
 ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]
 TIMEOUT_S = 30.0
@@ -93,6 +95,7 @@ class FakeDispatcher:
         among=None,
         note=None,
         span=OFF,
+        asker="",
     ) -> dict[int, ItemLayout]:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))
@@ -538,3 +541,19 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
     frontend.again("fetched", items[3:], fetched)
     frontend.cancel_all()
     await asyncio.sleep(0.01)
+
+
+async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, control, recorded):
+    tally = Tally()
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, tally=tally)
+    dispatcher.error = MediaError("image 1 of 1: cut off")
+    dispatcher.go_on.set()
+    items = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")]
+    expect = frontend.start("rid", items, 1, parent=recorded.root)
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert tally.counts["failures", "MediaError"] == 1
+    span = recorded.only("epd_media")
+    assert said(span) == {"items": 1, "known": 0, "error.type": "MediaError"}
+    assert f"{span.context.span_id:016x}" in expect.trace

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sglang_epd.errors import MediaError
 from sglang_epd.observability import tracing
@@ -114,6 +118,32 @@ def test_a_part_may_be_told_of_afterwards(recorded):
     assert (span.end_time - span.start_time) / 1e9 == pytest.approx(1.5, abs=0.01)
     assert time.time() - span.end_time / 1e9 == pytest.approx(0.5, abs=0.2)
     assert not span.attributes
+
+
+def test_a_collector_that_does_not_answer_keeps_nobody_from_ending(monkeypatch):
+    answer = threading.Event()
+
+    class Silent(InMemorySpanExporter):
+        def export(self, spans):
+            answer.wait(20)
+            return super().export(spans)
+
+    exporter = Silent()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
+    tracing.begin("epd_encode", {}).end()
+    began = time.monotonic()
+    tracing.close(0.1)
+    provider.shutdown()  # as its own handler does at the end of a process
+    assert time.monotonic() - began < 5
+    answer.set()
+
+
+def test_what_is_left_is_exported_at_the_end(recorded):
+    tracing.begin("epd_encode", {}).end()
+    tracing.close(5.0)
+    assert recorded.only("epd_encode")
 
 
 def test_where_nobody_traces_nothing_is_made():

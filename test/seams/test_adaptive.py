@@ -63,6 +63,10 @@ class FakeFrontend:
     def __init__(self) -> None:
         self.on_end = lambda _rid, _error: None
         self.cancelled: list[str] = []
+        self.here = 0
+
+    def encoded_here(self, items: int) -> None:
+        self.here += items
 
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)

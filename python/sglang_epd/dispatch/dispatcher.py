@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 # So many encoders may fail at an item itself, or end while they have it, before the item is
 # taken for the cause.
 _MAX_FAULTS = 3
+_MOST_ASKER_CHARS = 128
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 
@@ -76,7 +77,10 @@ class _Run:
     progress: dict[int, _Progress]
     note: Callable[[int, str], None]
     span: Span
+    asker: str
     layouts: dict[int, ItemLayout] = field(default_factory=dict)
+    # The encoders that it was sent to.
+    asked: set[str] = field(default_factory=set)
     # When it began to wait for an encoder; None while it has one.
     stranded_at: float | None = None
     # Not made of the ticket: encoders show request ids to anybody who asks.
@@ -153,6 +157,7 @@ class Dispatcher:
         note: Callable[[int, str], None] = lambda _item, _source: None,
         *,
         span: Span = OFF,
+        asker: str = "",
     ) -> dict[int, ItemLayout]:
         """Have every item delivered.
 
@@ -161,6 +166,7 @@ class Dispatcher:
             among: encoders that may be asked; None for all.
             note: told of each item that was delivered how its encoder came by it.
             span: has each encoder's share, and each wait, as a part.
+            asker: the request's id, for encoders' logs.
 
         Returns:
             The layouts by item number, of those items whose encoder told a valid one.
@@ -171,7 +177,7 @@ class Dispatcher:
         """
         works = self._describe(items)
         progress = {item.item: _Progress(work) for item, work in zip(items, works, strict=True)}
-        run = _Run(reply_to, deadline, among, progress, note, span)
+        run = _Run(reply_to, deadline, among, progress, note, span, asker[:_MOST_ASKER_CHARS])
         self._budget.sent(len(items))
         tasks = self._launch(run, items, None)
         try:
@@ -187,6 +193,8 @@ class Dispatcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if run.asked:
+                self._tally.observe("request_encoders", len(run.asked))
         return run.layouts
 
     def _launch(
@@ -274,6 +282,7 @@ class Dispatcher:
             chosen = self._policy(works, replace(snapshot, encoders=tuple(views)), self._rng)
             for item, url in zip(members, chosen, strict=True):
                 shares[url].append(item)
+                run.asked.add(url)
                 run.progress[item.item].tried.add(url)
                 run.progress[item.item].attempts += 1
         self._pool.assigned(len(items) - len(stranded))
@@ -350,7 +359,9 @@ class Dispatcher:
         ttl_s = run.left_s
         if ttl_s <= 0:
             raise DeadlineError(_TOO_LATE)
-        request = EncodeRequest(run.next_id(), self._pool.namespace, ttl_s, run.reply_to, items)
+        request = EncodeRequest(
+            run.next_id(), self._pool.namespace, ttl_s, run.reply_to, items, run.asker
+        )
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as attempt:

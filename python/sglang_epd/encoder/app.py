@@ -30,6 +30,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
+from sglang_epd import logs
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.errors import EpdError, MediaTooLargeError
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -80,7 +81,8 @@ def create_app(
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
-        response = await answer(request)
+        with metrics.request_seconds.time():
+            response = await answer(request)
         metrics.requests.labels(str(response.status_code)).inc()
         return response
 
@@ -175,7 +177,8 @@ async def _serve(
             body = await _read_body(request, max_body_bytes, room)
             asked = decode_body(body, EncodeRequest, max_body_bytes)
             del body
-            reply = await _until_disconnected(request, service, asked, room, span)
+            with logs.about(asked.asker or asked.request_id):
+                reply = await _until_disconnected(request, service, asked, room, span)
     except EpdError as error:
         logger.warning("Refused an encode request: %s (%s)", error, error.code)
         span.fail(error.code, error.message)

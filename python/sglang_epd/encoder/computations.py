@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
@@ -576,7 +577,9 @@ class Computations:
         return int(sum(lane.patches for lane in self._lanes) + len(self._waiting) * typical)
 
     def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
-        task = asyncio.create_task(stage)
+        # Whoever set it off may ask for something else; it is about whom it is done for.
+        with logs.about(str(works[0].job.owner) if len(works) == 1 else ""):
+            task = asyncio.create_task(stage)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._stage_done(task, works))
 

@@ -7,6 +7,7 @@ SGLang calls for `--encoder-only`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 # Together less than the 30 s that Kubernetes gives a process to stop.
 _DRAIN_S = 24
 _CLOSE_S = 3
+_EXPORT_S = 1.0
 _HOUSEKEEPING_S = 10.0
 
 
@@ -64,12 +67,11 @@ def launch(server_args: Any) -> None:
         get_serving,
         publish,
     )
-    from sglang.srt.utils import configure_logger
 
     started = time.monotonic()
     settings = Settings.from_env()
     limits = MediaLimits.from_env()
-    configure_logger(server_args, prefix=" encoder")
+    _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
     if get_mm().allowed_media_domains and not limits.allowed_domains:
         limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
@@ -165,6 +167,13 @@ def launch(server_args: Any) -> None:
         runner.run(serve())
 
 
+def _configure_logs(server_args: Any, settings: Settings) -> None:
+    from sglang.srt.utils import configure_logger
+
+    configure_logger(server_args, prefix=" encoder")
+    logs.install(settings.log_format, "encoder")
+
+
 def _spans() -> Callable[[Mapping[str, str]], Span]:
     """What begins the span of an encode request, by its headers.
 
@@ -182,10 +191,12 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
     endpoint, modules = told.otlp_traces_endpoint, told.trace_modules
     process_tracing_init(endpoint, told.otlp_service_name, trace_modules=modules)
-    if get_global_trace_level() <= 0 or "request" not in modules.split(","):
-        return lambda _headers: OFF
     from sglang_epd.observability import tracing
 
+    # Later than the provider's own, so before it.
+    atexit.register(tracing.close, _EXPORT_S)
+    if get_global_trace_level() <= 0 or "request" not in modules.split(","):
+        return lambda _headers: OFF
     return partial(tracing.begin, "epd_encode")
 
 

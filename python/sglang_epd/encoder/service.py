@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.computations import Computations
 from sglang_epd.encoder.hold import Hold, MediaNeededError
@@ -251,7 +252,10 @@ class EncoderService:
         room: Room,
         parent: Span,
     ) -> ItemOutcome:
-        with parent.child("epd_item") as span:
+        with (
+            logs.about(request.asker or request.request_id, item.item),
+            parent.child("epd_item") as span,
+        ):
             if span:
                 _describe(span, self.name, item)
             outcome = await self._encode_described(request, item, deadline, room, span)

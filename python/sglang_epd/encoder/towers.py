@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sglang_epd import logs
+from sglang_epd.config import Settings
 from sglang_epd.encoder.engine import Engine
 from sglang_epd.encoder.tower import Tower
 from sglang_epd.encoder.workers import Rank, Times, WorkerTower
@@ -131,6 +133,7 @@ def create(options: dict[str, Any]) -> Engine:
     server_args = ServerArgs(**options["server_args"])
     server_args.resolve_once()
     configure_logger(server_args, prefix=options["log_prefix"])
+    logs.install(Settings.from_env().log_format, "encoder")
     publish(server_args, role="encoder")
     return Engine(
         server_args,

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sglang_epd import logs
 from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError, from_code
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import ReceivedItem
@@ -303,7 +304,8 @@ class Backend:
             if self._gate is not None and self._gate.holds(request.rid):
                 failure = self._resolve(self._gate, request)
             else:
-                with self._span_of(request).child("epd_assemble", rank=self._reader) as span:
+                span = self._span_of(request).child("epd_assemble", rank=self._reader)
+                with logs.about(request.rid), span:
                     failure = self._complete(request)
                     if failure is not None:
                         span.fail(failure[2].name, failure[1])

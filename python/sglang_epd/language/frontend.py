@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from sglang_epd import logs
 from sglang_epd.cache import LayoutCache
 from sglang_epd.dispatch.dispatcher import Dispatcher
 from sglang_epd.errors import (
@@ -152,6 +153,8 @@ class Frontend:
         keys = [self._key(item) for item in items]
         layouts = self._recall(items, keys)
         span = parent.child("epd_media", items=len(items), known=len(layouts))
+        for modality, count in Counter(item.modality for item in items).items():
+            self._tally.observe("request_items", count, modality)
         expect = self._announcement(items, keys, layouts, consumers, span)
         deadline = time.monotonic() + self._timeout_s
         self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline, span))
@@ -207,10 +210,11 @@ class Frontend:
     def _begin(self, request: _Request) -> None:
         rid, slot, ticket = request.rid, request.slot, request.expect.ticket
         span = request.span
-        task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+        with logs.about(rid):
+            task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+            # Not in `_run`, of which not a line runs if it is cancelled before it begins.
+            task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
         self._live[rid] = _Live(ticket, task)
-        # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-        task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
@@ -225,6 +229,10 @@ class Frontend:
         is not known (yet).
         """
         return self._accounts.get(rid)
+
+    def encoded_here(self, items: int) -> None:
+        """So many items of a request went to no encoder: this server's tower has them."""
+        self._tally.add("items", "local", amount=items)
 
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
@@ -247,6 +255,7 @@ class Frontend:
                 logger.error("Could not end %s", rid, exc_info=surprise)
             error = EncodeError("its end is unknown") if surprise else task.result()
         if error is not None:
+            self._tally.add("failures", error.code)
             span.fail(error.code, error.message)
         span.end()
         if not told:
@@ -352,6 +361,7 @@ class Frontend:
             request.among,
             request.sources.__setitem__,
             span=request.span,
+            asker=request.rid,
         )
         request.tasks.add(asyncio.create_task(run, name=f"dispatch {request.rid}"))
 
@@ -370,6 +380,7 @@ class Frontend:
             layouts = [request.layouts.get(item.item) for item in request.items]
             request.slot.learnt(layouts)
         elapsed_ms = (time.monotonic() - started) * 1e3
+        self._tally.observe("media_seconds", elapsed_ms / 1e3)
         total = len(request.items)
         logger.info(
             "Delivered %d items of %s in %.1f ms, %d by encoders",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from sglang_epd.tally import DISPATCH_COUNTERS, Tally
+from sglang_epd.tally import DISPATCH_COUNTERS, DISPATCH_DISTRIBUTIONS, Tally
 
 
 class PrometheusDispatchTally(Tally):
@@ -30,6 +30,16 @@ class PrometheusDispatchTally(Tally):
             )
             for name, (label, text) in DISPATCH_COUNTERS.items()
         }
+        self._distributions = {
+            name: Histogram(
+                f"sglang:epd_dispatch_{name}",
+                text,
+                [label] if label else [],
+                buckets=buckets,
+                registry=registry,
+            )
+            for name, (label, text, buckets) in DISPATCH_DISTRIBUTIONS.items()
+        }
         self._encoders = Gauge(
             "sglang:epd_dispatch_encoders",
             "Encoders that this server knows, by state",
@@ -42,6 +52,11 @@ class PrometheusDispatchTally(Tally):
         super().add(name, kind, amount)
         counter = self._counters[name]
         (counter.labels(kind) if DISPATCH_COUNTERS[name][0] else counter).inc(amount)
+
+    def observe(self, name: str, value: float, kind: str = "") -> None:
+        distribution = self._distributions[name]
+        labelled = DISPATCH_DISTRIBUTIONS[name][0]
+        (distribution.labels(kind) if labelled else distribution).observe(value)
 
     def moved(self, old: str | None, new: str, *, stays: bool) -> None:
         """An encoder came into another state (None: it was not known).

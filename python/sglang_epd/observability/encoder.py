@@ -54,6 +54,12 @@ class EncoderMetrics:
             ("status",),
             registry=self.registry,
         )
+        self.request_seconds = Histogram(
+            "sglang:epd_encoder_request_seconds",
+            "Time from an encode request's arrival until its answer, whatever that was",
+            buckets=_STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
         self.fetch_failures = Counter(
             "sglang:epd_encoder_fetch_failures",
             "Items whose media could not be had, by reason or error class",

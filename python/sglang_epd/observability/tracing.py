@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -104,6 +105,20 @@ def begin(name: str, headers: Mapping[str, str], **attributes: Any) -> Span:
             than one, is as if it was not there: a trace of its own begins.
     """
     return _start(name, _told(headers), None, attributes)
+
+
+def close(timeout_s: float) -> None:
+    """Export what is left, for so long at most, at the end of a process.
+
+    By itself the provider waits for half a minute where the collector does not answer: longer
+    than a process may take to end.
+    """
+    # The real one; where there is none there is nothing to export.
+    shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
+    if shutdown is not None:
+        closing = threading.Thread(target=shutdown, name="epd-close-tracing", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
 
 
 def _told(headers: Mapping[str, str]) -> Context:

@@ -215,6 +215,7 @@ class Adaptive:
                 # Of a stream too this is an answer with a status, before it begins.
                 raise ValueError(error.message) from None
             raise HTTPException(error.status, error.message) from None
+        self._frontend.encoded_here(len(read))
         prompt.image_data = [one.image for one in read]
         tokenized = await original(manager, prompt)
         found = tokenized.mm_inputs.mm_items if tokenized.mm_inputs else []

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
-from sglang_epd.seams import tracing
+from sglang_epd.seams import roles, tracing
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
@@ -52,6 +52,7 @@ def set_up(manager: Any) -> None:
         logger.info("Prompts are laid out as SGLang does it: %s", error)
         return
     settings = Settings.from_env()
+    roles.install_logs(settings)
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,

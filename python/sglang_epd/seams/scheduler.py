@@ -19,10 +19,11 @@ from typing import Any
 
 import zmq
 
+from sglang_epd.config import Settings
 from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
-from sglang_epd.seams import prefix, receiving, rundir, tracing
+from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
 from sglang_epd.seams.embeddings import give_back_early
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.claims import Claims
@@ -84,6 +85,7 @@ def create_backend(
     from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.runtime_context import get_memory, get_parallel
 
+    roles.install_logs(Settings.from_env())
     host = SimpleNamespace(scheduler=scheduler, mm_processor=None)
     MMReceiverBase._init_mm_processor(
         host, server_args, hf_config, model_config=scheduler.model_config

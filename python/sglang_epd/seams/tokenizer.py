@@ -47,6 +47,7 @@ from sglang_epd.seams import (
     discovery,
     headers,
     receiving,
+    roles,
     rundir,
     tracing,
 )
@@ -214,6 +215,7 @@ def create_frontend(
     from sglang.srt.runtime_context import get_disagg, get_memory, get_model
 
     settings = Settings.from_env()
+    roles.install_logs(settings)
     folder = checkpoint_folder(get_model().model_path, get_model().revision)
     identity = namespace(hf_config, folder, str(dtype).removeprefix("torch."))
     logger.info(

@@ -62,6 +62,7 @@ class EncodeRequest(msgspec.Struct, frozen=True):
         request_id: unique among the live requests of the encoder.
         namespace: the asker's encoder identity; must equal the encoder's own.
         ttl_s: seconds from receipt until nobody wants the result any more.
+        asker: what the asker calls the request in its logs; empty where it does not tell.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class EncodeRequest(msgspec.Struct, frozen=True):
     ttl_s: float
     reply_to: ReplyTo
     items: list[EncodeItem]
+    asker: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.request_id) <= _MAX_ID_CHARS:

@@ -1,0 +1,105 @@
+"""Whose request a log line is about, and lines as JSON (`SGLANG_EPD_LOG_FORMAT`).
+
+Who works for a request says so once (`about`), and every line that this package's loggers
+write in that task, or in tasks that it begins, says whose it is: behind the message where
+lines are text, in fields of their own where they are JSON. SGLang's loggers, and the format
+that it gives its lines, are left as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+TEXT, JSON = "text", "json"
+_OURS = "sglang_epd"
+_MOST_CHARS = 64
+_request: ContextVar[str] = ContextVar("sglang_epd_request", default="")
+_item: ContextVar[int | None] = ContextVar("sglang_epd_item", default=None)
+
+
+@contextmanager
+def about(request: str, item: int | None = None) -> Iterator[None]:
+    """What is logged meanwhile, by tasks begun here as well, is about this request.
+
+    Args:
+        request: its id, which may be a user's; empty for nobody's.
+        item: one of its items.
+    """
+    whose, which = _request.set(_clean(request)), _item.set(item)
+    try:
+        yield
+    finally:
+        _request.reset(whose)
+        _item.reset(which)
+
+
+def install(log_format: str, role: str) -> None:
+    """Have this process's own loggers say whose request a line is about.
+
+    May be called again; the last call counts.
+
+    Args:
+        log_format: "text", as SGLang has it, or "json".
+        role: of this server, for JSON.
+    """
+    ours = logging.getLogger(_OURS)
+    for handler in list(ours.handlers):
+        if isinstance(handler, _Annotator | _JsonHandler):
+            ours.removeHandler(handler)
+    as_json = log_format == JSON
+    ours.addHandler(_JsonHandler(role) if as_json else _Annotator())
+    # Lines in JSON are not written as text, too.
+    ours.propagate = not as_json
+
+
+class _Annotator(logging.Handler):
+    """Writes nothing: adds to a record, before SGLang's handlers see it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        request = _request.get()
+        if not request:
+            return
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # whoever writes the line says so
+            return
+        if request in message:
+            return
+        item = _item.get()
+        which = "" if item is None else f" item {item}"
+        record.msg, record.args = f"{message} [request {request}{which}]", ()
+
+
+class _JsonHandler(logging.StreamHandler):
+    """One JSON object a line, on stderr."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(sys.stderr)
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, str | int] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "role": self._role,
+        }
+        if request := _request.get():
+            line["request"] = request
+            if (item := _item.get()) is not None:
+                line["item"] = item
+        if record.exc_info:
+            line["error"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _clean(request: str) -> str:
+    """An id without what could begin a line of its own."""
+    return "".join(mark if mark.isprintable() else "?" for mark in request[:_MOST_CHARS])

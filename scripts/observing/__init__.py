@@ -1,0 +1,1 @@
+"""The parts of scripts/observe: who receives spans, draws them, and asks Prometheus."""

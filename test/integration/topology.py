@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import requests
 from checkpoints.families import FAMILIES
 from checkpoints.family import Family
 from integration.client import Client, Generation
+from integration.forked import ForkedServer, ForkServer
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
 
@@ -50,6 +53,7 @@ class Topology:
         env: added to every server's environment.
         flags: added to the command lines of a role, or of one server.
         own_env: added to one server's environment.
+        forks: what servers are forks of; None starts each as a user does.
     """
 
     model: str
@@ -57,6 +61,7 @@ class Topology:
     env: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     own_env: dict[str, dict[str, str]] = field(default_factory=dict)
+    forks: ForkServer | None = None
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -117,7 +122,8 @@ class Topology:
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
         cache = {} if encoder else _NO_IMAGE_CACHE
-        return ServerProcess(
+        make = partial(ForkedServer, self.forks) if self.forks else ServerProcess
+        return make(
             role,
             self.command(role, path),
             log_path=logs / f"{role}.log",
@@ -360,6 +366,8 @@ for _one in FAMILIES.values():
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
 
+# The main job is done by servers that are started as users start them.
+_AS_USERS_DO = "qwen2_5"
 # What fits in the memory of a small machine.
 _MOST_SERVERS = 6
 
@@ -371,6 +379,10 @@ class Machine:
         self._running: dict[str, Topology] = {}
         self._references: dict[str, Generation] = {}
         self._failures: dict[str, ServerError] = {}
+        self._forks = ForkServer()
+        # SGLang takes some seconds to end in order; what comes next starts meanwhile.
+        self._stopper = ThreadPoolExecutor()
+        self._stopping: list[Future[None]] = []
 
     def use(self, name: str) -> Topology:
         """The topology `name`, started if it is not up; what failed once is not tried again.
@@ -382,6 +394,7 @@ class Machine:
             raise ServerError(str(self._failures[name]))
         if name not in self._running:
             topology = TOPOLOGIES[name]()
+            topology.forks = None if name == _AS_USERS_DO else self._forks
             self._make_room(topology)
             self._running[name] = topology
             try:
@@ -416,9 +429,19 @@ class Machine:
         for name, running in list(self._running.items()):
             together = len(running.roles) + len(topology.roles)
             if running.one_server == topology.one_server or together > _MOST_SERVERS:
-                self._running.pop(name).stop()
+                del self._running[name]
+                self._stopping.append(self._stopper.submit(running.stop))
 
     def clear(self) -> None:
+        """End everything.
+
+        Raises:
+            OSError, ServerError: some servers could not be stopped.
+        """
         for topology in self._running.values():
             topology.stop()
         self._running.clear()
+        self._stopper.shutdown()
+        self._forks.close()
+        for stopped in self._stopping:
+            stopped.result()

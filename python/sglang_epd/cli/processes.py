@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 _POLL_S = 0.1
 # What a server's own children get to end in once the server has.
@@ -76,6 +77,19 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise ServerError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on {host}")
 
 
+class Process(Protocol):
+    """What is asked of a started process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
 class ServerProcess:
     """One server as a child process, with everything that it starts in turn.
 
@@ -103,7 +117,7 @@ class ServerProcess:
         self.log_path = log_path
         self.ready_url = ready_url
         self._env = dict(env) if env is not None else None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -148,18 +162,7 @@ class ServerProcess:
         if self.running:
             raise ServerError(f"{self.name} is running already (pid {self.pid})")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())),
-                    *self.command,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,
-            )
+        self._process = self._begin()
 
     def wait_ready(
         self, timeout_s: float, *, on_wait: Callable[[float], None] | None = None
@@ -234,6 +237,20 @@ class ServerProcess:
                 text = log.read().decode(errors="replace")
             return "\n".join(text.splitlines()[-lines:])
         return ""
+
+    def _begin(self) -> Process:
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())),
+                    *self.command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
 
     def _tail_note(self) -> str:
         return f" The end of {self.log_path}:\n{self.tail()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
@@ -32,6 +33,8 @@ def encode(frames: torch.Tensor, rate: float = 8.0, container: str = "mp4") -> b
     return VideoEncoder(frames, frame_rate=rate).to_tensor(format=container).numpy().tobytes()
 
 
+# The encoder's threads make it of other bytes now and then.
+@functools.cache
 def video(name: str = "coffee", *, rate: float = 8.0, container: str = "mp4", **crop: Any) -> bytes:
     """A video file of `moving_crop`."""
     return encode(moving_crop(name, **crop), rate, container)

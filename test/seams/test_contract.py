@@ -35,6 +35,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/identities", "managers.schedule_batch", "MultimodalDataItem"): (
         "modality set_identity"
     ),
+    ("families/names", "managers.schedule_batch", "MultimodalDataItem"): (
+        "offsets padding_values padding_sequence"
+    ),
     ("seams/identities", "managers.schedule_batch", "MultimodalProcessorOutput"): (
         "mm_items padded_input_ids"
     ),

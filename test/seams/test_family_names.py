@@ -45,7 +45,7 @@ def fill_in(ids, inputs):
     filled = list(ids)
     for item in inputs.mm_items:
         for first, last in item.offsets:
-            filled[first : last + 1] = [item.pad_value] * (last - first + 1)
+            filled[first : last + 1] = item.padding_sequence(last - first + 1)
     return array("q", filled)
 
 
@@ -65,12 +65,12 @@ def elsewhere(ids, inputs):
 
 
 def by_order(ids, inputs):
-    """The items' names in turn, whosever place it is."""
-    filled = fill_in(ids, inputs)
-    names = [item.pad_value for item in inputs.mm_items]
-    found = sorted({filled.index(name) for name in names})
-    turns = dict(zip([filled[place] for place in found], reversed(names), strict=True))
-    return array("q", [turns.get(token, token) for token in filled])
+    """One item's name at another's place."""
+    items = inputs.mm_items
+    names = [SimpleNamespace(offsets=[], padding_sequence=item.padding_sequence) for item in items]
+    for name, item in zip(names, reversed(items), strict=True):
+        name.offsets = item.offsets
+    return fill_in(ids, SimpleNamespace(mm_items=names))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,8 @@ def test_what_a_tower_says_of_prompts_stays():
             return fill_in(ids, inputs)
 
     released = ReleasedTower(Tower(4, 4))
-    inputs = SimpleNamespace(mm_items=[SimpleNamespace(offsets=[(1, 2)], pad_value=7)])
+    item = SimpleNamespace(offsets=[(1, 2)], padding_sequence=lambda length: [7] * length)
+    inputs = SimpleNamespace(mm_items=[item])
     assert released.pad_input_ids([0, 1, 2, 3], inputs).tolist() == [0, 7, 7, 3]
     assert not list(released.parameters())
     assert not hasattr(ReleasedTower(torch.nn.Linear(4, 4)), "pad_input_ids")

@@ -28,7 +28,11 @@ def request(video: object = URL, image: object = None, **options: object) -> Sim
 
 def test_media_without_options_are_planned():
     image = {"url": URL, "detail": "high"}
-    items = plan_without_options(request(Video(URL), image, video_config={}, max_dynamic_patch=0))
+    # What SGLang makes of every chat with a video.
+    config = {"_question": "What happens?"}
+    items = plan_without_options(
+        request(Video(URL), image, video_config=config, max_dynamic_patch=0)
+    )
     assert [(item.modality, item.data) for item in items] == [
         ("IMAGE", b"film"),
         ("VIDEO", b"film"),
@@ -41,6 +45,7 @@ def test_media_without_options_are_planned():
         (request(Video(URL, {"fps": 1.0, "max_frames": 4})), "fps, max_frames$"),
         (request(Video(URL, max_long_side_pixel=64)), "max_long_side_pixel$"),
         (request({"url": URL, "fps": 1}), "fps$"),
+        (request(video_config={"_question": "What?", "max_pixels": 64}), "max_pixels$"),
         *((request(**{option: 3}), f"{option}$") for option in REQUEST_OPTIONS),
     ],
 )

@@ -2,8 +2,9 @@
 
 Nothing here lists them: `adapter` drives SGLang's own processor of whatever model is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its
-pictures. A family that differs from the others has a file of its own here, with the
-reason. The encoder and the seams import this; it imports `wire` and `errors`, and SGLang.
+media. A family that differs from the others has a file of its own here, with the
+reason. The encoder and the seams import this; it imports `media` and `errors`,
+and SGLang.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ requests, ends of it. Others go by the order of items, and would give one's plac
 prefix cache to another.
 
 Leans on `managers.schedule_batch.MultimodalInputs.from_processor_output` and
-`MultimodalDataItem.set_identity`.
+`MultimodalDataItem` (`set_identity`, `padding_values`, `padding_sequence`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
         )
     for item in inputs.mm_items:
         for first, last in item.offsets:
-            if set(filled[first : last + 1]) != {item.pad_value}:
+            if filled[first : last + 1] != item.padding_sequence(last - first + 1):
                 raise ConfigError(
                     f"{architecture} cannot have its encoder apart: it gives an item of a "
                     "prompt the name of another"
@@ -79,7 +79,7 @@ def _filled_in(fill_in: Any, output: Any) -> tuple[list[int], Any]:
 
 def _without_names(filled: list[int], inputs: Any) -> list[int | None]:
     """With None for every name, whichever: one server has fewer, or other ones."""
-    names = {item.pad_value for item in inputs.mm_items}
+    names = {value for item in inputs.mm_items for value in item.padding_values()}
     return [None if token in names else token for token in filled]
 
 

@@ -7,6 +7,7 @@ asks for something else is refused, because it would be answered otherwise than 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang_epd.errors import MediaError
@@ -16,6 +17,8 @@ from sglang_epd.wire import EncodeItem
 
 # No processor looks at it.
 _WITHOUT_EFFECT = {"detail"}
+# What SGLang puts into the `video_config` of a chat itself, for the few that read it.
+_SGLANGS_OWN = "_"
 
 
 def plan_without_options(request: Any) -> list[EncodeItem]:
@@ -25,14 +28,23 @@ def plan_without_options(request: Any) -> list[EncodeItem]:
         MediaError: it has some, or an entry is unreadable.
     """
     items = plan(request)
-    given = {name for name in REQUEST_OPTIONS if getattr(request, name, None)}
+    given = _given((name, getattr(request, name, None)) for name in REQUEST_OPTIONS)
     for item in items:
-        for name, value in item.options.items():
-            given |= set(value) if isinstance(value, dict) else {name}
-    given -= _WITHOUT_EFFECT
+        given |= _given(item.options.items())
     if given:
         raise MediaError(
             "where its encoder is apart this model takes no options for its media: "
             + ", ".join(sorted(given))
         )
     return items
+
+
+def _given(options: Iterable[tuple[str, Any]]) -> set[str]:
+    """The names of those that ask for something; of a collection, those in it."""
+    names = set()
+    for name, value in options:
+        if isinstance(value, Mapping):
+            names |= _given(value.items())
+        elif value and name not in _WITHOUT_EFFECT and not name.startswith(_SGLANGS_OWN):
+            names.add(name)
+    return names

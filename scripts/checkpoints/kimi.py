@@ -39,9 +39,7 @@ class Kimi(Family):
 
     special_tokens = (_START, _CONTENT, _PAD, _END)
     marks = {IMAGE: f"{_START}image{_CONTENT}{_PAD}{_END}"}
-    # With a prefix in the cache SGLang's torch-native attention gives latent attention other
-    # answers than without, on one server as well: here nothing is to be found in it.
-    flags = "--trust-remote-code --disable-radix-cache"
+    flags = "--trust-remote-code"
     carried = (PROCESSORS,)
     rules = (
         Rule(r"position_embeddings", deviation=0.5),
@@ -133,7 +131,8 @@ def _text(spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> dict[str,
     """DeepSeek's, with latent attention, and experts from its second layer on."""
     return text_config(spec, tokenizer) | {
         "q_lora_rank": None,
-        "kv_lora_rank": 64,
+        # Wider than a head, so that latents are not taken for keys.
+        "kv_lora_rank": 96,
         "qk_nope_head_dim": spec.text.head_dim,
         "qk_rope_head_dim": spec.text.head_dim // 2,
         "v_head_dim": spec.text.head_dim,

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from sglang_epd.deferred import when_imported
-from sglang_epd.platform import disaggregation, idle, kernels, video, vision_attention
+from sglang_epd.platform import (
+    disaggregation,
+    idle,
+    kernels,
+    latent_attention,
+    video,
+    vision_attention,
+)
 
 _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
@@ -11,6 +18,7 @@ _CHANGES = {
     "sglang.srt.disaggregation.mooncake.conn": disaggregation.install,
     "sglang.srt.utils.video_decoder": video.install_decoder,
     "sglang.kernels.ops.gemm.fp8_kernel": kernels.install,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention.install,
     "sglang.srt.multimodal.processors.qwen_vl": video.install_preprocessing,
 }
 _asked: set[str] = set()

@@ -383,9 +383,13 @@ for _one in FAMILIES.values():
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
 
-# Started as users start them: the main job's servers, and those that end when they ask for an
-# accelerator, which a fork would be told something else about.
-_NOT_FORKED = {"qwen2_5"} | {f"{f.name}, one server" for f in FAMILIES.values() if f.stopped}
+# Started as users start them: the main job's servers, and those that end as they look for a
+# driver, because a fork would be told that it is one.
+_NOT_FORKED = {"qwen2_5"} | {
+    f"{family.name}, one server"
+    for family in FAMILIES.values()
+    if "no NVIDIA driver" in " ".join(family.stopped)
+}
 # What fits in the memory of a small machine.
 _MOST_SERVERS = 6
 

@@ -45,6 +45,11 @@ _HEAD = (
     "by how much the log-probabilities of the first token change when the item is exchanged for "
     "another: without it parity would prove nothing.\n"
 )
+_CARRIED = (
+    "With processors or a configuration that were written for the tests "
+    "(`scripts/checkpoints/remote/`), because the family's own are code that is published with "
+    "its weights: "
+)
 
 
 def modality_of(case: str) -> str:
@@ -114,6 +119,8 @@ def page(records: dict[str, Any]) -> str:
     if stopped:
         lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
         lines += ["| family | the call, and what it raises |", "|---|---|", *stopped]
+    carrying = [family.title for family in FAMILIES.values() if family.carried]
+    lines += ["", _CARRIED + ", ".join(carrying) + "."]
     waiting = [family for family in FAMILIES.values() if family.name not in records]
     if waiting:
         lines += ["", "Made, and not yet run by the tests:", "", *map(_waiting, waiting)]

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints.families import FAMILIES
-from checkpoints.family import AUDIO, IMAGE, VIDEO
+from checkpoints.family import AUDIO, IMAGE, VIDEO, Family
 
 DOCS = Path(__file__).parents[1] / "docs"
 BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
@@ -26,42 +26,29 @@ BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
 _WORDS = {"all three": "mixed", " and ": "mixed", "image": IMAGE, "video": VIDEO, "sound": AUDIO}
 # What in-tree EPD allows and no checkpoint is made of, and why.
 NOT_MADE = {
-    **dict.fromkeys(
-        (
-            "Dots3NoteForCausalLM",
-            "InternS2PreviewForConditionalGeneration",
-            "KimiK3ForConditionalGeneration",
-            "KimiVLForConditionalGeneration",
-            "MiMoV2ForCausalLM",
-            "MuseSparkForConditionalGeneration",
-        ),
-        "`transformers` has no class of it that could be built",
+    "Qwen2_5OmniForConditionalGeneration": (
+        "SGLang 0.5.23 has no class of that name; given one, it tries its backend for models of "
+        "`transformers`, where `AutoModel.from_config` raises `ValueError: Unrecognized "
+        "configuration class <class '...Qwen2_5OmniConfig'> for this kind of AutoModel`"
     ),
-    "Glm5NextForConditionalGeneration": (
-        "not run: by SGLang's code three of its four layers are Triton kernels "
-        "(`causal_conv1d_triton`, `chunk_kda`), which a CPU has no driver for"
-    ),
-    "KimiK25ForConditionalGeneration": (
-        "not run: SGLang's processor asks for `media_processor`, which only the code that is "
-        "published with its weights has, and the processor of `transformers` has not"
-    ),
-    "MiniMaxM3SparseForConditionalGeneration": (
-        "not run: by SGLang's code its sparse attention (`minimax_sparse_ops`) is written for "
-        "CUDA, ROCm and Ascend"
-    ),
-    "Qwen2_5OmniForConditionalGeneration": "SGLang 0.5.23 has no class of that name",
 }
 _VERSIONS = ("sglang", "transformers", "torch")
 _HEAD = (
     "# Families\n\n"
     "Made by `scripts/families` from the results of `test/integration/test_families.py`; edit "
     "neither this page nor `families.json`. Each family is a small random checkpoint "
-    "(`scripts/checkpoints/families/`), served on a CPU in float32 by an encoder and a language "
+    "(`scripts/checkpoints/families/`; one without weights where SGLang stops before it reads "
+    "any), served on a CPU in float32 by an encoder and a language "
     "server with each transfer backend, and by one server that does everything. A cell has the "
     "number of cases that passed and the largest difference between the log-probabilities of the "
     "two, over the 20 likeliest tokens at each of 16 positions; the bound is 0.001. *Depends* is "
     "by how much the log-probabilities of the first token change when the item is exchanged for "
     "another: without it parity would prove nothing.\n"
+)
+_CARRIED = (
+    "With processors or a configuration that were written for the tests "
+    "(`scripts/checkpoints/remote/`), because the family's own are code that is published with "
+    "its weights: "
 )
 
 
@@ -132,6 +119,11 @@ def page(records: dict[str, Any]) -> str:
     if stopped:
         lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
         lines += ["| family | the call, and what it raises |", "|---|---|", *stopped]
+    carrying = [family.title for family in FAMILIES.values() if family.carried]
+    lines += ["", _CARRIED + ", ".join(carrying) + "."]
+    waiting = [family for family in FAMILIES.values() if family.name not in records]
+    if waiting:
+        lines += ["", "Made, and not yet run by the tests:", "", *map(_waiting, waiting)]
     lines += ["", "Allowed by in-tree EPD, and not made:", ""]
     lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
     lines += ["", "Versions, of the last run of each:", ""]
@@ -141,6 +133,11 @@ def page(records: dict[str, Any]) -> str:
         for name in sorted(records)
     ]
     return "\n".join(lines) + "\n"
+
+
+def _waiting(family: Family) -> str:
+    stop = f": said to stop at `{': '.join(family.stopped)}`" if family.stopped else ""
+    return f"- {family.title}{stop}"
 
 
 def _title(name: str) -> str:

@@ -26,7 +26,14 @@ from checkpoints.families import SPECS, family_of
 
 # What decides, beside a family's own modules, what is in a checkpoint: a change in one
 # makes a new folder.
-_SOURCES = ("spec.py", "tokenizer.py", "weights.py", "build.py", "chat_template.jinja")
+_SOURCES = (
+    "spec.py",
+    "tokenizer.py",
+    "weights.py",
+    "quantised.py",
+    "build.py",
+    "chat_template.jinja",
+)
 
 
 def cache_root() -> Path:
@@ -71,7 +78,8 @@ def _digest(name: str) -> str:
         for kind in type(family_of(name)).__mro__
         if kind.__module__.startswith("checkpoints.")
     ]
-    for source in [*(Path(__file__).parent / "checkpoints" / file for file in _SOURCES), *own]:
+    common = [Path(__file__).parent / "checkpoints" / file for file in _SOURCES]
+    for source in [*common, *own, *family_of(name).carried]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -47,6 +47,8 @@ class Family:
     embedding_multiplier: ClassVar[float] = 1.0
     # Flags that servers of it need.
     flags: ClassVar[str] = ""
+    # Files that its checkpoints have a copy of: code that is published with the weights.
+    carried: ClassVar[tuple[Path, ...]] = ()
     # Cases of the family tests in which one server cannot be the reference: case -> why.
     without: ClassVar[Mapping[str, str]] = {}
     # Where SGLang cannot serve it on a CPU: the call that stops it, and what that raises, as

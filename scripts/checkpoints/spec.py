@@ -44,7 +44,8 @@ class TextSpec:
 class CheckpointSpec:
     """One checkpoint. Two equal specs of a family give bit-identical weights (same torch).
 
-    `shard_mb` is the most that a file of weights holds; without it there is one file.
+    `shard_mb` is the most that a file of weights holds; without it there is one file. With
+    `fp8` the language model is quantised.
     """
 
     name: str
@@ -53,6 +54,7 @@ class CheckpointSpec:
     audio: AudioSpec | None = None
     seed: int = 0
     shard_mb: int | None = None
+    fp8: bool = False
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,7 @@ class Topology:
 
 
 _TINY = "tiny-qwen2_5-vl"
+_FP8 = "tiny-qwen3-vl-fp8"
 _FULL = ("encoder", "language", "prefill", "decode", "router")
 _TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
@@ -212,6 +213,9 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 _NO_PREFIXES = "--disable-radix-cache"
+_BFLOAT16 = "--dtype bfloat16"
+# Triton's kernels run as Python where there is no driver for them.
+_INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 def _backend(name: str) -> dict[str, str]:
@@ -321,6 +325,19 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         },
         {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},
     ),
+    # Prefixes of the cache would be computed in other batches, which rounds otherwise.
+    "quantised": lambda: Topology(
+        _FP8,
+        _TOGETHER,
+        _INTERPRETED,
+        {"encoder": _BFLOAT16, "language": f"{_BFLOAT16} {_NO_PREFIXES} --enable-metrics"},
+    ),
+    f"{_FP8}, one server": lambda: Topology(
+        _FP8, ("colocated",), _INTERPRETED, {"colocated": _BFLOAT16}
+    ),
+    "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
+        "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
+    ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(
         _TINY,
@@ -366,8 +383,13 @@ for _one in FAMILIES.values():
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
 
-# The main job is done by servers that are started as users start them.
-_AS_USERS_DO = "qwen2_5"
+# Started as users start them: the main job's servers, and those that end as they look for a
+# driver, because a fork would be told that it is one.
+_NOT_FORKED = {"qwen2_5"} | {
+    f"{family.name}, one server"
+    for family in FAMILIES.values()
+    if "no NVIDIA driver" in " ".join(family.stopped)
+}
 # What fits in the memory of a small machine.
 _MOST_SERVERS = 6
 
@@ -394,7 +416,7 @@ class Machine:
             raise ServerError(str(self._failures[name]))
         if name not in self._running:
             topology = TOPOLOGIES[name]()
-            topology.forks = None if name == _AS_USERS_DO else self._forks
+            topology.forks = None if name in _NOT_FORKED else self._forks
             self._make_room(topology)
             self._running[name] = topology
             try:

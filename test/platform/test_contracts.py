@@ -61,6 +61,21 @@ def test_frames_are_pinned_only_where_the_switches_say_so():
     assert preprocessing.count("is_cpu()") == 2, "the other, of kernels, is asked on import"
 
 
+def test_float8_kernels_look_their_sizes_up_by_the_device_name():
+    kernels = source("sglang.kernels.ops.gemm.fp8_kernel")
+    assert "get_device_name()." in kernels
+    assert "    get_device_name,\n" in kernels, "imported by name"
+
+
+def test_a_backend_that_has_no_handler_takes_tritons():
+    """Which computes a prompt with keys and values of each head."""
+    handlers = source("sglang.srt.models.deepseek_common.attention_backend_handler")
+    assert 'return cls._handlers.get(backend_name, cls._handlers.get("triton"))' in handlers
+    assert 'register("torch_native"' not in handlers
+    methods = source("sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods")
+    assert "    MLA = auto()" in methods
+
+
 def test_every_seam_has_a_contract_here():
     assert set(seams._CHANGES) == {
         "sglang.srt.layers.attention.vision",
@@ -68,4 +83,6 @@ def test_every_seam_has_a_contract_here():
         "sglang.srt.disaggregation.mooncake.conn",
         "sglang.srt.utils.video_decoder",
         "sglang.srt.multimodal.processors.qwen_vl",
+        "sglang.kernels.ops.gemm.fp8_kernel",
+        "sglang.srt.models.deepseek_common.attention_backend_handler",
     }

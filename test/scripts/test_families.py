@@ -82,6 +82,14 @@ def test_results_are_read_and_told(tmp_path: Path) -> None:
     assert "- Qwen2-Audio: sglang " in told
 
 
+def test_a_family_that_never_ran_is_told_with_what_its_file_says() -> None:
+    told = page({})
+    assert "- Qwen3-VL\n" in told
+    dots = next(line for line in told.splitlines() if "Dots3-Note" in line)
+    assert "said to stop at `_require_cuda(): RuntimeError" in dots
+    assert "not yet run" not in page({name: {"versions": {}} for name in FAMILIES})
+
+
 def test_what_failed_leaves_no_figure_of_a_former_run(tmp_path: Path) -> None:
     file = tmp_path / "results.xml"
     change = '<property name="change" value="1.5"/></properties>'

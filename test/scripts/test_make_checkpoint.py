@@ -22,6 +22,7 @@ import sounds
 from checkpoints.check import Subject, generation, image_dependence, measure, sound_dependence
 from checkpoints.families import FAMILIES, SPECS, family_of
 from checkpoints.family import Family
+from checkpoints.unweighted import Unweighted
 
 TINY = ["tiny-qwen2_5-vl", "tiny-qwen3-vl"]
 
@@ -190,7 +191,9 @@ def test_shards_and_their_index_have_the_published_names(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.specs[0].name)
 def test_a_familys_answers_depend_on_its_media(family: Family) -> None:
-    if family.name not in CONFIG_MAPPING_NAMES:
+    if isinstance(family, Unweighted):
+        pytest.skip("SGLang stops before it reads a weight, so there is none")
+    if family.carried or family.name not in CONFIG_MAPPING_NAMES:
         pytest.skip(
             "in its makers' form, which `transformers` does not read by itself: its servers "
             "are asked"

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from sglang_epd.deferred import when_imported
-from sglang_epd.platform import disaggregation, idle, video, vision_attention
+from sglang_epd.platform import (
+    disaggregation,
+    idle,
+    kernels,
+    latent_attention,
+    video,
+    vision_attention,
+)
 
 _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
     "sglang.srt.managers.scheduler": idle.install,
     "sglang.srt.disaggregation.mooncake.conn": disaggregation.install,
     "sglang.srt.utils.video_decoder": video.install_decoder,
+    "sglang.kernels.ops.gemm.fp8_kernel": kernels.install,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention.install,
     "sglang.srt.multimodal.processors.qwen_vl": video.install_preprocessing,
 }
 _asked: set[str] = set()

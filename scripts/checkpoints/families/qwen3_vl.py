@@ -25,6 +25,14 @@ class Qwen3VL(Qwen3Vision):
             seed=5,
         ),
         CheckpointSpec(
+            "tiny-qwen3-vl-fp8",
+            TextSpec(3, 128, 256, 4, 2),
+            VisionSpec(4, 64, 128, 2, taps=(0, 2)),
+            seed=5,
+            shard_mb=1,
+            fp8=True,
+        ),
+        CheckpointSpec(
             "bench-qwen3-vl",
             TextSpec(3, 256, 512, 4, 2),
             VisionSpec(8, 320, 1280, 4, taps=(1, 3, 5)),

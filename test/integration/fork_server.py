@@ -33,6 +33,8 @@ import tempfile
 from multiprocessing import spawn
 from typing import Any
 
+import setproctitle
+
 SERVER = "sglang.launch_server"
 # What each server imports, all model classes among them.
 _IMPORTED = (
@@ -54,6 +56,8 @@ def main(number: int) -> None:
     contexts["spawn"] = contexts["forkserver"]
     for name in _IMPORTED:
         importlib.import_module(name)
+    # SGLang names its processes; where a name is written is found by the first environment.
+    setproctitle.getproctitle()
     # What is there by now is shared by all, as long as no collector writes to it.
     gc.collect()
     gc.freeze()

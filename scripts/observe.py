@@ -57,7 +57,7 @@ _DOCS = Path(__file__).resolve().parent.parent / "docs" / "observed"
 _COMMAND = [sys.executable, "-m", "sglang_epd.cli"]
 _COLUMNS = 118
 _READY_S = 420.0
-_LOAD_S = 36.0
+_LOAD_S = 30.0
 # What this deployment has nothing to tell of, by the panel.
 RIGHTLY_EMPTY = {
     "Prompts by where they were encoded": "no server here decides (no adaptive dispatch)",

@@ -100,7 +100,7 @@ def running(folder: Path, port: int, roles: Mapping[str, Sequence[str]]) -> Iter
         "rule_files": [str(OBSERVABILITY / "alerts.yaml")],
         "scrape_configs": [
             {
-                "job_name": "sglang-epd",
+                **_scraping(),
                 "static_configs": [
                     {"targets": list(targets), "labels": {"role": role}}
                     for role, targets in roles.items()
@@ -126,6 +126,13 @@ def running(folder: Path, port: int, roles: Mapping[str, Sequence[str]]) -> Iter
     finally:
         process.terminate()
         process.wait(20)
+
+
+def _scraping() -> dict[str, Any]:
+    """How docker/observability has servers scraped, but for which."""
+    told = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
+    (job,) = told["scrape_configs"]
+    return {name: value for name, value in job.items() if name != "static_configs"}
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -9,6 +10,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 import observe
 from observing import prometheus
@@ -16,6 +18,10 @@ from observing.collector import Seen, collecting
 from observing.picture import draw, ordered
 from sglang_epd.observability import tracing
 from sglang_epd.observability.tracing import TracedSpan
+
+NEEDS_PROMETHEUS = pytest.mark.skipif(
+    not prometheus.installed(), reason="prometheus and promtool are not in PATH"
+)
 
 
 def seen(name: str, own: str, parent: str = "", began_ms: int = 0, **attributes) -> Seen:
@@ -92,7 +98,26 @@ def test_what_is_rightly_empty_is_a_panel():
     assert all("$" not in query.text for query in prometheus.dashboard_queries())
 
 
-@pytest.mark.skipif(not prometheus.installed(), reason="prometheus and promtool are not in PATH")
+@NEEDS_PROMETHEUS
+def test_names_are_the_same_whatever_prometheus_asks_for(tmp_path, unused_tcp_port_factory):
+    """Versions before 3 accept no colon but in text, and are written `sglang_` instead."""
+    registry = CollectorRegistry()
+    Gauge("sglang:epd_receiver_held_bytes", "as on a server", registry=registry).set(7)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    own = {"language": [f"127.0.0.1:{server.server_port}"]}
+    end = time.monotonic() + 20
+    with prometheus.running(tmp_path, unused_tcp_port_factory(), own) as asked:
+        while not (found := asked.ask("sglang:epd_receiver_held_bytes")):
+            assert time.monotonic() < end, asked.targets()
+            time.sleep(0.1)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert found[0]["value"][1] == "7"
+    assert found[0]["metric"]["role"] == "language"
+
+
+@NEEDS_PROMETHEUS
 def test_prometheus_takes_every_query_and_rule(tmp_path, unused_tcp_port):
     """Asked of one that scrapes itself, so there is no data of ours."""
     assert "rules found" in prometheus.check_rules()

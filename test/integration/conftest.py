@@ -30,6 +30,7 @@ _ORDER = [
     "test_survival",
     "test_towers",
     "test_content",
+    "test_quantised",
     "test_cli",
     "test_audio",
     "test_families",

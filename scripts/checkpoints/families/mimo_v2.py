@@ -91,6 +91,7 @@ def _processor(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     ids = tokenizer.convert_tokens_to_ids
     return {
         "audio_sampling_rate": 24000,
+        "use_video_timestamps": True,
         "image_token_id": ids(IMAGE_PAD),
         "video_token_id": ids(VIDEO_PAD),
         "vision_start_token_id": ids(VISION_START),

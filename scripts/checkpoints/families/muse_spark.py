@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import text_config
+from checkpoints.family import IMAGE, text_config
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, tiny
 
@@ -17,6 +17,11 @@ class MuseSpark(Unweighted):
     title = "Muse-Spark"
     architecture = "MuseSparkForConditionalGeneration"
     specs = tiny("tiny-muse-spark")
+    special_tokens = (
+        *("<|image_start|>", "<|patch|>", "<|image_end|>", "<|video|>", "<|audio|>"),
+        *("<|vid_start|>", "<|vid_frame_separator|>", "<|vid_end|>"),
+    )
+    marks = {IMAGE: "<image>"}
     stopped = (
         "torch.cuda.Stream()",
         "torch.AcceleratorError: CUDA error: CUDA driver version is insufficient for CUDA runtime "

@@ -103,8 +103,8 @@ def test_up_then_down_again(tmp_path):
     assert {told["state"] for told in supervisor.describe()} == {"stopped"}
     assert not alive(supervisor)
     news = [name for name, text in recorder.told if text.startswith(("started", "ready"))]
-    assert news.index("router") > news.index("language") > -1
-    assert news[-1] == "router"
+    # After the language server's start, and its being ready; the encoder may be ready later.
+    assert news[: news.index("router")].count("language") == 2
     assert ("encoder", "Uvicorn running") in recorder.lines
     assert recorder.waits[-1] == {}
     assert signal.getsignal(signal.SIGINT) is before

@@ -58,12 +58,15 @@ class ForkServer:
                     self._statuses[answer["pid"]] = answer["status"]
 
     def status(self, pid: int) -> int | None:
-        """How a fork ended, as `waitpid` says it, or None while it runs."""
-        with self._lock:
+        """How a fork ended, as `waitpid` says it, or None while it runs.
+
+        Raises:
+            ServerError: the process that it is a fork of has ended, and it with that.
+        """
+        with self._lock, self._explained():
             while pid not in self._statuses and self._answered():
-                with self._explained():
-                    answer = json.loads(self._lines.readline())
-                    self._statuses[answer["pid"]] = answer["status"]
+                answer = json.loads(self._lines.readline())
+                self._statuses[answer["pid"]] = answer["status"]
             return self._statuses.get(pid)
 
     def close(self) -> None:
@@ -95,7 +98,9 @@ class ForkServer:
     def _answered(self) -> bool:
         self._control.settimeout(0)
         try:
-            return bool(self._control.recv(1, socket.MSG_PEEK))
+            if not self._control.recv(1, socket.MSG_PEEK):
+                raise EOFError("it has ended")
+            return True
         except BlockingIOError:
             return False
         finally:
@@ -105,7 +110,7 @@ class ForkServer:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:
+        except (EOFError, OSError, ValueError) as error:
             raise ServerError(f"the process that servers are forks of: {error!r}") from error
 
 

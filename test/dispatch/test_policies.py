@@ -5,12 +5,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.config import Settings
 from sglang_epd.dispatch import policies
-from sglang_epd.dispatch.policies import Affinity, Work, rendezvous
+from sglang_epd.dispatch.policies import Affinity, Work
 from sglang_epd.dispatch.pool import Snapshot, View
 from sglang_epd.errors import ConfigError
 
@@ -38,6 +39,11 @@ work_lists = st.lists(work, max_size=40)
 
 def works(count, patches=100.0, begin=0):
     return [Work(number.to_bytes(32), patches) for number in range(begin, begin + count)]
+
+
+def rendezvous(key, urls):
+    ranks = policies.rendezvous(key, urls)
+    return sorted(ranks, key=ranks.__getitem__, reverse=True)
 
 
 def idle(*urls):
@@ -155,7 +161,9 @@ def test_least_loaded_lets_chance_decide_between_equals():
 def test_an_order_of_encoders_is_the_keys_alone(urls, keys):
     for key in keys:
         order = rendezvous(key, urls)
-        assert sorted(order) == sorted(urls)
+        assert order == sorted(
+            urls, key=lambda url: (blake3(url.encode() + b"\0" + key).digest(8), url), reverse=True
+        )
         assert rendezvous(key, urls[::-1]) == order
         assert rendezvous(key, urls[1:]) == [url for url in order if url != urls[0]]
 
@@ -226,6 +234,58 @@ def test_who_comes_back_has_its_keys_back():
 def test_another_language_server_agrees():
     items, snapshot = works(300), idle("a", "b", "c")
     assert one_by_one(Affinity(), items, snapshot) == one_by_one(Affinity(), items[::-1], snapshot)
+
+
+# affinity: what is decided without sorting, and with
+
+
+class Sorted(Affinity):
+    """The same by the whole order of a key's encoders, as it is described."""
+
+    def _choose(self, item, loads, rng):
+        order = rendezvous(item.key, loads)
+        mean = (sum(loads.values()) + item.patches) / len(loads)
+
+        def fits(url, bound, slack):
+            limit = max(bound * mean, mean + slack * item.patches)
+            return loads[url] + item.patches <= limit
+
+        roomy = [url for url in order if fits(url, policies._BOUND, policies._SLACK)]
+        home = self._seen(item.key)
+        home.urls = [url for url in home.urls if url in order]
+        if home.urls and not set(order[: order.index(home.urls[0])]) <= home.passed:
+            home.urls = []
+        wanted = self._wanted(home, len(order))
+        del home.urls[wanted:]
+        if 0 < len(home.urls) < wanted:
+            home.urls += [url for url in roomy if url not in home.urls][:1]
+        bound, slack = policies._KNOWN_BOUND, policies._KNOWN_SLACK
+        known = [url for url in home.urls if fits(url, bound, slack)]
+        if known:
+            least = min(loads[url] for url in known)
+            return rng.choice([url for url in known if loads[url] == least])
+        home.urls = roomy[:1]
+        home.passed = frozenset(order[: order.index(roomy[0])])
+        return roomy[0]
+
+
+@given(seed=st.integers(), count=st.integers(1, 12), keys=st.integers(1, 40))
+def test_an_order_need_not_be_sorted_to_be_followed(seed, count, keys):
+    """Encoders come and go, loads change, and a few keys are asked for so often that they get
+    several encoders."""
+    draw, urls = random.Random(seed), [f"http://e{number}" for number in range(count)]
+    quick, slow = Affinity(keys=keys), Sorted(keys=keys)
+    for number in range(60):
+        there = draw.sample(urls, draw.randint(1, count))
+        heavy = draw.choice([0.0, 100.0, 5000.0])
+        views = tuple(View(url, load=draw.random() * heavy) for url in there)
+        items = [
+            Work(int(draw.random() ** 3 * keys).to_bytes(32), draw.choice([1.0, 50.0, 4000.0]))
+            for _ in range(draw.randint(1, 8))
+        ]
+        chosen = quick(items, Snapshot(views), random.Random(number))
+        assert chosen == slow(items, Snapshot(views), random.Random(number))
+        assert quick._homes == slow._homes
 
 
 # affinity: load

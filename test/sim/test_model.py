@@ -82,7 +82,7 @@ def test_more_servers_are_not_worse(profile, workload, shapes):
     asked = workload(items={"kind": "uniform", "low": 1, "high": 4})
     means = [
         simulate(
-            profile(), asked, parse(shape, policy="least_loaded"), Traffic(rate=3.5, requests=2000)
+            profile(), asked, parse(shape, policy="least_loaded"), Traffic(rate=3.5, requests=800)
         ).mean("ttft")
         for shape in shapes
     ]
@@ -91,7 +91,7 @@ def test_more_servers_are_not_worse(profile, workload, shapes):
 
 def test_a_higher_rate_is_not_faster(profile, workload):
     means = [
-        simulate(profile(), workload(), parse("1E1PD"), Traffic(rate=rate, requests=2000)).mean(
+        simulate(profile(), workload(), parse("1E1PD"), Traffic(rate=rate, requests=800)).mean(
             "ttft"
         )
         for rate in (1, 4, 8)

@@ -37,7 +37,7 @@ def test_a_second_tower_doubles_goodput_until_prefill_binds(profile, workload):
     asked = workload(arrival="constant", output_tokens=1, text_tokens=1)
     topologies = [parse(shape, policy="least_loaded") for shape in ("1E1PD", "2E1PD", "8E1PD")]
     rates = [
-        goodput(profile(), asked, topology, SLO, seconds=50, start=8, tolerance=0.05).rate
+        goodput(profile(), asked, topology, SLO, seconds=25, start=8, tolerance=0.05).rate
         for topology in topologies
     ]
     assert rates[1] / rates[0] == pytest.approx(2, rel=0.15)

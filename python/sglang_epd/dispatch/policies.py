@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -19,8 +20,7 @@ from sglang_epd.dispatch.pool import Snapshot
 from sglang_epd.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One item, as far as a policy has to know it.
 
     Attributes:
@@ -33,6 +33,8 @@ class Work:
     patches: float
 
 
+# Encoders by URL, with what they are compared by.
+Ranks = dict[str, tuple[bytes, str]]
 # (items, encoders that may be asked, random source) -> encoder URL of each item, in order.
 # There is at least one encoder.
 Policy = Callable[[Sequence[Work], Snapshot, random.Random], list[str]]
@@ -106,7 +108,7 @@ class _Home:
     """
 
     urls: list[str] = field(default_factory=list)
-    passed: tuple[str, ...] = ()
+    passed: frozenset[str] = frozenset()
     count: float = 0.0
     at: int = 0
 
@@ -147,29 +149,38 @@ class Affinity:
         return [chosen[item.key] for item in items]
 
     def _choose(self, item: Work, loads: dict[str, float], rng: random.Random) -> str:
-        order = rendezvous(item.key, list(loads))
+        ranks = rendezvous(item.key, loads)
         cost = item.patches
         mean = (sum(loads.values()) + cost) / len(loads)
+        most = max(_BOUND * mean, mean + _SLACK * cost)
 
-        def fits(url: str, bound: float, slack: float) -> bool:
-            return loads[url] + cost <= max(bound * mean, mean + slack * cost)
+        def first(urls: Iterable[str]) -> str | None:
+            """Of these, with room for a new key."""
+            roomy = [url for url in urls if loads[url] + cost <= most]
+            return max(roomy, key=ranks.__getitem__, default=None)
 
-        # The least loaded always has room for a new key: it has the mean at most.
-        roomy = [url for url in order if fits(url, _BOUND, _SLACK)]
         home = self._seen(item.key)
-        _leave(home, order)
-        wanted = self._wanted(home, len(order))
+        _leave(home, ranks)
+        wanted = self._wanted(home, len(ranks))
         del home.urls[wanted:]
         if 0 < len(home.urls) < wanted:
             # One more at a time: each has to encode it first.
-            home.urls += [url for url in roomy if url not in home.urls][:1]
-        known = [url for url in home.urls if fits(url, _KNOWN_BOUND, _KNOWN_SLACK)]
+            another = first(loads.keys() - home.urls)
+            home.urls += [another] if another else []
+        bound = max(_KNOWN_BOUND * mean, mean + _KNOWN_SLACK * cost)
+        known = [url for url in home.urls if loads[url] + cost <= bound]
         if known:
             least = min(loads[url] for url in known)
             return rng.choice([url for url in known if loads[url] == least])
-        home.urls = roomy[:1]
-        home.passed = tuple(order[: order.index(roomy[0])])
-        return roomy[0]
+        best = max(ranks, key=ranks.__getitem__)
+        if loads[best] + cost <= most:
+            home.urls, home.passed = [best], frozenset()
+            return best
+        # The least loaded always has room for a new key: it has the mean at most.
+        found = first(loads)
+        assert found is not None
+        home.urls, home.passed = [found], _before(found, ranks)
+        return found
 
     def _seen(self, key: bytes) -> _Home:
         self._items += 1
@@ -189,30 +200,34 @@ class Affinity:
         return max(1, min(encoders, round(shares), int(home.count / _HOT_COUNT)))
 
 
-def _leave(home: _Home, order: list[str]) -> None:
+def _leave(home: _Home, ranks: Ranks) -> None:
     """Drop encoders that cannot be asked, and all if there is one now that the key would
     have gone to, had it been there."""
-    home.urls = [url for url in home.urls if url in order]
-    if home.urls:
-        before = order[: order.index(home.urls[0])]
-        if not set(before) <= set(home.passed):
-            home.urls = []
+    home.urls = [url for url in home.urls if url in ranks]
+    if home.urls and not _before(home.urls[0], ranks) <= home.passed:
+        home.urls = []
+
+
+def _before(url: str, ranks: Ranks) -> frozenset[str]:
+    """Those that come before it in a key's order."""
+    own = ranks[url]
+    return frozenset([other for other, rank in ranks.items() if rank > own])
 
 
 def _fading(items: int) -> float:
     return float(0.5 ** (items / _HALF_LIFE_ITEMS))
 
 
-def rendezvous(key: bytes, urls: Sequence[str]) -> list[str]:
-    """The key's order of encoders; that of the others does not depend on who is there."""
-    weighed = [(blake3(_named(url) + key).digest(8), url) for url in urls]
-    weighed.sort(reverse=True)
-    return [url for _, url in weighed]
+def rendezvous(key: bytes, urls: Iterable[str]) -> Ranks:
+    """The key's order of encoders, as a rank of each: the highest is the first. No rank
+    depends on who else is there."""
+    return {url: (_hashing(url).copy().update(key).digest(8), url) for url in urls}
 
 
-@lru_cache(maxsize=16_384)
-def _named(url: str) -> bytes:
-    return url.encode(errors="surrogatepass") + b"\0"
+@lru_cache(maxsize=4096)
+def _hashing(url: str) -> blake3:
+    """What a key is added to, for its rank; 2 KB."""
+    return blake3(url.encode(errors="surrogatepass") + b"\0")
 
 
 def _urls(snapshot: Snapshot) -> list[str]:

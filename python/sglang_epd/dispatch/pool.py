@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
 
@@ -62,8 +62,7 @@ class Report:
     patches_per_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """One encoder in a snapshot.
 
     Attributes:

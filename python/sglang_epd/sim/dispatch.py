@@ -30,17 +30,23 @@ class Reports:
 
     Attributes:
         number: how often they were.
-        latest: whether each answered, the patches in its queue, and its rate.
+        views: of each, with the patches in its queue for its load.
+        silent: those that did not answer, by number.
     """
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
         self.number = 0
-        self.latest = [(True, 0.0, 0.0)] * len(encoders)
+        self.views = [View(encoder.url) for encoder in encoders]
+        self.silent: set[int] = set()
 
     def renew(self) -> None:
         self.number += 1
-        self.latest = [(one.alive, one.queued, one.rate) for one in self._encoders]
+        self.silent = {number for number, one in enumerate(self._encoders) if not one.alive}
+        for number, (encoder, view) in enumerate(zip(self._encoders, self.views, strict=True)):
+            # Most have not changed.
+            if view.load != encoder.queued or view.rate != encoder.rate:
+                self.views[number] = View(encoder.url, State.READY, encoder.queued, encoder.rate)
 
 
 class Dispatch:
@@ -68,12 +74,11 @@ class Dispatch:
         self._rng = rng
         self._budget = RetryBudget(lambda: env.now)
         self._turn = 0
-        # What this server has sent there and not heard of; and so at the last report.
-        self._outstanding = [0.0] * len(encoders)
-        # Patches that this server had there when the encoder last told of its queue.
-        self._reported = [0.0] * len(encoders)
-        self._busy_until = [0.0] * len(encoders)
-        self._views = [View(encoder.url) for encoder in encoders]
+        # By the number of an encoder, where there is something: patches that this server has
+        # sent there and not heard of; and so when the encoder last told of its queue.
+        self._outstanding: dict[int, float] = {}
+        self._reported: dict[int, float] = {}
+        self._busy_until: dict[int, float] = {}
 
     def send(self, items: Sequence[Item]) -> None:
         """Spread a request's items."""
@@ -95,22 +100,27 @@ class Dispatch:
         made is what it has now: it calls this before that changes."""
         if self._heard != self._reports.number:
             self._heard = self._reports.number
+            self._outstanding = {n: patches for n, patches in self._outstanding.items() if patches}
             self._reported = self._outstanding.copy()
 
     def _usable(self) -> tuple[View, ...]:
-        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon."""
-        now, usable = self._env.now, []
-        for number, (alive, queued, rate) in enumerate(self._reports.latest):
-            if not alive or self._busy_until[number] > now:
-                continue
-            outstanding = self._outstanding[number]
-            load = max(outstanding, queued + outstanding - self._reported[number])
-            view = self._views[number]
-            # Most are as they were when this server looked last.
-            if view.load != load or view.rate != rate:
-                view = self._views[number] = View(view.url, State.READY, load, rate)
-            usable.append(view)
-        return tuple(usable)
+        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon.
+
+        The reports are of all encoders; what this server has sent makes a difference to a
+        few of them."""
+        views = self._reports.views.copy()
+        for number in self._outstanding.keys() | self._reported.keys():
+            view = views[number]
+            outstanding = self._outstanding.get(number, 0.0)
+            load = max(outstanding, view.load + outstanding - self._reported.get(number, 0.0))
+            views[number] = View(view.url, State.READY, load, view.rate)
+        if self._busy_until:
+            now = self._env.now
+            self._busy_until = {n: end for n, end in self._busy_until.items() if end > now}
+        apart = self._reports.silent | self._busy_until.keys()
+        if apart:
+            views = [view for number, view in enumerate(views) if number not in apart]
+        return tuple(views)
 
     def _spread(self, items: Sequence[Item]) -> None:
         self._hear()
@@ -129,7 +139,7 @@ class Dispatch:
                 self._again(item, SILENT_S)
             elif encoder.ask(item):
                 item.encoder = number
-                self._outstanding[number] += item.patches
+                self._outstanding[number] = self._outstanding.get(number, 0.0) + item.patches
             else:
                 self._busy_until[number] = self._env.now + _RETRY_AFTER_S
                 self._again(item, 0.0)

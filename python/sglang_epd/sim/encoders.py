@@ -3,7 +3,7 @@ and run in batches by its bounds. What is kept is in the package's own cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,8 +69,7 @@ class Encoder:
         self._making: dict[bytes, list[Item]] = {}
         self._found: dict[Item, None] = {}
         self._life = 0
-        self._asleep: simpy.Event | None = None
-        env.process(self._run())
+        self._asleep = True
 
     def ask(self, item: Item) -> bool:
         """Take an item in; False if it has as many as it takes."""
@@ -132,31 +131,36 @@ class Encoder:
             self._queue.push(
                 Job(item.request.number, item.patches, item.request.deadline, content=item)
             )
-            if self._asleep is not None:
-                self._asleep.succeed()
-                self._asleep = None
+            if self._asleep:
+                self._asleep = False
+                # After all that happens now: what comes together may run together.
+                self._env.timeout(0.0).callbacks.append(self._run)
 
         self._grant(item, granted)
 
-    def _run(self) -> Generator[simpy.Event, Any, None]:
-        while True:
-            now = self._env.now
-            for job in self._queue.take_expired(now) if len(self._queue) else ():
-                self._gone(job.content)
-            batch = self._queue.take(now, self._bounds, self.rate, _INFINITE)
-            if not batch:
-                self._asleep = self._env.event()
-                yield self._asleep
-                continue
-            for job in batch:
-                job.content.begun = now
-            life = self._life
-            seconds = self._costs.tower.seconds(job.cost for job in batch)
-            yield self._env.timeout(seconds)
-            if life == self._life:
-                self._ran(batch, seconds)
+    def _run(self, _event: simpy.Event | None = None) -> None:
+        """The next batch, if anything waits."""
+        now = self._env.now
+        for job in self._queue.take_expired(now) if len(self._queue) else ():
+            self._gone(job.content)
+        batch = self._queue.take(now, self._bounds, self.rate, _INFINITE)
+        if not batch:
+            self._asleep = True
+            return
+        for job in batch:
+            job.content.begun = now
+        seconds = self._costs.tower.seconds(job.cost for job in batch)
+        ran = partial(self._ran, batch, seconds, self._life)
+        self._env.timeout(seconds).callbacks.append(ran)
 
-    def _ran(self, batch: list[Job], seconds: float) -> None:
+    def _ran(self, batch: list[Job], seconds: float, life: int, _event: simpy.Event) -> None:
+        # Of one that died meanwhile nothing is left.
+        if life == self._life:
+            self._count(batch, seconds)
+            self._hand_out(batch)
+        self._run()
+
+    def _count(self, batch: list[Job], seconds: float) -> None:
         patches = sum(job.cost for job in batch)
         self.batches += 1
         self.busy_s += seconds
@@ -165,6 +169,8 @@ class Encoder:
         if seconds > 0:
             rate = patches / seconds
             self.rate = rate if not self.rate else self.rate + _EMA * (rate - self.rate)
+
+    def _hand_out(self, batch: list[Job]) -> None:
         for job in batch:
             item: Item = job.content
             if self._cache is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import simpy
 
@@ -52,9 +52,12 @@ class Server:
         self.prompts = Prompts(costs, encodes=encodes, output=decodes)
         self._arrived: deque[Request] = deque()
         self._running = Running(costs)
-        self._asleep: simpy.Event | None = None
-        self._leaping = False
-        self._process = env.process(self._run())
+        # Passes whose end is one event, but for the first: when each begins, and its seconds.
+        self._passes: list[tuple[float, float]] = []
+        self._asleep = True
+        # The end of decode steps that go on until somebody comes, and when they began.
+        self._leap: simpy.Timeout | None = None
+        self._leapt = 0.0
 
     def fits(self, request: Request) -> bool:
         """Whether its KV can ever be here."""
@@ -75,6 +78,14 @@ class Server:
         self.prompts.release(request)
         self._wake(self.prompts.may_begin(len(self._running)))
 
+    def prefilling_s(self, now: float) -> float:
+        """Seconds of all passes that have begun by now."""
+        seconds = self.prefill_s
+        for begin, one in self._passes:
+            if begin <= now:
+                seconds += one
+        return seconds
+
     def _may_join(self) -> bool:
         if not self._arrived or len(self._running) >= self.costs.running:
             return False
@@ -86,23 +97,31 @@ class Server:
         return request.prompt + request.output
 
     def _wake(self, useful: bool) -> None:
-        if self._asleep is not None:
-            self._asleep.succeed()
-            self._asleep = None
-        elif self._leaping and useful:
-            self._leaping = False
-            self._process.interrupt()
-
-    def _run(self) -> Generator[simpy.Event, Any, None]:
-        while True:
-            self._join()
-            if self.prompts.may_begin(len(self._running)):
-                yield from self._prefill()
-            elif len(self._running):
-                yield from self._decode()
+        """Somebody came: the last thing that its event does."""
+        if self._asleep:
+            self._asleep = False
+            if self.env.peek() > self.env.now:
+                self._go_on()
             else:
-                self._asleep = self.env.event()
-                yield self._asleep
+                # After all that happens now.
+                self._after(0.0, self._go_on)
+        elif self._leap is not None and useful:
+            self._cut_short(self._leap)
+
+    def _after(self, seconds: float, then: Callable[[], None]) -> simpy.Timeout:
+        timeout = self.env.timeout(seconds)
+        timeout.callbacks.append(lambda _event: then())
+        return timeout
+
+    def _go_on(self) -> None:
+        """A pass or steps are done, or it was asleep."""
+        self._join()
+        if self.prompts.may_begin(len(self._running)):
+            self._prefill()
+        elif len(self._running):
+            self._decode()
+        else:
+            self._asleep = True
 
     def _join(self) -> None:
         """Sequences that came with their KV."""
@@ -110,9 +129,9 @@ class Server:
             request = self._arrived.popleft()
             self.prompts.kv_tokens += self._needed(request)
             request.first = self.env.now
-            self._go_on(request)
+            self._answer(request)
 
-    def _prefill(self) -> Generator[simpy.Event, Any, None]:
+    def _prefill(self) -> None:
         """One pass; of a server that mixes, with a step of those that decode."""
         sequences = len(self._running)
         mixed = self.costs.mixed and sequences > 0
@@ -123,15 +142,41 @@ class Server:
         self.encode_s += encode
         self.prefill_s += prefill
         self.decode_s += step
-        yield self.env.timeout(encode + prefill + step)
+        chunk.advance()
+        seconds = encode + prefill + step
+        if not self.costs.mixed and chunk.parts[0][0].prefilled < chunk.parts[0][0].prompt:
+            seconds = self._further(seconds, budget)
+        self._after(seconds, partial(self._did, chunk, mixed))
+
+    def _further(self, seconds: float, budget: int) -> float:
+        """Passes after one of so many seconds that are certain, as none ends a prompt: with
+        them it is one event. What each begins at and takes is kept, because the run may be
+        stopped meanwhile.
+
+        Returns:
+            Seconds of all of them.
+        """
+        now = self.env.now
+        end = now + seconds
+        while (chunk := self.prompts.further(budget)) is not None:
+            prefill = chunk.seconds(self.costs)
+            until = end + prefill
+            if now + (until - now) != until:
+                # Events come after seconds from now, and this end would be rounded.
+                break
+            self._passes.append((end, prefill))
+            chunk.advance()
+            seconds, end = until - now, until
+        return seconds
+
+    def _did(self, chunk: Chunk, mixed: bool) -> None:
+        if self._passes:
+            self.prefill_s = self.prefilling_s(self.env.now)
+            self._passes.clear()
         if mixed:
             self._end(self._running.advance(1))
-        self._did(chunk)
-
-    def _did(self, chunk: Chunk) -> None:
         now = self.env.now
-        for request, tokens in chunk.parts:
-            request.prefilled += tokens
+        for request, _ in chunk.parts:
             if request.prefilled < request.prompt:
                 continue
             request.prefill_ended = now
@@ -139,26 +184,35 @@ class Server:
             self.prompts.keep((*request.chain, *said))
             if self._decodes:
                 request.first = now
-                self._go_on(request)
+                self._answer(request)
             else:
                 self._prefilled(request, self)
+        self._go_on()
 
-    def _decode(self) -> Generator[simpy.Event, Any, None]:
+    def _decode(self) -> None:
         """Steps until one ends, or somebody comes who may begin."""
         steps = self._running.until_next()
-        began, self._leaping = self.env.now, True
-        try:
-            yield self.env.timeout(self._running.seconds(steps))
-        except simpy.Interrupt:
-            steps = self._running.steps_begun(self.env.now - began)
-            left = began + self._running.seconds(steps) - self.env.now
-            if left > 0:
-                yield self.env.timeout(left)
-        self._leaping = False
+        self._leapt = self.env.now
+        self._leap = self._after(self._running.seconds(steps), partial(self._stepped, steps))
+
+    def _cut_short(self, leap: simpy.Timeout) -> None:
+        """To the end of the step that has begun."""
+        leap.callbacks.clear()
+        self._leap = None
+        steps = self._running.steps_begun(self.env.now - self._leapt)
+        left = self._leapt + self._running.seconds(steps) - self.env.now
+        if left > 0:
+            self._after(left, partial(self._stepped, steps))
+        else:
+            self._stepped(steps)
+
+    def _stepped(self, steps: int) -> None:
+        self._leap = None
         self.decode_s += self._running.seconds(steps)
         self._end(self._running.advance(steps))
+        self._go_on()
 
-    def _go_on(self, request: Request) -> None:
+    def _answer(self, request: Request) -> None:
         """One that has its first token."""
         if request.output > 1:
             self._running.add(request)

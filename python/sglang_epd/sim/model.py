@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +151,10 @@ class Deployment:
         ]
         self._at: dict[int, int] = {}
         self._behind: dict[int, Server] = {}
+        # Requests whose media are on their way, with the end of waiting, in that order; and
+        # whether a timeout stands for the first of them or one before it.
+        self._awaited: deque[tuple[float, Request]] = deque()
+        self._watching = False
         self.report = Report(profile, topology)
         self.live = 0
         self._idle: simpy.Event | None = None
@@ -194,9 +199,10 @@ class Deployment:
         server = self.prefills[number]
         server.outstanding += 1
         self._at[request.number] = number
-        nbytes = self._nbytes(request)
         fits = server.fits(request) and (
-            not self.encoders or self.arenas[number].fits(nbytes) or not request.items
+            not self.encoders
+            or self.arenas[number].fits(self._nbytes(request))
+            or not request.items
         )
         if self.decodes:
             fits = fits and self.decodes[0].fits(request)
@@ -216,8 +222,7 @@ class Deployment:
             if not request.left:
                 self._complete(request)
                 return
-            left = request.deadline - self.env.now
-            self._after(left, partial(self._expire, request))
+            self._await(request)
             self.dispatches[self._at[request.number]].send(request.items[found:])
         elif not request.items:
             self._complete(request)
@@ -259,9 +264,34 @@ class Deployment:
     def _ended(self, request: Request) -> None:
         self._finish(request, Outcome.DONE)
 
-    def _expire(self, request: Request) -> None:
-        if request.left and request.outcome is None:
-            self._finish(request, Outcome.LATE)
+    def _await(self, request: Request) -> None:
+        """Its media, until its deadline. Deadlines come in the order of requests, so there is
+        one timeout at a time, and not one for each of them."""
+        while self._awaited and not self._waits(self._awaited[0][1]):
+            self._awaited.popleft()
+        left = max(0.0, request.deadline - self.env.now)
+        self._awaited.append((self.env.now + left, request))
+        if not self._watching:
+            self._watching = True
+            self._after(left, self._expire)
+
+    def _expire(self) -> None:
+        now = self.env.now
+        while self._awaited:
+            at, request = self._awaited[0]
+            if at > now and self._waits(request):
+                # It came before `now`, so this is less than twice `now`, and the difference
+                # is exact.
+                self._after(at - now, self._expire)
+                return
+            self._awaited.popleft()
+            if self._waits(request):
+                self._finish(request, Outcome.LATE)
+        self._watching = False
+
+    @staticmethod
+    def _waits(request: Request) -> bool:
+        return request.left > 0 and request.outcome is None
 
     def _finish(self, request: Request, outcome: Outcome) -> None:
         request.finish(outcome, self.env.now)
@@ -277,6 +307,10 @@ class Deployment:
             self.report.add(request)
         self._clients.ended(request)
         stopped = counted and self._stop is not None and self._stop(self.report, request)
+        if request.talk is None:
+            # Items know their request: without the circle all of it is freed at once, and the
+            # garbage collector has nothing to do. (The next turn of a talk copies them.)
+            request.items.clear()
         self._maybe_done(stopped)
 
     def _all_sent(self) -> None:
@@ -295,7 +329,11 @@ class Deployment:
             # The receiver declines what nobody wants: the encoder is told so at once.
             then()
             return
-        self.arenas[self._at[request.number]].grant(request, self._nbytes(request), then)
+        arena = self.arenas[self._at[request.number]]
+        if arena.holds(request):
+            then()
+        else:
+            arena.grant(request, self._nbytes(request), then)
 
     def _deliver(self, item: Item) -> None:
         request, links = item.request, self._profile.links
@@ -334,9 +372,12 @@ class Deployment:
 
     def _route(self, servers: list[Server]) -> int:
         """Whoever has the fewest requests, by chance among equals."""
-        least = min(server.outstanding for server in servers)
-        equal = [number for number, one in enumerate(servers) if one.outstanding == least]
-        return equal[0] if len(equal) == 1 else self._routes.choice(equal)
+        outstanding = [server.outstanding for server in servers]
+        least = min(outstanding)
+        if outstanding.count(least) == 1:
+            return outstanding.index(least)
+        equal = [number for number, count in enumerate(outstanding) if count == least]
+        return self._routes.choice(equal)
 
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
         self.env.timeout(max(0.0, seconds)).callbacks.append(lambda _event: then())

@@ -10,7 +10,7 @@ from sglang_epd.sim.profile import Language
 from sglang_epd.sim.records import Item, Request
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """What one pass does to prompts.
 
@@ -34,8 +34,15 @@ class Chunk:
             seconds += tokens * (costs.prefill_token_s + context * costs.prefill_context_s)
         return seconds
 
+    def advance(self) -> None:
+        """Count its tokens as prefilled."""
+        for request, tokens in self.parts:
+            request.prefilled += tokens
+
     def encode_seconds(self, costs: Language) -> float:
         """Of the tower, in passes of as many items as may run together."""
+        if not self.items:
+            return 0.0
         batch: list[float] = []
         seconds = patches = 0.0
         for item in self.items:
@@ -45,7 +52,7 @@ class Chunk:
                 batch, patches = [], 0.0
             batch.append(item.patches)
             patches += item.patches
-        return seconds + (costs.tower.seconds(batch) if batch else 0.0)
+        return seconds + costs.tower.seconds(batch)
 
 
 class Prompts:
@@ -75,7 +82,8 @@ class Prompts:
         its prefill begins."""
         if self._costs.prefix_cache:
             request.found = self._prefixes.match(request.chain)
-            self._prefixes.pin(request.chain, request.found)
+            if request.found:
+                self._prefixes.pin(request.chain, request.found)
         return min(request.found, len(request.items))
 
     def keep(self, chain: Chain) -> None:
@@ -86,8 +94,9 @@ class Prompts:
 
     def forget(self, request: Request) -> None:
         """It ends before its prefill."""
-        self._prefixes.unpin(request.chain, request.found)
-        request.found = 0
+        if request.found:
+            self._prefixes.unpin(request.chain, request.found)
+            request.found = 0
 
     def _shrink(self) -> None:
         self._prefixes.shrink(max(0, self._costs.kv_tokens - self.kv_tokens))
@@ -130,6 +139,16 @@ class Prompts:
                 break
             self._waiting.popleft()
         return chunk
+
+    def further(self, budget: int) -> Chunk | None:
+        """A pass that is full of the first one's tokens and does not end it, so that nobody
+        who comes meanwhile changes it; None if the next is not one."""
+        if not self._waiting:
+            return None
+        first = self._waiting[0]
+        if not first.begun or first.prompt - first.prefilled <= budget:
+            return None
+        return Chunk([(first, budget)])
 
     def _begin(self, request: Request, chunk: Chunk, now: float) -> None:
         request.begun, request.began = True, now

@@ -9,7 +9,7 @@ among them, so there is always something to prefill.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # What a part is, equal for equal KV after equal parts; and its tokens.
@@ -37,17 +37,18 @@ class Prefixes:
 
     def match(self, chain: Chain) -> int:
         """How many of its first parts are here; they are used now."""
-        names = _names(chain)
-        depth = 0
-        while depth < len(names) and names[depth] in self._held:
-            depth += 1
-        for name in reversed(names[:depth]):
+        names = []
+        for name in _names(chain):
+            if name not in self._held:
+                break
+            names.append(name)
+        for name in reversed(names):
             self._held.move_to_end(name)
-        return depth
+        return len(names)
 
     def keep(self, chain: Chain) -> None:
         """Its KV is here from now on."""
-        names = _names(chain)
+        names = list(_names(chain))
         for name, (_, tokens) in zip(names, chain, strict=True):
             if name not in self._held:
                 self._held[name] = _Held(tokens)
@@ -82,6 +83,8 @@ def length(chain: Iterable[Part]) -> int:
     return sum(tokens for _, tokens in chain)
 
 
-def _names(chain: Chain) -> list[tuple[bytes, ...]]:
-    parts = [name for name, _ in chain]
-    return [tuple(parts[: end + 1]) for end in range(len(parts))]
+def _names(chain: Chain) -> Iterator[tuple[bytes, ...]]:
+    name: tuple[bytes, ...] = ()
+    for part, _ in chain:
+        name = (*name, part)
+        yield name

@@ -106,8 +106,8 @@ class Report:
         self.tokens += request.output
         if request.output > 1:
             self.tpot.append((request.ended - request.first) / (request.output - 1))
-        for step, seconds in zip(STEPS, _steps(request), strict=True):
-            self.steps[step].append(seconds)
+        for column, seconds in zip(self.steps.values(), _steps(request), strict=True):
+            column.append(seconds)
 
     def close(
         self,
@@ -130,7 +130,7 @@ class Report:
         )
         self.busy = {
             "encode": encode / now / (len(encoders) or len(prefills)),
-            "prefill": sum(server.prefill_s for server in prefills) / now / len(prefills),
+            "prefill": sum(server.prefilling_s(now) for server in prefills) / now / len(prefills),
             "decode": sum(server.decode_s for server in decodes or prefills)
             / now
             / len(decodes or prefills),
@@ -233,23 +233,26 @@ class Report:
 
 
 def _steps(request: Request) -> tuple[float, ...]:
-    start = request.arrived
-    last = max(request.items, key=_landed, default=None)
-    # Without media, or encoded where it is prefilled.
-    media = [request.landed - start, 0.0, 0.0, 0.0, 0.0]
-    if last is not None and last.landed:
-        # What was found in a cache was not encoded for it, and what another request has asked
-        # for was prepared before it came.
-        media, reached = [], start
-        for end in (last.prepared, last.granted, last.begun, last.encoded, last.landed):
-            media.append(max(0.0, end - reached))
-            reached = max(reached, end)
-    return (
-        *media,
+    prefill = (
         request.began - request.landed,
         request.prefill_ended - request.began,
         request.first - request.prefill_ended,
     )
+    items = request.items
+    last = items[0] if len(items) == 1 else max(items, key=_landed, default=None)
+    if last is None or not last.landed:
+        # Without media, or encoded where it is prefilled.
+        return (request.landed - request.arrived, 0.0, 0.0, 0.0, 0.0, *prefill)
+    # What was found in a cache was not encoded for it, and what another request has asked
+    # for was prepared before it came.
+    media, reached = [], request.arrived
+    for end in (last.prepared, last.granted, last.begun, last.encoded, last.landed):
+        if end > reached:
+            media.append(end - reached)
+            reached = end
+        else:
+            media.append(0.0)
+    return (*media, *prefill)
 
 
 def _landed(item: Item) -> float:

@@ -85,11 +85,13 @@ class Arena:
         """Whether there can ever be room for as much."""
         return aligned(nbytes) <= self._extents.size
 
+    def holds(self, request: Request) -> bool:
+        """Whether the request has its room."""
+        return request.number in self._offsets
+
     def grant(self, request: Request, nbytes: int, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the request has its room, which may be at once."""
-        if request.number in self._offsets:
-            then()
-        elif request.number in self._wanted:
+        """Call `then` as soon as the request has its room, which may be at once. It has none."""
+        if request.number in self._wanted:
             self._wanted[request.number].append(then)
         else:
             self._wanted[request.number] = [then]

@@ -5,37 +5,38 @@
         --gpus 0 1 --cores 0-31 --client-cores 32-47
     .venv/bin/python benchmark/compare.py --render benchmark/results/compare.json
 
-Arms are files of benchmark/arms/, workloads of benchmark/workloads/. In the first round every
-arm is started, pinned to the same cores, asked a sample of questions one by one, whose answers
-have to be the baseline's, and put under every load; then it is stopped. So one arm is up at
-a time, and none keeps memory or a core from another. In the time that is left of `--minutes`
-further rounds have the arms of `--repeat`, in another order, and as many of the workloads as
-fit, by what they took; `--dry-run` says what to expect. The first arm named is the baseline:
-it is the first of the first round, and what it does without load is what goodput's limits are
-multiples of.
+Arms are files of benchmark/arms/, workloads of benchmark/workloads/. The arms of a round are
+up together, each pinned to the same cores, as many as fit, and always the first one named:
+the baseline. They take turns: each load is put on one after the other, so that a machine
+whose speed drifts is as fast for one as for the next; those that are not in work are idle.
+Before its first loads an arm is asked a sample of questions one by one, whose answers have to
+be the baseline's. Goodput's limits are multiples of what the baseline does without load in
+the same round. `--no-together` has one arm up at a time, which with `--gpus` is the default:
+those that are idle hold memory.
+
+All arms and workloads have a round. In the time that is left of `--minutes` further ones
+have the arms of `--repeat`, and as many of the workloads as fit, by what they took;
+`--dry-run` says what to expect.
 
 Requests are written to files beforehand, seeded, the same for all arms; loads are sent by
 `sglang.bench_serving` (one process that runs it again and again), conversations by the
 project's open loop. Every run is in the JSON beside the page. Both are written after each
-arm, the page marked as partial; `--resume` goes on after the last arm that was run to its end,
-and `--render` makes page and plots anew.
+round, the page marked as partial; `--resume` goes on after the last round that was run to its
+end, and `--render` makes page and plots anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
+import itertools
 import os
 import shlex
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Photographs and checkpoints; clips of the tests.
@@ -43,27 +44,12 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "test")]
 
 import tokenizers  # noqa: E402
 from comparison import plots, report, schedule  # noqa: E402
-from comparison.arms import Arm, Place, Running  # noqa: E402
-from comparison.clients import (  # noqa: E402
-    BenchServing,
-    ClientError,
-    Load,
-    converse,
-    question,
-    write_load,
-)
-from comparison.figures import Run, goodput  # noqa: E402
+from comparison.arms import Arm  # noqa: E402
+from comparison.clients import ClientError  # noqa: E402
 from comparison.files import read_all  # noqa: E402
-from comparison.results import (  # noqa: E402
-    Question,
-    Results,
-    Search,
-    Start,
-    load,
-    machine,
-    versions,
-)
-from comparison.workloads import Workload, requests  # noqa: E402
+from comparison.results import Results, load, machine, versions  # noqa: E402
+from comparison.runner import QUESTIONS, Effort, Made, Runner  # noqa: E402
+from comparison.workloads import Workload  # noqa: E402
 
 from make_checkpoint import SPECS, ensure  # noqa: E402
 from sglang_epd.cli.processes import ServerError  # noqa: E402
@@ -71,207 +57,48 @@ from sglang_epd.errors import ConfigError  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-# Questions of each workload whose answers are compared, and their tokens.
-QUESTIONS, QUESTION_TOKENS = 2, 8
 
 
-class Comparison:
-    """Runs all arms, and keeps what was measured.
+def compare(options: argparse.Namespace, before: Results | None = None) -> Results:
+    """Run all arms.
 
     Args:
         before: results to go on with.
+
+    Raises:
+        ServerError, ClientError, ValueError: it cannot be begun.
     """
+    folder = Path(tempfile.mkdtemp(prefix="sglang-epd-compare-"))
+    print("logs:", folder, flush=True)
+    model = str(ensure(options.model)) if options.model in SPECS else options.model
+    results = before or empty(options)
+    made = Made(results, folder, partial(_tokens, _tokenizer(model)))
+    os.sched_setaffinity(0, options.client_cores)
+    effort = Effort(options.minutes, options.goodput_rounds)
+    Runner(
+        *(results, plan(options, results), effort),
+        model=model,
+        made=made,
+        folder=folder,
+        keep=partial(write, out=options.out),
+    ).run()
+    return results
 
-    def __init__(self, options: argparse.Namespace, before: Results | None = None) -> None:
-        self._options = options
-        self._folder = Path(tempfile.mkdtemp(prefix="sglang-epd-compare-"))
-        print("logs:", self._folder, flush=True)
-        self._model = str(ensure(options.model)) if options.model in SPECS else options.model
-        encoder = _tokenizer(self._model)
-        self._count = lambda text: len(encoder.encode(text, add_special_tokens=False).ids)
-        self.results = before or empty(options)
-        self.results.finished = False
-        # Of the round, by workload and rate: made once, sent to each arm.
-        self._loads: dict[tuple[str, float, bool], Load] = {}
-        self._place = Place(cores=options.cores, gpus=options.gpus)
-        for arm in self.results.arms:
-            self._place.deal(arm)  # before anything is started
-        self._begin = time.monotonic() - 60 * self.results.minutes
 
-    @property
-    def _left_s(self) -> float:
-        return 60 * self._options.minutes - (time.monotonic() - self._begin)
+def plan(options: argparse.Namespace, results: Results) -> schedule.Plan:
+    arms = results.arms
+    repeat = repeated(options.repeat, arms)
+    together, most = options.together, options.rounds
+    return schedule.Plan(arms, results.workloads, repeat, together=together, most=most)
 
-    def run(self) -> None:
-        """All rounds that there is time for; what is there already is not run again."""
-        os.sched_setaffinity(0, self._options.client_cores)
-        results = self.results
-        with BenchServing(self._model, self._folder, self._options.client_cores) as bench:
-            for number in range(self._options.rounds):
-                if number == len(results.planned):
-                    planned = self._plan(number)
-                    if planned is None:
-                        break
-                    results.planned.append(planned)
-                self._forget_loads()
-                for name in results.planned[number].arms:
-                    if (name, number) not in results.done:
-                        self._session(results.arm(name), number, bench)
-                        results.done.append((name, number))
-                        self._write()
-        results.finished = True
-        self._write()
 
-    def _plan(self, number: int) -> schedule.Round | None:
-        results = self.results
-        if not number:
-            return schedule.first(results.arms, results.workloads)
-        arms, cost = repeated(self._options, results.arms), schedule.measured(results.spent)
-        return schedule.again(number, arms, results.workloads, cost, self._left_s)
-
-    def _write(self) -> None:
-        self.results.minutes = (time.monotonic() - self._begin) / 60
-        write(self.results, self._options.out)
-
-    def _forget_loads(self) -> None:
-        for sent in self._loads.values():
-            sent.path.unlink()
-        self._loads = {}
-
-    def _session(self, arm: Arm, number: int, bench: BenchServing) -> None:
-        """One arm in one round. What it cannot do is noted, and the others go on."""
-        if self._left_s <= 0:
-            self._note(f"{arm.name} in round {number + 1}: no time")
-            return
-        running = Running(arm, self._model, self._options.flags, self._place, self._folder)
-        try:
-            with self._spending(arm, number, schedule.START):
-                self._start(running, number)
-            if not number:
-                with self._spending(arm, number, schedule.QUESTIONS):
-                    for workload in self.results.workloads:
-                        self._ask(workload, running, number)
-            for workload in self.results.workloads:
-                if workload.name in self.results.planned[number].workloads:
-                    self._work(workload, running, number, bench)
-        except (ServerError, ClientError) as error:
-            self._note(f"{arm.name} in round {number + 1}: {str(error).splitlines()[0]}")
-        finally:
-            running.stop()
-
-    def _work(self, workload: Workload, running: Running, number: int, bench: BenchServing) -> None:
-        """All runs of one workload."""
-        arm, scale = running.arm, workload.scale(self._options.scale)
-        if self._left_s <= 0:
-            self._note(f"{arm.name} in round {number + 1}: no time for {workload.name}")
-            return
-        with self._spending(arm, number, workload.name):
-            for rate in scale.rates:
-                self._run(workload, running, number, rate, bench)
-        if scale.goodput is not None and number < self._options.goodput_rounds:
-            with self._spending(arm, number, schedule.GOODPUT):
-                self._search(workload, running, number, bench)
-
-    @contextlib.contextmanager
-    def _spending(self, arm: Arm, number: int, what: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        spent = schedule.Spent(arm.name, number, what, time.monotonic() - begin)
-        self.results.spent.append(spent)
-
-    def _note(self, text: str) -> None:
-        self.results.notes.append(text)
-        _say(text)
-
-    def _start(self, running: Running, number: int) -> None:
-        load_average = round(os.getloadavg()[0], 1)
-        seconds = running.start()
-        name = running.arm.name
-        start = Start(name, number, seconds, running.commands, load_average)
-        self.results.starts.append(start)
-        _say(f"round {number + 1}: {name} is up after {seconds:.0f} s")
-
-    def _revive(self, running: Running, number: int, workload: Workload) -> None:
-        """Start an arm anew if a load has ended one of its servers."""
-        try:
-            for server in running.servers:
-                server.check_running()
-        except ServerError as error:
-            told = str(error).splitlines()[0]
-            where = f"before {workload.name} of round {number + 1}"
-            self._note(f"{told.rstrip('.')}; all were started anew {where}")
-            running.stop()
-            self._start(running, number)
-
-    def _ask(self, workload: Workload, running: Running, number: int) -> None:
-        seed = (self._options.seed, "questions")
-        chosen = requests(workload, self._options.scale, seed, self._count)
-        for which, one in enumerate(islice(chosen, QUESTIONS)):
-            told: dict[str, Any] = question(running.url, one, QUESTION_TOKENS)
-            asked = Question(running.arm.name, workload.name, number, which, **told)
-            self.results.questions.append(asked)
-            if asked.failure:
-                _say(f"{running.arm.name}, {workload.name}: {asked.failure}")
-
-    def _run(
-        self,
-        workload: Workload,
-        running: Running,
-        number: int,
-        rate: float,
-        bench: BenchServing,
-        *,
-        probe: bool = False,
-    ) -> Run:
-        """One load; pictures of one are in no other on the same servers."""
-        options = self._options
-        self._revive(running, number, workload)
-        scale = workload.scale(options.scale)
-        seed = (options.seed, number, rate, probe)
-        made = requests(workload, options.scale, seed, self._count)
-        sent = self._loads.get((workload.name, rate, probe))
-        if sent is None:
-            path = self._folder / f"{workload.name}-{rate:g}-{probe}.jsonl"
-            sent = write_load(path, made, scale.count(rate), rate, options.seed + number)
-            self._loads[workload.name, rate, probe] = sent
-        if workload.turns > 1:
-            command = f"open loop of conversations, {rate:g}/s"
-            made = requests(workload, options.scale, seed, self._count)
-            talks = list(islice(made, scale.count(rate)))
-            told, seconds = asyncio.run(converse(running.url, talks, rate, sent.seed))
-        else:
-            command = shlex.join(["sglang.bench_serving", *bench.command(running.url, sent)])
-            told, seconds = bench.run(running.url, sent, scale.seconds)
-        run = Run(
-            running.arm.name,
-            *(workload.name, number, rate, seconds),
-            sent.digest,
-            command,
-            told,
-            probe,
-        )
-        self.results.runs.append(run)
-        _say(report.line(run))
-        return run
-
-    def _search(
-        self, workload: Workload, running: Running, number: int, bench: BenchServing
-    ) -> None:
-        limits = self.results.limits(workload)
-        looked_for = workload.scale(self._options.scale).goodput
-        assert looked_for is not None
-        if limits is None:
-            _say(f"{workload.name}: the baseline answered nothing without load; no goodput")
-            return
-
-        def holds(rate: float) -> bool:
-            run = self._run(workload, running, number, rate, bench, probe=True)
-            return limits.hold(run)
-
-        found = goodput(holds, looked_for.low, looked_for.high, looked_for.probes)
-        search = Search(running.arm.name, workload.name, number, limits, found)
-        self.results.searches.append(search)
-        _say(f"{running.arm.name}, {workload.name}: goodput {found.rate:g} requests/s")
+def repeated(names: Sequence[str] | None, arms: Sequence[Arm]) -> list[Arm]:
+    """Arms of the rounds after the first: those that are named, or those that aims
+    compare, or all.
+    """
+    if names is not None:
+        return [arm for arm in arms if arm.name in names]
+    return [arm for arm in arms if arm.name in REPEATED] or list(arms)
 
 
 def empty(options: argparse.Namespace) -> Results:
@@ -319,34 +146,27 @@ def resumed(options: argparse.Namespace) -> Results:
     return before
 
 
-def repeated(options: argparse.Namespace, arms: list[Arm]) -> list[Arm]:
-    """Those of the rounds after the first: as typed, or those that aims compare, if any."""
-    if options.repeat is not None:
-        return [arm for arm in arms if arm.name in options.repeat]
-    return [arm for arm in arms if arm.name in REPEATED] or arms
-
-
 def dry_run(options: argparse.Namespace) -> str:
     """What would be run, and how long that is likely to take."""
-    results = empty(options)
-    arms, minutes = results.arms, options.minutes
+    results, minutes = empty(options), options.minutes
     cost = schedule.reckoned(results.workloads, options.scale, QUESTIONS)
-    extras = (schedule.QUESTIONS, *([schedule.GOODPUT] if options.goodput_rounds else []))
-    planned: schedule.Round | None = schedule.first(arms, results.workloads)
-    lines, taken = [], 0.0
-    repeat = repeated(options, arms)
-    for number in range(options.rounds):
-        if number:
-            left_s = 60 * minutes - taken
-            planned = schedule.again(number, repeat, results.workloads, cost, left_s)
+    rounds, lines, taken = plan(options, results), [], 0.0
+    before, seen = None, set[str]()
+    for number in itertools.count():
+        planned = rounds.round(number, before, cost, 60 * minutes - taken)
         if planned is None:
             break
-        for arm in (arm for name in planned.arms for arm in arms if arm.name == name):
-            told = {what: cost(arm, what) for what in (schedule.START, *planned.workloads)}
-            told |= {} if number else {what: cost(arm, what) for what in extras}
-            each = ", ".join(f"{what} {seconds:.0f}" for what, seconds in told.items())
-            lines.append(f"round {number + 1}, {arm.name}: {sum(told.values()):.0f} s ({each})")
-            taken += sum(told.values())
+        each = rounds.seconds(planned, before, cost)
+        for name in planned.arms:
+            extras = [] if name in seen else [schedule.QUESTIONS]
+            if options.goodput_rounds and not seen.issuperset(planned.arms):
+                extras.append(schedule.GOODPUT)
+            each[name] += sum(cost(results.arm(name), what) for what in extras)
+            loads = ", ".join(planned.workloads)
+            lines.append(f"round {number + 1}, {name}: {each[name]:.0f} s ({loads})")
+            taken += each[name]
+        seen.update(planned.arms)
+        before = planned
     limit = "" if minutes == float("inf") else f" of {minutes:g}"
     return "\n".join([*lines, f"some {taken / 60:.0f} minutes{limit}"])
 
@@ -358,15 +178,15 @@ def write(results: Results, out: Path) -> None:
     out.write_text(report.page(results, [path.relative_to(out.parent) for path in drawn]))
 
 
+def _tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def _tokenizer(model: str) -> tokenizers.Tokenizer:
     local = Path(model) / "tokenizer.json"
     if local.exists():
         return tokenizers.Tokenizer.from_file(str(local))
     return tokenizers.Tokenizer.from_pretrained(model)
-
-
-def _say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
 def core_list(text: str) -> list[int]:
@@ -412,7 +232,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="ARM", default=list(DEFAULT_ARMS))
     parser.add_argument("--workloads", nargs="+", metavar="WORKLOAD", help="default: all")
     parser.add_argument("--scale", choices=("small", "paper"), default="small")
-    parser.add_argument("--rounds", type=positive, default=3, help="at most")
+    parser.add_argument("--rounds", type=positive, default=3, help="of an arm, at most")
+    parser.add_argument(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        help="the arms of a round take turns; the default without --gpus",
+    )
     parser.add_argument(
         "--repeat",
         nargs="*",
@@ -424,7 +249,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on with what --out has")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, how long")
-    parser.add_argument("--goodput-rounds", type=int, default=1, help="in which it is looked for")
+    parser.add_argument("--goodput-rounds", type=int, default=1, help="searches an arm")
     parser.add_argument("--model", default="bench-qwen2_5-vl", help="of scripts/, a folder, a name")
     parser.add_argument("--flags", default="", help="of every server, after `=`")
     parser.add_argument("--cores", type=core_list, default=every, help="of each arm: 0-3,8")
@@ -435,6 +260,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "compare.md")
     parser.add_argument("--render", type=Path, metavar="JSON", help="write its page anew")
     options = parser.parse_args(argv)
+    if options.together is None:
+        options.together = not options.gpus
     if options.minutes is None:
         options.minutes = 30.0 if options.scale == "small" else float("inf")
     return options
@@ -442,17 +269,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 # Workloads whose figures the aims are about.
 FIRST = ("single", "interference", "repeats", "turns", "four_images", "images", "video")
-# What aims compare; the other arms are in the first round alone.
+# What aims compare; the other arms have one round.
 REPEATED = ("colocated", "in-tree-1e1p", "epd-1e1p")
 # The baseline first.
-DEFAULT_ARMS = (
-    "colocated",
-    "colocated-dp",
-    "in-tree-1e1p",
-    "epd-1e1p",
-    "epd-2e1p",
-    "epd-e-p-d",
-)
+DEFAULT_ARMS = (*REPEATED, "colocated-dp", "epd-2e1p", "epd-e-p-d")
 
 
 def main() -> int:
@@ -467,7 +287,7 @@ def main() -> int:
             write(load(options.render), options.render.with_suffix(".md"))
             print(options.render.with_suffix(".md"))
             return 0
-        Comparison(options, resumed(options) if options.resume else None).run()
+        compare(options, resumed(options) if options.resume else None)
     except (ClientError, ServerError, ValueError) as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 1

@@ -86,6 +86,11 @@ class Arm(Data, frozen=True):
         for server in self.servers:
             shlex.split(server.flags)
 
+    @property
+    def size(self) -> int:
+        """Server processes, the router's included."""
+        return sum(server.count for server in self.servers)
+
 
 class Place(Data, frozen=True):
     """What an arm may use, the same for every arm.

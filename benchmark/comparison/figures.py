@@ -150,28 +150,40 @@ class Goodput(msgspec.Struct, frozen=True):
     tried: list[tuple[float, bool]]
 
 
-def goodput(holds: Callable[[float], bool], low: float, high: float, probes: int) -> Goodput:
-    """Look for the highest rate that holds, by bisection of the rates' logarithms.
+class Bisection:
+    """Looks for the highest rate that holds, by bisection of the rates' logarithms.
 
     Args:
-        holds: runs a load at a rate; asked for each rate once.
-        probes: rates to try between `low` and `high`, after these.
+        low, high: tried first; if `low` does not hold, or `high` does, nothing else is.
+        probes: rates to try between them.
+
+    Attributes:
+        rate: to be tried next; None if it has come to its end.
     """
-    tried: list[tuple[float, bool]] = []
 
-    def ask(rate: float) -> bool:
-        tried.append((rate, holds(rate)))
-        return tried[-1][1]
+    def __init__(self, low: float, high: float, probes: int) -> None:
+        self._good, self._bad, self._probes = 0.0, high, probes
+        self._high = high
+        self._tried: list[tuple[float, bool]] = []
+        self.rate: float | None = low
 
-    if not ask(low):
-        return Goodput(0.0, False, tried)
-    if ask(high):
-        return Goodput(high, True, tried)
-    good, bad = low, high
-    for _ in range(probes):
-        rate = round(math.sqrt(good * bad), 3)
-        if ask(rate):
-            good = rate
+    def tell(self, held: bool) -> None:
+        """Whether `rate` held; it is another one then."""
+        rate = self.rate
+        assert rate is not None
+        self._tried.append((rate, held))
+        if held:
+            self._good = rate
         else:
-            bad = rate
-    return Goodput(good, False, tried)
+            self._bad = rate
+        ended = not self._good or self._good == self._high
+        if len(self._tried) == 1:
+            self.rate = None if ended else self._high
+        elif ended or len(self._tried) >= 2 + self._probes:
+            self.rate = None
+        else:
+            self.rate = round(math.sqrt(self._good * self._bad), 3)
+
+    @property
+    def found(self) -> Goodput:
+        return Goodput(self._good, self._good == self._high, self._tried)

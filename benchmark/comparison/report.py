@@ -12,7 +12,7 @@ from pages import table
 from comparison import aims
 from comparison.arms import Arm
 from comparison.figures import SHOWN, Run, Spread, mean, percentile, ratios, spread
-from comparison.results import CLOSE, Results
+from comparison.results import CLOSE, Question, Results
 from comparison.workloads import Workload
 
 Figure = Callable[[Run], float]
@@ -51,11 +51,10 @@ def _head(results: Results) -> str:
         if results.client_cores == results.cores
         else f"the client on {_cores(results.client_cores)}"
     )
-    several = results.rounds > 1
     partial = "" if results.finished else "**Partial: it has not come to its end.**\n\n"
     note = f" {results.note}" if results.note else ""
-    took = f"{results.rounds} round{'s' if several else ''} in {results.minutes:.0f} minutes"
-    order = "; the order of the arms was another in each round" if several else ""
+    several = "s" if results.rounds > 1 else ""
+    took = f"{results.rounds} round{several} in {results.minutes:.0f} minutes"
     gpus = f", GPUs {', '.join(map(str, results.gpus))}" if results.gpus else ""
     return f"""# Arms side by side
 
@@ -64,17 +63,27 @@ def _head(results: Results) -> str:
 {where}; {packages}; checkpoint {results.model}{f", `{results.flags}`" if results.flags else ""};
 scale {results.scale}, seed {results.seed}, {took}.{note}
 
-One arm was up at a time, each on {cores}{gpus}, {client}{order}.
+{_order(results)}, each on {cores}{gpus}, {client}.
 All got the same requests, byte for byte
 ({"yes" if same_requests(results) else "NO"}, by digest). Times are in milliseconds, of all
-rounds together; failed requests have none, and are counted. p99 is the least value that 99%
-do not exceed: of fewer than a hundred requests the largest. Ratios are medians over rounds of
-the ratio in each, with the lowest and the highest; below 1 is better for times, above 1 for
-throughput. The baseline: {baseline}.{_rounds(results)}"""
+of an arm's rounds together; failed requests have none, and are counted. p99 is the least value
+that 99% do not exceed: of fewer than a hundred requests the largest. Ratios are medians over
+rounds of the ratio in each, with the lowest and the highest, of arms that have rounds in
+common: it is they that tell, as a machine is faster in some minutes than in others. Below 1 is
+better for times, above 1 for throughput. The baseline: {baseline}.{_rounds(results)}"""
+
+
+def _order(results: Results) -> str:
+    if any(planned.together for planned in results.planned):
+        return (
+            "The arms of a round were up together and took turns, load by load, the first one "
+            "another each time; those that were not in work were idle"
+        )
+    return "One arm was up at a time, in each round in another order"
 
 
 def _rounds(results: Results) -> str:
-    """Who was in which, where they were not alike."""
+    """Who was in which, where there were several."""
     if results.finished and len(results.planned) < 2:
         return ""
     lines = []
@@ -84,7 +93,7 @@ def _rounds(results: Results) -> str:
         if len(planned.workloads) < len(results.workloads):
             loads = ", ".join(f"`{name}`" for name in planned.workloads)
         if arms:
-            lines.append(f"- round {number + 1}: {', '.join(arms)}, in this order; {loads}")
+            lines.append(f"- round {number + 1}: {', '.join(arms)}; {loads}")
     return "\n\nArms and workloads of each round:\n\n" + "\n".join(lines or ["- none"])
 
 
@@ -118,7 +127,8 @@ def _workload(results: Results, workload: Workload) -> str:
                 for other in rivals(results, arm):
                     theirs = [run for run in runs if (run.arm, run.rate) == (other.name, rate)]
                     compared = _ratios(mine, theirs, kind)
-                    against.append([*begin, other.title, *map(shown, compared)])
+                    if any(compared):
+                        against.append([*begin, other.title, *map(shown, compared)])
     sizes = ", ".join(f"{one.width}x{one.height}" for one in scale.sizes)
     media = f"pictures of {sizes}" if sizes else ""
     if scale.clip is not None:
@@ -138,8 +148,9 @@ def _workload(results: Results, workload: Workload) -> str:
 
 def rivals(results: Results, arm: Arm) -> list[Arm]:
     """What an arm is compared with: the baseline, and in-tree EPD if it is one of ours."""
-    others = [one for one in results.arms if one.family == "in-tree"]
-    found = [results.baseline, *(others if arm.family == "sglang-epd" else [])]
+    first = results.baseline
+    others = [one for one in results.arms if one.family == "in-tree" and one.name != first.name]
+    found = [first, *(others if arm.family == "sglang-epd" else [])]
     return [one for one in found if one.name != arm.name]
 
 
@@ -175,32 +186,36 @@ def by_round(runs: list[Run], figure: Figure) -> dict[int, float]:
 def _goodput(results: Results) -> str:
     if not results.searches:
         return ""
-    rows = [["workload", "arm", "goodput (requests/s)", "to the baseline's", "tried"]]
+    rows = [["workload", "arm", "goodput (requests/s)", "to the baseline's", "limits", "tried"]]
     stated = []
     for workload in results.workloads:
         found = [one for one in results.searches if one.workload == workload.name]
-        if not found:
+        scale = workload.scale(results.scale).goodput
+        if not found or scale is None:
             continue
-        limits, scale = found[0].limits, workload.scale(results.scale).goodput
-        assert scale is not None
         stated.append(
-            f"- `{workload.name}`: p99 TTFT at most {limits.ttft_ms:.0f} ms ({scale.ttft:g} times "
-            f"the unloaded baseline's p50), p99 TPOT at most {limits.tpot_ms:.1f} ms "
-            f"({scale.tpot:g} times), and no request failed"
+            f"- `{workload.name}`: p99 TTFT at most {scale.ttft:g} times the p50 of the baseline "
+            f"in the same round, one request at a time, p99 TPOT at most {scale.tpot:g} times, "
+            "and no request failed"
         )
+        base = {s.round: s.found.rate for s in found if s.arm == results.baseline.name}
         for arm in results.arms:
             mine = [one for one in found if one.arm == arm.name]
             if not mine:
                 continue
             rates = spread([one.found.rate for one in mine])
-            base = {s.round: s.found.rate for s in found if s.arm == results.baseline.name}
             ratio = ratios({one.round: one.found.rate for one in mine}, base)
             capped = " or more" if any(one.found.capped for one in mine) else ""
+            limits = "; ".join(
+                f"{one.limits.ttft_ms:.0f}, {one.limits.tpot_ms:.1f} ms" for one in mine
+            )
             tried = "; ".join(
                 ", ".join(f"{rate:g} {'yes' if held else 'no'}" for rate, held in one.found.tried)
                 for one in mine
             )
-            rows.append([workload.name, arm.title, shown(rates) + capped, shown(ratio), tried])
+            rows.append(
+                [workload.name, arm.title, shown(rates) + capped, shown(ratio), limits, tried]
+            )
     return "\n\n".join(
         [
             "## Goodput\n\nThe highest rate, of those that were tried by bisection, at which:",
@@ -212,14 +227,13 @@ def _goodput(results: Results) -> str:
 
 
 def _answers(results: Results) -> str:
-    """Every arm's answers next to those of the baseline in the first round."""
+    """Every arm's answers next to the first ones of the baseline."""
     if not results.questions:
         return ""
-    reference = {
-        (one.workload, one.number): one
-        for one in results.questions
-        if one.arm == results.baseline.name and one.round == 0
-    }
+    reference: dict[tuple[str, int], Question] = {}
+    for one in results.questions:
+        if one.arm == results.baseline.name:
+            reference.setdefault((one.workload, one.number), one)
     rows = [["arm", "asked", "equal", "largest difference", "differ", "failed"]]
     for arm in results.arms:
         mine = [one for one in results.questions if one.arm == arm.name]

@@ -121,7 +121,7 @@ class Results(msgspec.Struct):
     @property
     def rounds(self) -> int:
         """That have begun."""
-        return 1 + max((one.round for one in self.starts), default=0)
+        return 1 + max((one.round for one in (*self.starts, *self.runs)), default=0)
 
     def forget_unfinished(self) -> None:
         """Drop what was measured of arms that were not run to the end of a round."""
@@ -130,12 +130,12 @@ class Results(msgspec.Struct):
             kept = [one for one in getattr(self, name) if (one.arm, one.round) in done]
             setattr(self, name, kept)
 
-    def limits(self, workload: Workload) -> Limits | None:
-        """What has to hold for goodput: multiples of what the baseline needed in the first
-        round, one request at a time. None where it failed, or goodput is not asked for.
+    def limits(self, workload: Workload, number: int) -> Limits | None:
+        """What has to hold for goodput in a round: multiples of what the baseline needed in
+        it, one request at a time. None where it failed, or goodput is not asked for.
         """
         looked_for = workload.scale(self.scale).goodput
-        key = (self.baseline.name, workload.name, 0, 0, False)
+        key = (self.baseline.name, workload.name, number, 0, False)
         for run in self.runs:
             if key == (run.arm, run.workload, run.round, run.rate, run.probe) and looked_for:
                 if run.failed:

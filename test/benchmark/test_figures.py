@@ -4,11 +4,11 @@ import math
 
 import pytest
 from comparison.figures import (
+    Bisection,
     Goodput,
     Limits,
     Outcome,
     Run,
-    goodput,
     percentile,
     ratios,
     spread,
@@ -88,7 +88,10 @@ def waits_ms(rate: float, capacity: float) -> float:
 def test_goodput_of_a_server_whose_limit_is_known(capacity: float) -> None:
     limit_ms = 500.0
     exact = capacity - 1e3 / limit_ms
-    found = goodput(lambda rate: waits_ms(rate, capacity) <= limit_ms, 0.5, 16.0, 8)
+    search = Bisection(0.5, 16.0, 8)
+    while (rate := search.rate) is not None:
+        search.tell(waits_ms(rate, capacity) <= limit_ms)
+    found = search.found
     rates = [rate for rate, _ in found.tried]
     assert len(set(rates)) == len(rates) <= 10
     if exact < 0.5:
@@ -104,6 +107,9 @@ def test_goodput_of_a_server_whose_limit_is_known(capacity: float) -> None:
 @given(st.sets(st.integers(0, 30)))
 def test_goodput_ends_at_a_rate_that_held_whatever_the_server_does(bad: set[int]) -> None:
     answers = iter(range(31))
-    found = goodput(lambda _rate: next(answers) not in bad, 1.0, 100.0, 6)
+    search = Bisection(1.0, 100.0, 6)
+    while search.rate is not None:
+        search.tell(next(answers) not in bad)
+    found = search.found
     assert len(found.tried) <= 8
     assert found.rate == 0.0 or dict(found.tried)[found.rate]

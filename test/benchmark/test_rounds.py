@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import compare
 import pytest
-from compare import Comparison, arguments
-from comparison.clients import Load
+from compare import arguments
+from comparison import runner
+from comparison.clients import ClientError, Load
 from comparison.figures import Outcome
 from comparison.results import load
 
@@ -30,100 +31,155 @@ class Clients:
         return [url]
 
     def run(self, url: str, sent: Load, seconds: float) -> tuple[list[Outcome], float]:
+        if url in Servers.unbearable:
+            raise ClientError("bench_serving has ended; see its log")
         return [Outcome(kind, 100.0, 10.0, 8) for kind in sent.kinds], 1.0
 
 
 class Servers:
-    """Stands in for `Running`; those of a name in `broken` do not start."""
+    """Stands in for `Running`; those of a name in `broken` do not start, and no client can
+    ask those whose URL is in `unbearable`.
+    """
 
-    url = "http://127.0.0.1:1"
     commands: tuple[str, ...] = ()
     servers: tuple[Any, ...] = ()
     broken: tuple[str, ...] = ()
-    stopped = 0
+    unbearable: tuple[str, ...] = ()
+    up: ClassVar[list[str]] = []
+    # All that were up at a time.
+    together: ClassVar[list[set[str]]] = []
 
     def __init__(self, arm: Any, *_: object) -> None:
         self.arm = arm
+        self.url = f"http://{arm.name}"
 
     def start(self) -> float:
         if self.arm.name in self.broken:
             raise ServerError(f"{self.arm.name} exited with status 1.\nIts log")
+        self.up.append(self.arm.name)
+        self.together.append(set(self.up))
         return 1.0
 
     def stop(self) -> None:
-        Servers.stopped += 1
+        if self.arm.name in self.up:
+            self.up.remove(self.arm.name)
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setattr(compare, "Running", Servers)
-    monkeypatch.setattr(compare, "BenchServing", Clients)
-    monkeypatch.setattr(compare, "question", lambda *_: {"tokens": ["a"], "logprobs": [-1.0]})
+    monkeypatch.setattr(runner, "Running", Servers)
+    monkeypatch.setattr(runner, "BenchServing", Clients)
+    monkeypatch.setattr(runner, "question", answer)
     monkeypatch.setattr(compare, "ensure", lambda name: tmp_path / name)
     words = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=text.split()))
     monkeypatch.setattr(compare, "_tokenizer", lambda _: words)
-    monkeypatch.setattr(Servers, "broken", ())
-    typed = ["--arms", "colocated", "colocated-dp", "in-tree-1e1p", "epd-1e1p"]
-    typed += ["--workloads", "single", "--out", str(tmp_path / "x.md"), "--rounds", "2"]
+    for name, value in (("broken", ()), ("unbearable", ()), ("up", []), ("together", [])):
+        monkeypatch.setattr(Servers, name, value)
+    typed = ["--arms", *MAIN, "colocated-dp", "epd-2e1p"]
+    typed += ["--workloads", "single", "--out", str(tmp_path / "x.md"), "--rounds", "3"]
     return arguments(typed)
 
 
-def sessions(results: Any) -> list[tuple[str, int]]:
-    return [(run.arm, run.round) for run in results.runs]
+def answer(*_: object) -> dict[str, Any]:
+    return {"tokens": ["a"], "logprobs": [-1.0]}
+
+
+def turns(results: Any) -> list[list[str]]:
+    """Arms of the runs, in their order, by round."""
+    found: dict[int, list[str]] = {}
+    for run in results.runs:
+        found.setdefault(run.round, []).append(run.arm)
+    return [found[number] for number in sorted(found)]
 
 
 MAIN = ["colocated", "in-tree-1e1p", "epd-1e1p"]
+OTHERS = ["colocated", "colocated-dp", "epd-2e1p"]
 
 
-def test_all_arms_are_in_the_first_round_and_those_that_aims_compare_in_others(options):
-    Comparison(options).run()
-    results = load(options.out.with_suffix(".json"))
-    assert [arm for arm, number in sessions(results) if not number] == options.arms
-    # In another order.
-    assert [arm for arm, number in sessions(results) if number] == [*MAIN[1:], MAIN[0]]
-    assert results.finished and "Partial" not in options.out.read_text()
+def test_arms_that_fit_are_up_together_and_take_turns(options):
+    results = compare.compare(options)
+    assert load(options.out.with_suffix(".json")) == results
+    rounds = turns(results)
+    assert [sorted(one) for one in rounds] == [sorted(OTHERS), *3 * [sorted(MAIN)]]
+    # The first one is another each time.
+    assert len({tuple(one) for one in rounds[1:]}) == 3
+    # Those of the later rounds stayed up, and all that were up were of one round.
+    assert [(one.arm, one.round) for one in results.starts] == [
+        *((name, 0) for name in OTHERS),
+        *((name, 1) for name in MAIN),
+    ]
+    assert set(OTHERS) in Servers.together and set(MAIN) in Servers.together
+    assert max(map(len, Servers.together)) == 3 and not Servers.up
+    assert len(results.questions) == len({(one.arm, one.number) for one in results.questions})
+    assert {one.arm for one in results.questions} == {*MAIN, *OTHERS}
+    page = options.out.read_text()
+    assert results.finished and "Partial" not in page and "took turns" in page
+
+
+def test_all_arms_get_the_same_and_each_round_other_pictures(options):
+    results = compare.compare(options)
+    digests = [{run.requests for run in results.runs if run.round == n} for n in range(4)]
+    assert all(len(one) == 1 for one in digests) and len(set.union(*digests)) == 4
+
+
+def test_without_room_one_arm_is_up_at_a_time(options):
+    options.together, options.rounds = False, 2
+    results = compare.compare(options)
+    assert turns(results) == [options.arms, [*MAIN[1:], MAIN[0]]]
+    assert all(len(one) == 1 for one in Servers.together) and not Servers.up
+    assert "One arm was up at a time" in options.out.read_text()
+
+
+def test_goodput_is_looked_for_in_turns_with_the_rounds_own_limits(options):
+    options.workloads, options.rounds = ["four_images"], 2
+    results = compare.compare(options)
+    found = [(one.arm, one.round) for one in results.searches]
+    assert sorted(found) == sorted([(n, 0) for n in OTHERS] + [(n, 1) for n in MAIN])
+    probes = [run.arm for run in results.runs if run.probe and not run.round]
+    assert sorted(probes[:3]) == sorted(probes[3:6]) == sorted(OTHERS)
+    assert all(one.found.capped for one in results.searches)
 
 
 def test_an_arm_that_does_not_start_is_noted_and_the_others_go_on(options, monkeypatch):
     monkeypatch.setattr(Servers, "broken", ("in-tree-1e1p",))
-    before = Servers.stopped
-    Comparison(options).run()
-    results = load(options.out.with_suffix(".json"))
-    assert {arm for arm, _ in sessions(results)} == {"colocated", "colocated-dp", "epd-1e1p"}
-    assert results.notes[0] == "in-tree-1e1p in round 1: in-tree-1e1p exited with status 1."
-    assert Servers.stopped - before == len(results.done) == 7
+    results = compare.compare(options)
+    assert {run.arm for run in results.runs} == {*MAIN, *OTHERS} - {"in-tree-1e1p"}
+    assert results.notes[0] == "in-tree-1e1p in round 2: in-tree-1e1p exited with status 1."
+    assert not Servers.up and results.finished
+
+
+def test_an_arm_that_no_client_can_ask_is_stopped_and_the_others_go_on(options, monkeypatch):
+    monkeypatch.setattr(Servers, "unbearable", ("http://in-tree-1e1p",))
+    options.rounds = 1
+    results = compare.compare(options)
+    assert sorted(turns(results)[1]) == ["colocated", "epd-1e1p"]
+    assert results.notes == ["in-tree-1e1p in round 2: bench_serving has ended; see its log"]
 
 
 def test_what_was_run_is_not_run_again(options, monkeypatch):
     class EndedError(Exception):
         pass
 
-    def end(self: Any, *_: object, **__: object) -> None:
-        raise EndedError
+    def end(url: str, *_: object) -> dict[str, Any]:
+        if url == "http://in-tree-1e1p":
+            raise EndedError
+        return answer()
 
-    ask = Comparison._ask
-    monkeypatch.setattr(
-        Comparison,
-        "_ask",
-        lambda self, one, running, number: (end if running.arm.name == "in-tree-1e1p" else ask)(
-            self, one, running, number
-        ),
-    )
+    monkeypatch.setattr(runner, "question", end)
     with pytest.raises(EndedError):
-        Comparison(options).run()
+        compare.compare(options)
+    assert not Servers.up
     partial = load(options.out.with_suffix(".json"))
     assert not partial.finished and "**Partial" in options.out.read_text()
-    assert sessions(partial) == [("colocated", 0), ("colocated-dp", 0)]
-    monkeypatch.setattr(Comparison, "_ask", ask)
-    again = Comparison(options, compare.resumed(options))
-    again.run()
-    assert len(sessions(again.results)) == len(set(sessions(again.results))) == 7
-    assert again.results.finished
+    assert [sorted(one) for one in turns(partial)] == [sorted(OTHERS)]
+    monkeypatch.setattr(runner, "question", answer)
+    again = compare.compare(options, compare.resumed(options))
+    assert [sorted(one) for one in turns(again)] == [sorted(OTHERS), *3 * [sorted(MAIN)]]
+    assert again.finished
 
 
 def test_without_time_nothing_is_begun(options):
     options.minutes = 1e-9
-    Comparison(options).run()
-    results = load(options.out.with_suffix(".json"))
-    assert not results.starts and len(results.done) == 4
-    assert results.notes[0] == "colocated in round 1: no time"
+    results = compare.compare(options)
+    assert not results.starts and len(results.done) == 6
+    assert results.notes[0] == "round 1: no time for colocated, colocated-dp, epd-2e1p"

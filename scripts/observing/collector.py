@@ -53,6 +53,11 @@ class Collector(service.TraceServiceServicer):
             self._seen += found
         return messages.ExportTraceServiceResponse()
 
+    def traces(self, name: str) -> set[str]:
+        """Those with a span of this name so far."""
+        with self._lock:
+            return {span.trace for span in self._seen if span.name == name}
+
     def of(self, trace: str) -> list[Seen]:
         """The spans of one trace so far, in the order that they began in."""
         with self._lock:

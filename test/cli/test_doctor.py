@@ -183,7 +183,10 @@ def test_a_model_that_is_not_listed_is_no_failure(folder):
 
 def test_a_model_that_is_not_there(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (found,) = checkpoint("no such/name/at all")
+    assert "Repo id" in found.found
     (found,) = checkpoint("nobody/nothing")
+    assert found.found == "nobody/nothing is neither a folder nor downloaded"
     assert (found.verdict, found.mend) == (Verdict.FAIL, "hf download nobody/nothing")
 
 
@@ -227,7 +230,9 @@ def test_the_token_is_tried_and_clocks_are_compared():
 
 
 def test_servers_of_two_namespaces_are_told_apart():
-    assert [one.verdict for one in _namespaces({"a": "1", "b": "2"})] == [Verdict.FAIL]
+    (found,) = _namespaces({"a": "Model/float32/1", "b": "Model/bfloat16/2"})
+    assert found.verdict is Verdict.FAIL
+    assert "a Model/float32/1, b Model/bfloat16/2" in found.found
     assert [one.verdict for one in _namespaces({"a": "1", "b": "1"})] == [Verdict.OK]
 
 

@@ -19,21 +19,40 @@ def test_a_run_is_found_while_it_lives(tmp_path):
     assert found.state == {"started_at": 1.0, "servers": []}
     assert stat.S_IMODE((run.folder / "state.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.temporary.stat().st_mode) == 0o700
+    (run.temporary / "tmp1").touch()
     run.close(keep=False)
     assert runs.find(tmp_path) == []
     assert not run.folder.exists()
+    assert not run.temporary.exists()
 
 
-def test_a_run_that_was_killed_is_not_found_and_its_logs_are_kept_for_a_while(tmp_path):
+def test_a_run_that_was_killed_is_not_found_and_its_logs_are_kept_for_a_while(
+    tmp_path, tmp_path_factory
+):
+    temporaries = []
     for pid in range(1, 9):
         left = tmp_path / str(pid)
         left.mkdir()
         (left / "lock").touch()
         (left / "state.json").write_text(json.dumps({"started_at": pid}))
+        temporary = tmp_path_factory.mktemp("temporary")
+        temporaries.append(temporary)
+        (left / "tmp").symlink_to(temporary)
         os.utime(left, (pid, pid))
     assert runs.find(tmp_path) == []
     runs.Run(tmp_path).close(keep=False)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["4", "5", "6", "7", "8"]
+    assert not any(folder.exists() for folder in temporaries)
+
+
+def test_a_run_whose_logs_are_kept_leaves_no_temporary_files(tmp_path):
+    run = runs.Run(tmp_path)
+    (run.temporary / "tmp1").touch()
+    (run.folder / "encoder.log").write_text("why")
+    run.close(keep=True)
+    assert not run.temporary.exists()
+    assert [one.name for one in run.folder.iterdir() if one.name != "lock"] == ["encoder.log"]
 
 
 def test_the_folder_is_this_users_own(tmp_path):

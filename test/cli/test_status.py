@@ -99,6 +99,8 @@ def test_each_kind_of_server_is_recognised(serve):
     assert (prefill.hit_rate, prefill.namespace) == (0.75, "abc")
     assert prefill.encoders == {"ready": 2}
     assert (router.role, router.state, router.queued) == ("server", "ready", None)
+    assert "--enable-metrics" in router.hint
+    assert not encoder.hint + prefill.hint + nobody.hint
     assert nobody.state == "unreachable"
     assert nobody.problem
 
@@ -109,6 +111,13 @@ def test_a_server_before_its_first_request_tells_what_it_is(serve):
     young += ['sglang:cache_config_info{engine_type="prefill"} 1.0\n']
     (view,) = ask([target(serve({**PREFILL, "/metrics": (200, "".join(young))}))])
     assert (view.role, view.namespace, view.running, view.queued) == ("prefill", "abc", None, None)
+
+
+def test_a_server_that_has_nothing_to_do_makes_no_tokens(serve):
+    told = PREFILL["/metrics"][1] + "sglang:gen_throughput 7.0\n"
+    idle = told.replace('tp_rank="0"} 1.0', 'tp_rank="0"} 0.0')
+    views = ask([target(serve({**PREFILL, "/metrics": (200, text)})) for text in (told, idle)])
+    assert [(view.running, view.tokens_per_s) for view in views] == [(1, 7.0), (0, 0.0)]
 
 
 def test_an_encoder_that_drains_is_draining(serve):
@@ -164,6 +173,21 @@ def test_status_of_urls_as_json_and_its_exit_code(serve):
     assert states == ["ready", "unreachable"]
 
 
+def test_the_table_of_urls_names_each_server_once_and_says_what_is_missing(serve):
+    told = json.loads(ENCODER["/v1/status"][1])
+    told["namespace"] = "Qwen2_5_VLForConditionalGeneration/float32/e6d18d874ea69ec8"
+    encoder = {**ENCODER, "/v1/status": (200, json.dumps(told))}
+    urls = [serve(encoder), serve({"/health": (200, "")})]
+    shown = CliRunner().invoke(app, ["status", *urls], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    head, *rows, told = shown.stdout.splitlines()
+    assert head.split() == ["role", "state", "queue", "running", "hits", "namespace", "url"]
+    assert [row.split()[-1] for row in rows] == urls
+    assert rows[0].split()[-2] == "e6d18d874ea6"
+    assert told.startswith(f"{urls[1]}: ")
+    assert "--enable-metrics" in told
+
+
 def test_status_finds_the_run_of_up(serve, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     nobody = CliRunner().invoke(app, ["status"])
@@ -203,6 +227,8 @@ def test_rates_are_of_the_time_between_two_looks():
 
 def test_top_shows_until_it_is_told_to_leave(serve):
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # A shell has what it runs in the background ignore Ctrl-C.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         shown = CliRunner().invoke(
@@ -210,6 +236,7 @@ def test_top_shows_until_it_is_told_to_leave(serve):
         )
     finally:
         signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, interrupted)
     assert shown.exit_code == 0, shown.output
     assert "items/s" in shown.stdout
     assert "25%" in shown.stdout

@@ -78,6 +78,9 @@ def test_settings_are_checked_before_anything_starts(monkeypatch):
     monkeypatch.delenv("SGLANG_EPD_ENCODER_WAIT_S")
     monkeypatch.setenv("SGLANG_EPD_MEDIA_MAX_MB", "-1")
     assert "SGLANG_EPD_MEDIA_MAX_MB" in str(dry().exception)
+    monkeypatch.delenv("SGLANG_EPD_MEDIA_MAX_MB")
+    assert "SGLANG_EPD_STORE" in str(dry("--set", "store=s3://bucket").exception)
+    assert dry("--set", "store=file:///folder").exit_code == 0
 
 
 def test_prefill_and_decode_apart_need_mooncake(monkeypatch):

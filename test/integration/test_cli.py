@@ -35,10 +35,12 @@ class Up:
 
     Attributes:
         runtime: its XDG_RUNTIME_DIR, by which its processes are known as well.
+        temporary: its TMPDIR.
     """
 
     process: subprocess.Popen[bytes]
     runtime: Path
+    temporary: Path
     output: Path
 
     def status(self) -> tuple[int, dict[str, Any]]:
@@ -76,6 +78,8 @@ class Up:
 def up(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     machine.clear()
     runtime = tmp_path_factory.mktemp("runtime")
+    # Short: sockets are in it.
+    temporary = tmp_path_factory.mktemp("t")
     output = runtime / "output"
     config = runtime / "epd.yaml"
     # In turn, so that both have something to do.
@@ -90,9 +94,9 @@ def up(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
             ],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(temporary)},
         )
-    running = Up(process, runtime, output)
+    running = Up(process, runtime, temporary, output)
     yield running
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -144,6 +148,7 @@ def test_a_life_of_up(up: Up, message: dict[str, Any]) -> None:
     assert up.process.wait(60) == 0, up.output.read_text()[-4000:]
     assert not up.left()
     assert not list((up.runtime / "sglang-epd").iterdir())
+    assert not list(up.temporary.iterdir())
     shown = up.output.read_text()
     assert "encoder-0 = was killed by signal 9" in shown
     assert f"--model-path {checkpoint('tiny-qwen2_5-vl')} --encoder-only" in shown

@@ -75,6 +75,72 @@ def test_a_scheduler_continues_what_its_tokenizer_told(recorded):
     assert is_part_of(recorded.only("epd_wait_for_items"), recorded.only("epd_media"))
 
 
+ROOM = 0x1234_5678_9ABC_DEF0
+
+
+@pytest.fixture
+def rooted(sglang, monkeypatch):
+    """Begins SGLang's root span of a request, under our hooks; returns what it is named by."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from sglang.srt.observability import trace as sglangs
+    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+
+    generator = sglangs.TraceCustomIdGenerator
+    draw = generator.generate_trace_id
+    monkeypatch.setattr(generator, "generate_trace_id", lambda self: tracing.trace_id(draw, self))
+    provider = TracerProvider(id_generator=generator(), shutdown_on_exit=False)
+    monkeypatch.setattr(sglangs, "tracer", provider.get_tracer("SGLang"), raising=False)
+    monkeypatch.setattr(sglangs, "opentelemetry_initialized", True)
+    monkeypatch.setattr(sglangs, "threads_info", {})
+
+    def begin(role: str, room: int | None, **headers: str) -> trace.SpanContext:
+        stats = APIServerReqTimeStats()
+        stats.trace_ctx = sglangs.TraceReqContext(
+            "r1", room, role, module_name="request", external_trace_header=headers
+        )
+        tracing.begin_root(APIServerReqTimeStats.set_created_time, stats, 1.0)
+        assert stats.created_time == 1.0
+        return stats.trace_ctx.root_span.get_span_context()
+
+    return begin
+
+
+def test_a_prefill_and_a_decode_server_have_one_trace_of_a_request(rooted):
+    prefill, decode = rooted("prefill", ROOM), rooted("decode", ROOM)
+    assert prefill.trace_id == decode.trace_id
+    assert prefill.span_id != decode.span_id
+    assert rooted("decode", ROOM + 1).trace_id != decode.trace_id
+
+
+def test_a_clients_trace_goes_on_in_both(rooted):
+    theirs = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    for role in ("prefill", "decode"):
+        assert rooted(role, ROOM, **theirs).trace_id == int("1" * 32, 16)
+    # And is not taken for the next one's.
+    assert rooted("decode", None).trace_id not in (0, rooted("decode", ROOM).trace_id)
+
+
+@pytest.mark.parametrize(("role", "room"), [("unified", ROOM), ("prefill", None), ("decode", 0)])
+def test_who_shares_a_request_with_nobody_has_a_trace_of_its_own(rooted, role, room):
+    assert rooted(role, room).trace_id != rooted(role, room).trace_id
+
+
+def test_the_asynchronous_exporter_is_told_the_same(rooted):
+    context = SimpleNamespace(
+        tracing_enable=True,
+        _init_args={"role": "decode", "bootstrap_room": ROOM, "external_trace_header": None},
+    )
+    assert tracing._trace_of_room(context) == rooted("prefill", ROOM).trace_id
+
+
+def test_without_tracing_a_request_is_as_it_was(sglang):
+    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+
+    stats = APIServerReqTimeStats()
+    tracing.begin_root(APIServerReqTimeStats.set_created_time, stats, ts=2.0)
+    assert stats.created_time == 2.0
+
+
 def test_sglang_names_what_we_lean_on(sglang) -> None:
     """The root span's context, in the processes that have it and in those it is sent to."""
     from sglang.srt.observability import trace as sglangs

@@ -23,6 +23,7 @@ from sglang_epd.wire.urls import server_url
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 _MAX_SHOWN = 300
+_NO_METRICS = "tells no more; language, prefill and decode servers do with --enable-metrics"
 # An encoder's works that have not come to the tower yet.
 _QUEUED = ("looking", "waiting", "preparing", "ready")
 # What an encoder, and what a language server, did not have to compute.
@@ -53,6 +54,7 @@ class View:
         namespace: of the embeddings that it makes or takes; empty where it has none.
         encoders: those that a language server knows, by state.
         problem: why there is nothing to tell; empty for none.
+        hint: what would have it tell more; empty for nothing.
     """
 
     name: str
@@ -70,6 +72,7 @@ class View:
     restarts: int = 0
     pid: int | None = None
     problem: str = ""
+    hint: str = ""
 
     @property
     def hit_rate(self) -> float | None:
@@ -157,6 +160,8 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> View:
         told = json.loads(status[1]) if status[0] == 200 else {}
         if isinstance(told, dict) and "encoder" in told:
             return _encoder(view, told, samples)
+        if metrics[0] == 404 and view.role != "router":
+            view = replace(view, hint=_NO_METRICS)
         return _sglang(view, samples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return replace(view, problem=_plain(f"its answers cannot be understood: {error}"))
@@ -256,7 +261,8 @@ def _sglang(view: View, samples: Samples) -> View:
         queued=int(sum(queues)) if queues else None,
         items=None if items is None else int(items),
         hits=None if hits is None else int(hits),
-        tokens_per_s=samples.sum("sglang:gen_throughput"),
+        # SGLang leaves it as it was when the last request has ended.
+        tokens_per_s=0.0 if running == 0 else samples.sum("sglang:gen_throughput"),
         namespace=_plain(namespace),
         encoders={
             _plain(state): int(number)

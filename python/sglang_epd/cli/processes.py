@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -296,11 +296,28 @@ def _group_lives(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
+    return any(True for _ in _members(group))
+
+
+def mapped_files(group: int, beginning: str) -> set[Path]:
+    """The files that processes of a group map into their memory, by how their paths begin."""
+    found = set()
+    for process in _members(group):
+        with contextlib.suppress(OSError):
+            for line in (process / "maps").read_text().splitlines():
+                # address permissions offset device inode path, which may hold spaces
+                _, _, path = line.partition(beginning)
+                if path:
+                    found.add(Path(beginning + path))
+    return found
+
+
+def _members(group: int) -> Iterator[Path]:
+    """The folders in /proc of a group's processes that run."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 # pid (comm) state ppid pgrp ...; comm may hold spaces and brackets.
                 state, _, pgrp, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
                 if int(pgrp) == group and state not in "ZX":
-                    return True
-    return False
+                    yield entry

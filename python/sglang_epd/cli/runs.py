@@ -2,7 +2,8 @@
 
 `$XDG_RUNTIME_DIR/sglang-epd/<pid>/`, or `/tmp/sglang-epd-runs-<uid>/<pid>/`, holds
 `state.json`, the servers' logs, and a lock that the run holds for as long as it lives, be
-it killed or not. Only this user may enter.
+it killed or not. Only this user may enter. `tmp` there leads to the servers' own folder for
+temporary files, because SGLang's sockets and empty files outlive it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sglang_epd.errors import ConfigError
 
 _STATE = "state.json"
 _LOCK = "lock"
+_TEMPORARY = "tmp"
 # Folders of runs that ended without taking them away hold the logs that say why.
 _KEPT = 5
 
@@ -50,6 +52,11 @@ class Run:
 
     Args:
         parent: the folder of all runs.
+
+    Attributes:
+        folder: its own.
+        temporary: for its servers' temporary files; in the system's folder for these, since
+            paths of sockets have to be short.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -59,6 +66,8 @@ class Run:
         self.folder.mkdir(mode=0o700)
         self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.temporary = Path(tempfile.mkdtemp(prefix="epd-"))
+        (self.folder / _TEMPORARY).symlink_to(self.temporary)
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace what is told of this run, as a whole."""
@@ -74,6 +83,7 @@ class Run:
         Args:
             keep: whether its logs may be wanted.
         """
+        _remove_temporary(self.folder)
         if keep:
             (self.folder / _STATE).unlink(missing_ok=True)
         else:
@@ -117,8 +127,17 @@ def _held(folder: Path) -> bool:
 
 
 def _forget(parent: Path) -> None:
-    """Remove what ended runs have left, but for the last of them."""
+    """Remove what ended runs have left, but for the logs of the last of them."""
     left = [folder for folder in parent.iterdir() if folder.is_dir() and not _held(folder)]
     left.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in left:
+        _remove_temporary(folder)
     for folder in left[_KEPT:]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_temporary(folder: Path) -> None:
+    link = folder / _TEMPORARY
+    if link.is_symlink():
+        shutil.rmtree(link.readlink(), ignore_errors=True)
+        link.unlink()

@@ -57,8 +57,8 @@ def status(
             out.print(f"{run['model']} at {run['api_url']}, up for {_span(run['started_at'])}")
         out.print(_table(views))
         for view in views:
-            if view.problem:
-                out.print(f"{view.name}: {view.problem}")
+            if view.problem or view.hint:
+                out.print(f"{view.name}: {view.problem or view.hint}", soft_wrap=True)
     if any(view.state != "ready" for view in views):
         raise typer.Exit(1)
 
@@ -113,18 +113,22 @@ def _as_json(view: View) -> dict[str, Any]:
 
 
 def _table(views: Sequence[View]) -> Table:
-    shown = table("server", "role", "state", "queue", "running", "hits", "namespace", "url")
+    # Servers that are asked by their URLs have no other names.
+    names = any(view.name != view.url for view in views)
+    columns = ("role", "state", "queue", "running", "hits", "namespace", "url")
+    shown = table(*(("server",) if names else ()), *columns)
     for view in views:
-        again = f" ({view.restarts} restarts)" if view.restarts else ""
+        again = f" ({view.restarts} restart{'s' * (view.restarts > 1)})" if view.restarts else ""
         known = ", ".join(f"{number} {name}" for name, number in view.encoders.items())
         shown.add_row(
-            view.name,
+            *((view.name,) if names else ()),
             view.role,
             state(view.state).append(again).append(f", encoders: {known}" if known else ""),
             _number(view.queued),
             _number(view.running),
             _share(view.hit_rate),
-            view.namespace[:12] or "-",
+            # Its digits tell it from others, of the same model too.
+            view.namespace.rpartition("/")[2][:12] or "-",
             view.url,
         )
     return shown

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from sglang_epd.cli.lives import Life, Restarts, State
 from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of
-from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok
+from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, mapped_files
 from sglang_epd.cli.topology import Plan, Server
 
 _TICK_S = 0.1
@@ -30,6 +30,9 @@ _CHECK_TIMEOUT_S = 5.0
 _CHECK_SOON_S = 0.3
 _CHECK_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Shared memory that SGLang's processes, which are killed in the end, leave behind: 16 KiB and
+# more a server (`managers.load_snapshot.shm_path_for`).
+_LEFT_BEHIND = "/dev/shm/sglang_loads_"
 
 
 class Reporter(Protocol):
@@ -61,6 +64,17 @@ class Charge:
     check: Future[bool] | None = None
     check_at: float = 0.0
     why: str = field(default="", repr=False)
+    memory: set[Path] = field(default_factory=set)
+
+    def note_memory(self) -> None:
+        """Remember what it maps of the memory that it will leave behind."""
+        if self.process.running:
+            self.memory |= mapped_files(self.process.pid, _LEFT_BEHIND)
+
+    def remove_memory(self) -> None:
+        """Remove that, once all of its processes have ended."""
+        while self.memory:
+            self.memory.pop().unlink(missing_ok=True)
 
 
 class Supervisor:
@@ -185,6 +199,7 @@ class Supervisor:
             charge.why = str(error)
         # What it had started itself may be there still.
         charge.process.stop()
+        charge.remove_memory()
         charge.life.ended(now)
         end = charge.why.partition("\n")[0].partition(". The end of")[0]
         end = end.removeprefix(f"{charge.server.name} ")
@@ -205,6 +220,8 @@ class Supervisor:
         charge.life.answered(ok)
         charge.check_at = now + (_CHECK_S if ok else _CHECK_SOON_S)
         if charge.life.state is not before:
+            if before is State.STARTING:
+                charge.note_memory()
             took = f" after {now - charge.since:.1f} s" if before is State.STARTING else ""
             self._tell(charge, f"{charge.life.state.value}{took}")
 
@@ -266,6 +283,8 @@ class Supervisor:
         Args:
             told: the signals before; another one ends what has not ended yet at once.
         """
+        for charge in charges:
+            charge.note_memory()
         threads = [
             threading.Thread(target=charge.process.stop, args=(self._grace_s,))
             for charge in charges
@@ -282,6 +301,7 @@ class Supervisor:
         finally:
             for thread, charge in zip(threads, charges, strict=True):
                 thread.join()
+                charge.remove_memory()
                 charge.life.stopped()
         for charge in charges:
             for line in charge.log.finish():

@@ -223,8 +223,12 @@ def up(
         )
     env = _environment(config, settings or [])
     # What servers would refuse is refused here, before any of them starts.
-    token = Settings.from_env(env).token
+    checked = Settings.from_env(env)
     MediaLimits.from_env(env)
+    if checked.store:
+        from sglang_epd.store.url import StoreUrl
+
+        StoreUrl.parse(checked.store)
     made = plan(shape, free_port, _places(gpus, shape))
     out = console()
     if as_json:
@@ -242,7 +246,7 @@ def up(
         out,
         model=shape.model,
         env=env,
-        token=bool(token),
+        token=bool(checked.token),
         quiet=quiet,
         restarts=Restarts(most=max_restarts),
         timeout_s=timeout,
@@ -286,7 +290,7 @@ def _run(
         made,
         run.folder,
         reporter,
-        env=env,
+        env={**env, "TMPDIR": str(run.temporary)},
         restarts=restarts,
         changed=write,
         start_timeout_s=timeout_s,

@@ -25,10 +25,13 @@ def checkpoint(model: str) -> Iterator[Finding]:
     try:
         folder = checkpoint_folder(model, None)
     except Exception as error:  # huggingface_hub has a tree of its own
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        # That it was not allowed to look further is no news: it is not what was asked.
         first = str(error).partition("\n")[0]
-        yield fail(
-            subject, f"{model} is neither a folder nor downloaded: {first}", f"hf download {model}"
-        )
+        why = "" if isinstance(error, LocalEntryNotFoundError) else f": {first}"
+        found = f"{model} is neither a folder nor downloaded{why}"
+        yield fail(subject, found, f"hf download {model}")
         return
     config = _object(folder / "config.json")
     if isinstance(config, str):

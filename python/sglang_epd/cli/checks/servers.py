@@ -46,11 +46,11 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
 
 def _namespaces(found: dict[str, str]) -> Iterator[Finding]:
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{name} {namespace[:12]}" for name, namespace in found.items())
+        told = ", ".join(f"{name} {namespace}" for name, namespace in found.items())
         mend = "give all of them one checkpoint, one --dtype and one version of sglang-epd"
         yield fail("namespace", f"not all hold the same encoder: {told}", mend)
     elif found:
-        yield ok("namespace", f"{next(iter(found.values()))[:12]} on {len(found)} servers")
+        yield ok("namespace", f"{next(iter(found.values()))} on {len(found)} servers")
 
 
 async def _knock(

@@ -9,7 +9,20 @@ from hypothesis import HealthCheck, settings
 
 # How long one example takes says more of the machine's other work than of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("shared"), max_examples=25)
 settings.load_profile("shared")
+
+
+# Folders of tests that import most of SGLang, which takes ten processor seconds.
+_IMPORTING = ("seams", "families")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests are run by one process, and those that import SGLang too."""
+    for item in items:
+        folder = item.path.parent.name
+        group = "sglang" if folder in _IMPORTING else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish() -> None:

@@ -15,6 +15,7 @@ but for the lowest row, where everybody may import `errors`.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,12 +92,14 @@ def imports(root: Path = ROOT) -> list[Import]:
     return found
 
 
-ALL = imports()
+@functools.cache
+def everything() -> list[Import]:
+    return imports()
 
 
 def ours() -> Iterator[tuple[Import, str]]:
     """Imports from one package of ours into another, with the latter's name."""
-    for found in ALL:
+    for found in everything():
         top, *rest = found.module.split(".")
         if top == "sglang_epd" and rest and rest[0] != found.package:
             yield found, rest[0]
@@ -129,7 +132,7 @@ def test_the_platform_stands_by_itself():
 
 
 def _sglang() -> list[Import]:
-    return [found for found in ALL if found.module.split(".")[0] == "sglang"]
+    return [found for found in everything() if found.module.split(".")[0] == "sglang"]
 
 
 def test_only_the_adapters_touch_sglang():
@@ -148,9 +151,9 @@ def test_only_the_platform_imports_sglang_while_it_is_imported():
 
 
 def test_tracing_is_imported_where_requests_are_traced_only():
-    by = [found for found in ALL if found.module.split(".")[0] == "opentelemetry"]
+    by = [found for found in everything() if found.module.split(".")[0] == "opentelemetry"]
     assert {found.importer for found in by} == {"observability/tracing.py"}
-    asked = [found for found in ALL if "sglang_epd.observability.tracing" in found.module]
+    asked = [found for found in everything() if "sglang_epd.observability.tracing" in found.module]
     assert asked
     assert not [str(found) for found in asked if found.at_import]
 
@@ -158,7 +161,7 @@ def test_tracing_is_imported_where_requests_are_traced_only():
 def test_nothing_is_pickled_on_a_wire():
     picklers = [
         str(found)
-        for found in ALL
+        for found in everything()
         if found.module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
     ]
     assert not picklers
@@ -193,7 +196,7 @@ def test_the_dependencies_are_declared():
     brought = {"yarl": "aiohttp", "starlette": "fastapi"}
     brought |= dict.fromkeys(("huggingface_hub", "torchcodec", "transformers"), "sglang")
     undeclared = set()
-    for found in ALL:
+    for found in everything():
         top = found.module.split(".")[0]
         if top == "sglang_epd" or top in sys.stdlib_module_names:
             continue

@@ -37,6 +37,7 @@ class Checkpoint:
         self.config = copy.deepcopy(CONFIG)
         self.tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         self.processor = {"patch_size": 16, "merge_size": 2}
+        self.written: dict[str, object] | None = None
         self.shards = 1
         self.dtype = "bfloat16"
 
@@ -49,6 +50,8 @@ class Checkpoint:
             part = {name: self.tensors[name] for name in names[shard :: self.shards]}
             save_file(part, self.folder / f"model-{shard}.safetensors", {"format": "pt"})
         (self.folder / "preprocessor_config.json").write_text(json.dumps(self.processor))
+        if self.written is not None:
+            (self.folder / "config.json").write_text(json.dumps(self.written))
         config = SimpleNamespace(to_dict=lambda: self.config)
         return namespace(config, self.folder, self.dtype)
 
@@ -176,3 +179,33 @@ def test_a_model_of_the_hub_is_looked_up_without_the_network(monkeypatch, tmp_pa
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert checkpoint_folder("org/model", "main") == tmp_path
     assert asked == [("org/model", "main", True)]
+
+
+TILED = {**CONFIG, "max_dynamic_patch": 12, "transformers_version": "5.0"}
+OMNI = {"thinker_config": {"vision_config": {"depth": 2}, "text_config": {"layers": 4}}}
+
+
+def _with(config: dict[str, object], **changed: object) -> dict[str, object]:
+    return {**copy.deepcopy(config), **changed}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "another"),
+    [
+        # Tiles, and the thinker's tower, are told of beside "vision_config".
+        (TILED, _with(TILED, max_dynamic_patch=6), True),
+        (TILED, _with(TILED, use_thumbnail=False), True),
+        (OMNI, {"thinker_config": {**OMNI["thinker_config"], "vision_config": {"depth": 3}}}, True),
+        (TILED, _with(TILED, text_config={"layers": 5}), False),
+        (TILED, _with(TILED, transformers_version="5.1", dtype="float16"), False),
+        (TILED, _with(TILED, quantization_config={"quant_method": "fp8"}), False),
+        (OMNI, {"thinker_config": OMNI["thinker_config"], "talker_config": {"layers": 1}}, False),
+        # One configuration for all: what is the language model's in it is not told apart.
+        ({"vision_config": {"depth": 2}}, {"vision_config": {"depth": 2}, "layers": 5}, False),
+    ],
+)
+def test_what_joins_tower_and_language_model_counts(checkpoint, before, after, another):
+    checkpoint.written = before
+    first = checkpoint.namespace()
+    checkpoint.written = after
+    assert (checkpoint.namespace() != first) is another

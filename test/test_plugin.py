@@ -56,6 +56,8 @@ def test_it_hooks_what_it_says(monkeypatch, hooked):
         "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "after",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs": "after",
+        "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.set_created_time": "around",
+        "sglang.srt.observability.trace.TraceCustomIdGenerator.generate_trace_id": "around",
     }
 
 

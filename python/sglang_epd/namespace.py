@@ -1,9 +1,10 @@
 """What makes two servers hold the same encoder.
 
 A namespace is a digest over everything that an embedding depends on besides the
-media: architecture, tower configuration, the tower's weights, the media processor's
-configuration, dtype and protocol version. It is made from the checkpoint's content,
-not its path, so that servers may keep it in different places.
+media: architecture, tower configuration, what joins towers and language model, the
+tower's weights, the media processor's configuration, dtype and protocol version. It is
+made from the checkpoint's content, not its path, so that servers may keep it in
+different places.
 
 The weights' fingerprint reads each tower tensor's name, dtype, shape and three
 samples of its bytes; enough to tell fine-tunes apart, in milliseconds.
@@ -27,6 +28,14 @@ from sglang_epd.wire import MAJOR
 _TOWERS = ("visual", "vision", "audio")
 _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
 _SAMPLE_BYTES = 512
+_TOWER_CONFIGS = ("vision_config", "audio_config")
+# A language model's own configuration, where it has one.
+_LANGUAGE_CONFIGS = frozenset({"text_config", "llm_config", "language_config"})
+# What a checkpoint's configuration says of other things than its model; the language model
+# may be quantised on one server and not on the other.
+_INCIDENTAL = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config"}
+)
 
 
 def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
@@ -35,10 +44,12 @@ def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
     config = hf_config.to_dict()
     towers = {
         key: config[key]
-        for key in ("architectures", "model_type", "vision_config", "audio_config")
+        for key in ("architectures", "model_type", *_TOWER_CONFIGS)
         if key in config
     }
     digest.update(json.dumps([MAJOR, dtype, towers], sort_keys=True, default=str).encode())
+    joints = _joints(checkpoint)
+    digest.update(json.dumps(joints, sort_keys=True).encode())
     for name in (
         "preprocessor_config.json",
         "video_preprocessor_config.json",
@@ -95,6 +106,24 @@ def of_tower(name: str) -> bool:
     places = [name.find(mark) for mark in _TOWERS if mark in name]
     within = [name.find(mark) for mark in _LANGUAGE if mark in name]
     return bool(places) and min(places) < min(within, default=len(name))
+
+
+def _joints(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint's configuration says beside its towers' and its language model's own:
+    tiles, tokens a picture, the layer that features are of. From the file, because what
+    SGLang makes of it may differ between its processes.
+
+    Nothing where the language model's configuration is not apart from the rest.
+    """
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    # An Omni's, whose towers are configured there; its other parts speak.
+    thinker = config.get("thinker_config")
+    inner, known = (config, _TOWER_CONFIGS) if thinker is None else (thinker, ())
+    if _LANGUAGE_CONFIGS.isdisjoint(inner):
+        return {}
+    left_out = {*_LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
+    return {key: value for key, value in inner.items() if key not in left_out}
 
 
 def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -70,6 +70,13 @@ def register() -> None:
     # --language-only: where a request's media came from, in its trace.
     hook(module, "TokenizerManager.convert_to_span_attrs", tracing.add_sources, "after")
 
+    # Prefill and decode apart, traced: one trace on both.
+    module = f"{_SRT}.observability"
+    began = "APIServerReqTimeStats.set_created_time"
+    hook(f"{module}.req_time_stats", began, tracing.begin_root, "around")
+    generated = "TraceCustomIdGenerator.generate_trace_id"
+    hook(f"{module}.trace", generated, tracing.trace_id, "around")
+
 
 def _launch_encoder(args: Any) -> None:
     from sglang_epd.encoder.server import launch

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
+from sglang_epd.encoder import app as app_module
 from sglang_epd.encoder.app import create_app
 from sglang_epd.errors import (
     DuplicateError,
@@ -324,6 +325,32 @@ async def head_of_answer(url: str, *lines: str) -> str:
     finally:
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize(("silence_s", "body_s"), [(0.05, 60.0), (60.0, 0.05)])
+async def test_a_body_that_does_not_come_gives_its_bytes_back(
+    serve, service, monkeypatch, silence_s, body_s
+):
+    """Its asker was stopped, or sends next to nothing: the connection tells neither."""
+    monkeypatch.setattr(app_module, "_SILENCE_S", silence_s)
+    monkeypatch.setattr(app_module, "_BODY_S", body_s)
+    url = await serve()
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nEPD")
+    answer = asyncio.create_task(reader.readline())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not answer.done():
+                if silence_s > body_s:
+                    writer.write(b"x")
+                await asyncio.sleep(0.005)
+        assert b" 503 " in answer.result()
+        assert service.admission.nbytes == 0
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 @pytest.fixture

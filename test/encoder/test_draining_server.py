@@ -1,4 +1,4 @@
-"""SIGTERM to an encoder's HTTP server, in a process of its own without a model."""
+"""SIGTERM and Ctrl-C to an encoder's HTTP server, in a process of its own without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
-from sglang_epd.encoder.server import _DrainingServer
+from sglang_epd.encoder.server import _DrainingServer, _run
 
 PATIENCE_S = 10.0
 
@@ -84,7 +84,7 @@ def serve(listening: socket.socket, told: Connection) -> None:
 
     # It ends by the signal it was sent, as it would by itself.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asyncio.run(run())
+    _run(run())
 
 
 class Server:
@@ -107,9 +107,9 @@ class Server:
             response = client.getresponse()
             return response.status, response.read()
 
-    def signal(self) -> None:
+    def signal(self, number: int = signal.SIGTERM) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGTERM)
+        os.kill(self.process.pid, number)
 
     def ended(self) -> bool:
         """Whether it ended in good order."""
@@ -174,6 +174,18 @@ def test_told_twice_it_does_not_wait(server, work):
     server.signal()
     assert server.ended()
     assert work != [(200, b"done")]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_is_an_end_and_no_error(server, work, times):
+    server.signal(signal.SIGINT)
+    until(lambda: server.get("/health")[0] == 503)
+    if times == 1:
+        server.get("/finish")
+    else:
+        server.signal(signal.SIGINT)
+    assert server.ended()
+    assert server.process.exitcode == 0
 
 
 class FakeRegistration:

@@ -37,7 +37,7 @@ Make = Callable[..., Awaitable[WorkerTower]]
 
 # A worker takes seconds to make its first embedding, with which it imports torch: tests that
 # do not harm theirs share it, and so a loop; others ask for an embedding once, or for none.
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.servers]
 
 
 def build(starts: list[Rank], times: Times = TIMES) -> WorkerTower:
@@ -354,26 +354,28 @@ async def test_signals_to_the_group_leave_a_worker_at_work(tower):
     await running
 
 
-@pytest.mark.parametrize("state", ["idle", "busy", "stopped", "loading"])
-async def test_workers_end_with_a_front_that_is_killed(state, tmp_path):
+async def test_workers_end_with_a_front_that_is_killed(tmp_path):
+    """Idle, at a batch, stopped, and still loading: of each a tower of two ranks."""
     script = textwrap.dedent(f"""
         import asyncio
         from sglang_epd.encoder.workers import Rank, WorkerTower
 
+        def tower(name, *options):
+            ranks = [Rank(each) for each in options]
+            return WorkerTower(name, "worker_engine:create", lambda: ranks)
+
         async def main():
-            ranks = [Rank({{"rank": rank}}) for rank in range(2)]
-            if {state!r} == "loading":
-                ranks = [Rank({{"sleeps": {str(tmp_path)!r} + f"/{{rank}}"}}) for rank in range(2)]
-            tower = WorkerTower("w", "worker_engine:create", lambda: ranks)
-            if {state!r} == "loading":
-                print("front", flush=True)
-            await tower.start()
-            if {state!r} == "busy":
-                prepared = await tower.prepare("IMAGE", b"hangs")
-                running = asyncio.create_task(tower.forward([prepared]))
-                for _ in range(2):  # heard after the batch
-                    await tower.prepare("IMAGE", b"rows=1")
-            print("front", flush=True)
+            towers = [tower(name, {{}}, {{}}) for name in ("idle", "busy", "stopped")]
+            idle, busy, stopped = towers
+            await asyncio.gather(*(tower.start() for tower in towers))
+            prepared = await busy.prepare("IMAGE", b"hangs")
+            running = asyncio.create_task(busy.forward([prepared]))
+            for _ in range(2):  # heard after the batch
+                await busy.prepare("IMAGE", b"rows=1")
+            files = {[str(tmp_path / "0"), str(tmp_path / "1")]}
+            loading = tower("loading", *({{"sleeps": file}} for file in files))
+            starting = asyncio.create_task(loading.start())
+            print(*stopped.pids, flush=True)
             await asyncio.sleep(3600)
 
         asyncio.run(main())
@@ -382,13 +384,11 @@ async def test_workers_end_with_a_front_that_is_killed(state, tmp_path):
         [sys.executable, "-c", script], env=ENV, stdout=subprocess.PIPE, text=True
     ) as front:
         assert front.stdout is not None
-        assert await asyncio.to_thread(front.stdout.readline) == "front\n"
-        await until(lambda: len(psutil.Process(front.pid).children()) == 2)
-        if state == "loading":
-            await until(lambda: len(os.listdir(tmp_path)) == 2)
+        first, _ = map(int, (await asyncio.to_thread(front.stdout.readline)).split())
+        await until(lambda: len(os.listdir(tmp_path)) == 2)
         workers = [child.pid for child in psutil.Process(front.pid).children()]
-        if state == "stopped":
-            os.kill(workers[0], signal.SIGSTOP)
+        assert len(workers) == 8
+        os.kill(first, signal.SIGSTOP)
         front.kill()
     await until(lambda: all(map(gone, workers)), 10)
 
@@ -419,7 +419,6 @@ async def test_a_front_whose_towers_fail_to_start_ends_with_a_status():
     assert b"rank 1: ValueError: no such checkpoint" in front.stderr
 
 
-@pytest.mark.servers
 async def test_a_thousand_calls_leave_nothing_behind(tower):
     processes = [psutil.Process(), *map(psutil.Process, tower.pids)]
 

@@ -28,6 +28,7 @@ _ORDER = [
     "test_backends",
     "test_chaos",
     "test_survival",
+    "test_trace",
     "test_towers",
     "test_content",
     "test_quantised",

@@ -22,7 +22,8 @@ def listening(
 ) -> Iterator[http.server.HTTPServer]:
     """A server on a free port of the loopback interface, until the context is left."""
     with kind(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        # Seconds after which it sees that it is to end; half of one by itself.
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server

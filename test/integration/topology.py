@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,8 +10,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -427,6 +428,21 @@ class Machine:
                 raise
         return self._running[name]
 
+    @contextlib.contextmanager
+    def lend(self, topology: Topology) -> Iterator[Topology]:
+        """A topology that ends with its user, for what only that one knows of its servers.
+
+        Raises:
+            ServerError: one of its servers does not start.
+        """
+        topology.forks = self._forks
+        self._make_room(topology)
+        try:
+            topology.start(Path(tempfile.mkdtemp(prefix="sglang-epd-test-lent-")))
+            yield topology
+        finally:
+            topology.stop()
+
     def colocated(self, name: str) -> Client:
         """One server of a checkpoint, or a family, that does everything itself.
 
@@ -455,7 +471,7 @@ class Machine:
                 self._stopping.append(self._stopper.submit(running.stop))
 
     def clear(self) -> None:
-        """End everything.
+        """End everything; what comes next starts anew.
 
         Raises:
             OSError, ServerError: some servers could not be stopped.
@@ -463,7 +479,8 @@ class Machine:
         for topology in self._running.values():
             topology.stop()
         self._running.clear()
-        self._stopper.shutdown()
+        stopping, self._stopping = self._stopping, []
+        wait(stopping)
         self._forks.close()
-        for stopped in self._stopping:
+        for stopped in stopping:
             stopped.result()

@@ -557,3 +557,21 @@ async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, 
     span = recorded.only("epd_media")
     assert said(span) == {"items": 1, "known": 0, "error.type": "MediaError"}
     assert f"{span.context.span_id:016x}" in expect.trace
+
+
+async def test_what_an_encoder_says_of_its_own_is_no_label_of_ours(dispatcher, control, mixed):
+    items, known = mixed
+    control.talks = True
+    tally = Tally()
+    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, tally=tally)
+    dispatcher.sources = {2: "words of a stranger", 3: ""}
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", items, 1)
+    await dispatcher.started.wait()
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    control.news[expect.ticket].put_nowait(Needed(expect.ticket, over=True))
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
+    assert frontend.account("rid") == {"computed": 2}
+    assert tally.counts == {("items", "computed"): 2}

@@ -83,6 +83,9 @@ def test_media_elsewhere(raw: object, url: str) -> None:
         ("data:image/png;base64", "no comma"),
         ("data:image/png;base64,@@@@", "not valid base64"),
         ("data:image/png;base64,iVBORw0", "not valid base64"),  # cut short
+        ("data:image/png;base64,iVBORw0K=", "not valid base64"),  # filled up too far
+        ("data:image/png;base64,iVBO==Rw", "not valid base64"),
+        ("data:image/png;base64,iVBORw0\u212a", "not valid base64"),
         ("iVBORw0KGgo*", "neither"),
         ("a picture of a cat", "neither"),
         ("ftp://example.com/a.png", "unknown URL scheme 'ftp'"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd.platform import seams
+from sglang_epd.platform import prefix_attention, seams
 
 
 def source(module: str) -> str:
@@ -76,8 +76,22 @@ def test_a_backend_that_has_no_handler_takes_tritons():
     assert "    MLA = auto()" in methods
 
 
+def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():
+    backend = class_of("sglang.srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend")
+    theirs = method(backend, "_run_sdpa_forward_extend").args
+    with open(prefix_attention.__file__) as file:
+        ours = next(
+            node
+            for node in ast.walk(ast.parse(file.read()))
+            if isinstance(node, ast.FunctionDef) and node.name == "extend"
+        ).args
+    assert [one.arg for one in ours.args] == [one.arg for one in theirs.args]
+    assert list(map(ast.unparse, ours.defaults)) == list(map(ast.unparse, theirs.defaults))
+
+
 def test_every_seam_has_a_contract_here():
     assert set(seams._CHANGES) == {
+        "sglang.srt.layers.attention.torch_native_backend",
         "sglang.srt.layers.attention.vision",
         "sglang.srt.managers.scheduler",
         "sglang.srt.disaggregation.mooncake.conn",

@@ -232,6 +232,14 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) "
         "self.mm_receiver = create_mm_receiver(",
     ],
+    # Whose token ids schedulers take for those of the text.
+    ("seams/scheduler", "managers.tokenizer_manager", "TokenizerManager._validate_one_request"): [
+        "if self.allow_auto_truncate:",
+        "del input_ids[_max_req_len:]",
+    ],
+    ("seams/scheduler", "managers.tokenizer_manager", "TokenizerManager._tokenize_texts"): [
+        "encoded = self.tokenizer(tokenizer_input, **tokenizer_kwargs)",
+    ],
     ("seams/decode", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
         "mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and "
         "input_ids is not None else (input_text or input_ids) )",
@@ -249,6 +257,15 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "span_attrs = ( self.convert_to_span_attrs(state, recv_obj, i) if "
         "state.time_stats.trace_ctx.tracing_enable else None )",
         "state.time_stats.set_finished_time( ts=first_output_time, span_attrs=span_attrs )",
+    ],
+    ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_created_time"): [
+        "self.trace_ctx.trace_req_start(convert_time_to_realtime_ns(ts))",
+    ],
+    ("cli/supervisor", "managers.load_snapshot", "shm_path_for"): [
+        'return f"/dev/shm/sglang_loads_{safe_name}_{digest}.shm"',
+    ],
+    ("seams/tracing", "observability.trace", "process_tracing_init"): [
+        "id_generator=TraceCustomIdGenerator()",
     ],
     ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_finished_time"): [
         "attrs = dict(span_attrs) if span_attrs else {}",

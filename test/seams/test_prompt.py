@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from sglang_epd.errors import MediaError
 from sglang_epd.seams import prompt
-from sglang_epd.seams.prompt import _expand, _token_ids, lays_out, robust_placeholders
+from sglang_epd.seams.prompt import (
+    _expand,
+    _token_ids,
+    as_tokenized,
+    lays_out,
+    robust_placeholders,
+)
 
 IMAGE, VIDEO, AUDIO = 101, 102, 103
 NAMES = {
@@ -107,6 +113,25 @@ def processor(**changes) -> SimpleNamespace:
 def test_a_text_is_read_with_one_placeholder_an_image(prompt, images, read_as):
     items = {IMAGE: (NAMES[IMAGE], [1] * images)}
     assert _token_ids(processor(), prompt, items) == Tokenizer().encode(read_as)
+
+
+@given(st.lists(st.sampled_from(("<#>", "<##>", "<image>", "a", "bc")), max_size=6), st.data())
+def test_token_ids_are_used_where_the_text_would_become_the_same(pieces, data):
+    text = "".join(pieces)
+    images = data.draw(st.integers(0, 6))
+    ids = Tokenizer().encode(text)
+    found = as_tokenized(processor(), ids, ["IMAGE"] * images)
+    if found is not None:
+        assert found == _token_ids(processor(), text, {IMAGE: (NAMES[IMAGE], [1] * images)})
+    assert (found is not None) == (ids.count(IMAGE) == images)
+
+
+def test_token_ids_are_not_used_where_another_modality_is_written_otherwise():
+    hears = processor(VIDEO_TOKEN_ID=VIDEO, audio_token_id=AUDIO)
+    assert as_tokenized(hears, [1, IMAGE, AUDIO], ["IMAGE", "AUDIO"]) == [1, IMAGE, AUDIO]
+    assert as_tokenized(hears, [1, IMAGE, 2], ["IMAGE", "AUDIO"]) is None
+    assert as_tokenized(hears, [1, IMAGE, VIDEO, VIDEO], ["IMAGE", "VIDEO"]) is None
+    assert as_tokenized(hears, None, []) is None
 
 
 def test_token_ids_are_taken_as_they_are():

@@ -37,6 +37,7 @@ def test_it_has_nothing_else():
         _ = tokenizer_workers.application
 
 
+@pytest.mark.servers  # imports what such a worker does
 def test_the_application_is_sglangs_with_the_plugins_loaded_before():
     """As the HTTP server asks for it, in a process that has loaded nothing yet."""
     code = (

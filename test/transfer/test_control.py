@@ -10,6 +10,7 @@ import zmq
 
 from sglang_epd import wire
 from sglang_epd.errors import EncodeError, UnavailableError
+from sglang_epd.transfer import control as control_module
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import messages
 from transfer.conftest import EMBEDDING, PATIENCE_S, until
@@ -174,6 +175,27 @@ async def test_items_that_came_after_all_are_given_back(
     assert not control._claims
 
 
+async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, monkeypatch):
+    """As where the receiver's thread is dead: the deadline was the receiver's to keep."""
+    monkeypatch.setattr(control_module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(control, "_on_settled", lambda _message: None)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await control.claim(wire.Expect("t", 1, 1, 0.05), 0)
+    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+
+
+async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, monkeypatch):
+    await control.arena(PATIENCE_S)
+
+    async def refuse(_message):
+        raise UnavailableError("this server's receiver does not read")
+
+    monkeypatch.setattr(control, "_send", refuse)
+    with pytest.raises(UnavailableError):
+        await control.claim(EXPECT, 0)
+    assert not control._claims
+
+
 @pytest.mark.timeout(30)
 async def test_a_receiver_that_reads_nothing_blocks_nobody(control, caplog):
     with pytest.raises(UnavailableError, match="does not read"):
@@ -207,6 +229,23 @@ async def test_what_is_no_answer_is_passed_over(router, control, caplog):
     assert await asked == "tcp://here"
     assert "not a sglang-epd message" in caplog.text
     assert "Hello from the receiver" in caplog.text
+
+
+async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control, caplog):
+    """Every request of this server waits for the task that reads them."""
+
+    def stumble(_rid, _expect):
+        raise RuntimeError("a request of an unknown kind")
+
+    control.on_again = stumble
+    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
+    peer, _ = await heard(router, wire.Hello)
+    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
+    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
+    assert await asked == "tcp://here"
+    _, failed = await heard(router, wire.Fail)
+    assert (failed.ticket, failed.code) == ("u", "EncodeError")
+    assert "unknown kind" in caplog.text
 
 
 async def test_nothing_is_left_after_close(receiver, control_path, resources):

@@ -68,7 +68,9 @@ class ExtentsMachine(RuleBasedStateMachine):
 
 
 TestExtentsMachine = ExtentsMachine.TestCase
-TestExtentsMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestExtentsMachine.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=30, deadline=None
+)
 
 
 @given(st.integers(0, 1 << 40))

@@ -486,7 +486,9 @@ class KeptMachine(RuleBasedStateMachine):
 
 
 TestKept = KeptMachine.TestCase
-TestKept.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestKept.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=40, deadline=None
+)
 
 
 def test_a_negative_capacity_is_refused():

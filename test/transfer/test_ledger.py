@@ -432,7 +432,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(
+    max_examples=settings.default.max_examples * 6 // 5, stateful_step_count=40, deadline=None
+)
 
 
 # Progress.
@@ -523,13 +525,13 @@ def test_requests_of_one_item_are_all_served(requests, rng):
     Traffic(requests, rng).run()
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(st.lists(several, min_size=2, max_size=8), seeds)
 def test_requests_of_at_most_half_of_the_memory_never_block_each_other(requests, rng):
     Traffic(requests, rng).run()
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(st.lists(single | several, min_size=2, max_size=12), seeds)
 def test_large_items_and_requests_of_several_never_block_each_other(requests, rng):
     Traffic(requests, rng).run()

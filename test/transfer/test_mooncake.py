@@ -377,6 +377,20 @@ def test_the_status_of_what_was_not_submitted_is_never_asked(answer):
     assert not raw.asked
 
 
+def test_a_probe_that_raises_is_an_answer_and_not_the_last(monkeypatch):
+    raw = Raw()
+    engine = MooncakeEngine("h", engine=raw)
+
+    def raising(_session: str) -> int:
+        raise RuntimeError("no such transport")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(raw, "send_probe", raising)
+        with pytest.raises(UnavailableError, match="cannot reach"):
+            engine.write("peer:1", 0, 0, 8, PATIENCE_S)
+    engine.write("peer:1", 0, 0, 8, PATIENCE_S)
+
+
 def test_a_timeout_of_mooncakes_own_leaves_the_transfer_unfinished():
     raw = Raw(status=-2)
     engine = MooncakeEngine("h", engine=raw)

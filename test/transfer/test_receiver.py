@@ -426,6 +426,25 @@ def test_few_offers_of_nothing_known_are_held(receiver, encoder, monkeypatch):
     assert encoder.offer("t3") == wire.Decline("t3", 0, messages.DECLINE_UNKNOWN)
 
 
+def test_offers_of_nothing_known_cost_nothing_while_they_are_held(receiver, encoder, monkeypatch):
+    """Anybody may make them; the thread that looks at them shares the scheduler's process."""
+    monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)
+    asked = []
+    offer = receiver._ledger.offer
+
+    def counted(message, *args, **options):
+        asked.append(message.ticket)
+        return offer(message, *args, **options)
+
+    monkeypatch.setattr(receiver._ledger, "offer", counted)
+    for number in range(30):
+        encoder.send(wire.Offer(f"t{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+    encoder.flush()
+    looks = len(asked)
+    time.sleep(0.1)  # twenty turns of the thread
+    assert len(asked) == looks == 30
+
+
 def test_an_offer_whose_size_and_shape_disagree_is_not_answered(receiver, encoder, scheduler):
     scheduler.expecting()
     encoder.send(wire.Offer("t", 0, b"k" * 32, LAYOUT, nbytes=1 << 40))

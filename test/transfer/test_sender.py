@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from sglang_epd import wire
-from sglang_epd.errors import DeadlineError, ProtocolError, UnavailableError
+from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
 from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.arena import Arena
@@ -241,7 +241,7 @@ async def test_an_embedding_of_another_size_is_not_written(receiver, sender, sch
     async with sender.offer(receiver.endpoint, offer()) as offered:
         decision = await offered.decided
         for wrong in (EMBEDDING[:1], EMBEDDING.repeat(1000, 1)):
-            with pytest.raises(ProtocolError, match="16 were offered"):
+            with pytest.raises(EncodeError, match="16 were offered"):
                 await sender.deliver(receiver.endpoint, decision, wrong, PATIENCE_S)
     assert not receiver._arena.data.any()
     await soon(lambda: not receiver._reservations.held_bytes)
@@ -417,7 +417,7 @@ async def test_an_ack_of_another_grant_is_no_answer(sender, router):
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(messages.ACK_NOT_GRANTED, GrantLostError), (messages.ACK_MALFORMED, ProtocolError)],
+    [(messages.ACK_NOT_GRANTED, GrantLostError), (messages.ACK_MALFORMED, EncodeError)],
 )
 async def test_a_dropped_payload_is_an_error_that_says_why(sender, router, error, raised):
     delivery = asyncio.create_task(
@@ -431,7 +431,7 @@ async def test_a_dropped_payload_is_an_error_that_says_why(sender, router, error
 
 async def test_a_landing_that_was_not_offered_is_refused(sender, router):
     grant = wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0))
-    with pytest.raises(ProtocolError, match="did not offer"):
+    with pytest.raises(EncodeError, match="did not offer"):
         await sender.deliver(router.endpoint, granted(grant), EMBEDDING, PATIENCE_S)
 
 
@@ -470,7 +470,7 @@ async def test_an_endpoint_that_cannot_be_dialled_is_unavailable(sender, endpoin
 
 async def test_an_item_has_one_offer_open(sender, router):
     async with sender.offer(router.endpoint, offer()) as offered:
-        with pytest.raises(ProtocolError, match="open already"):
+        with pytest.raises(UnavailableError, match="open already"):
             async with sender.offer(router.endpoint, offer()):
                 pass
         await router.receive()

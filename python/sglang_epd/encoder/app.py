@@ -32,7 +32,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_epd import logs
 from sglang_epd.encoder.service import EncoderService, Room
-from sglang_epd.errors import EpdError, MediaTooLargeError
+from sglang_epd.errors import EpdError, MediaTooLargeError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.trust import Trust
@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 # nginx's "client closed request"; nobody reads it, but logs and metrics do.
 _CLIENT_CLOSED = 499
+# How long nothing may come of a body that is not all here, and how long all of it may take:
+# its bytes are in work from the beginning, and an asker that was stopped never says so.
+_SILENCE_S = 20.0
+_BODY_S = 300.0
 # Entries listed by GET /v1/cache and GET /v1/urls.
 _MAX_SHOWN = 1000
 
@@ -198,13 +202,20 @@ async def _read_body(request: Request, max_bytes: int, room: Room) -> bytearray:
         raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
     room.take(expected)
     body = bytearray()
-    async for chunk in request.stream():
-        taken = max(expected, len(body))
-        body += chunk
-        if len(body) > max_bytes:
-            raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
-        if len(body) > taken:
-            room.take(len(body) - taken)
+    clock = asyncio.get_running_loop().time
+    until = clock() + _BODY_S
+    try:
+        async with asyncio.timeout(_SILENCE_S) as patience:
+            async for chunk in request.stream():
+                taken = max(expected, len(body))
+                body += chunk
+                if len(body) > max_bytes:
+                    raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
+                if len(body) > taken:
+                    room.take(len(body) - taken)
+                patience.reschedule(min(clock() + _SILENCE_S, until))
+    except TimeoutError:
+        raise UnavailableError("the rest of the encode request did not come") from None
     return body
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -161,10 +162,22 @@ def launch(server_args: Any) -> None:
             finally:
                 await registration.leave()
 
+    _run(serve())
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    """Have a server run until it has stopped.
+
+    Uvicorn raises the signal that stopped it once more when all is done, and asyncio makes an
+    exception of a Ctrl-C: of that there is nothing to be told.
+    """
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(serving)
 
 
 def _configure_logs(server_args: Any, settings: Settings) -> None:

@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 # The receiver sits in the same host's scheduler, which is up before any request.
 _RECEIVER_TIMEOUT_S = 20.0
-# What encoders call the ways in which they come by an embedding, and users are told.
-_SOURCES = {"cached": "encoder_cache", "stored": "store", "": "computed"}
+# What encoders call the ways in which they come by an embedding, and users are told; all else
+# they may say is "computed": it is a label of metrics.
+_SOURCES = {"cached": "encoder_cache", "stored": "store", "coalesced": "coalesced"}
 # Of so many requests it is known where their items came from.
 _MAX_ACCOUNTS = 4096
 # Dispatch ends at the deadline by itself, and says what it lacked.
@@ -393,7 +394,7 @@ class Frontend:
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""
-        counts = Counter(_SOURCES.get(source, source) for source in request.sources.values())
+        counts = Counter(_SOURCES.get(source, "computed") for source in request.sources.values())
         counts += Counter({"kv": last.covered, "language_cache": last.cached})
         for source, items in counts.items():
             self._tally.add("items", source, amount=items)

@@ -63,6 +63,8 @@ class LayoutClient:
                 raise DeadlineError("the request's media were not encoded before its deadline")
             answer = await self._get(host, port, room, min(left_s, POLL_S + _SLACK_S))
             if answer is None:
+                if asyncio.get_running_loop().time() >= deadline:
+                    continue  # it was this deadline that cut the question off
                 return None
             status, body = answer
             if status != HTTPStatus.ACCEPTED:

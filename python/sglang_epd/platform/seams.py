@@ -8,6 +8,7 @@ from sglang_epd.platform import (
     idle,
     kernels,
     latent_attention,
+    prefix_attention,
     video,
     vision_attention,
 )
@@ -19,6 +20,7 @@ _CHANGES = {
     "sglang.srt.utils.video_decoder": video.install_decoder,
     "sglang.kernels.ops.gemm.fp8_kernel": kernels.install,
     "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention.install,
+    "sglang.srt.layers.attention.torch_native_backend": prefix_attention.install,
     "sglang.srt.multimodal.processors.qwen_vl": video.install_preprocessing,
 }
 _asked: set[str] = set()

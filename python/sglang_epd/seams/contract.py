@@ -86,6 +86,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager.convert_to_span_attrs"): (
         "self state recv_obj i"
     ),
+    (
+        "seams/tracing",
+        "observability.req_time_stats",
+        "APIServerReqTimeStats.set_created_time",
+    ): "self ts",
+    ("seams/tracing", "observability.trace", "TraceCustomIdGenerator.generate_trace_id"): "self",
     ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
         "self req is_retracted"
     ),

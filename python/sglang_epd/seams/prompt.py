@@ -113,6 +113,33 @@ def _token_ids(
     return ids
 
 
+def as_tokenized(
+    processor: Any, input_ids: Sequence[int] | None, modalities: Sequence[str]
+) -> list[int] | None:
+    """What the tokenizer process made of a prompt's text, where nothing else would be made of
+    it here; else None.
+
+    Of a long conversation a scheduler would tokenize the text for tens of milliseconds, in
+    which nobody gets a token.
+
+    Args:
+        modalities: of the prompt's items.
+    """
+    if input_ids is None:
+        return None
+    marks = {
+        "IMAGE": getattr(processor, "IM_TOKEN_ID", None),
+        "VIDEO": getattr(processor, "VIDEO_TOKEN_ID", None),
+        "AUDIO": getattr(processor, "audio_token_id", None),
+    }
+    ids = list(input_ids)
+    for modality, token in marks.items():
+        if token is not None and ids.count(token) != modalities.count(modality):
+            # Written otherwise than by the model's own mark, or expanded already.
+            return None
+    return ids
+
+
 def _items(
     processor: Any, images: Any, videos: Any, audios: Any
 ) -> dict[int, tuple[Any, list[int]]]:

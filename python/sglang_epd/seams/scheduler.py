@@ -20,12 +20,13 @@ from typing import Any
 import zmq
 
 from sglang_epd.config import Settings
-from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out_bare
+from sglang_epd.families import family_of
+from sglang_epd.language.assembly import LaidOut, ReceivedItem, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
 from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
 from sglang_epd.seams.embeddings import give_back_early
-from sglang_epd.seams.prompt import lays_out
+from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.claims import Claims
 from sglang_epd.wire import Expect, ItemLayout
 
@@ -83,7 +84,7 @@ def create_backend(
         _select_mm_processor_prompt,
     )
     from sglang.srt.managers.schedule_batch import Modality
-    from sglang.srt.runtime_context import get_memory, get_parallel
+    from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
     host = SimpleNamespace(scheduler=scheduler, mm_processor=None)
@@ -92,17 +93,25 @@ def create_backend(
     )
     processor = lays_out(host.mm_processor, hf_config.architectures[0])
     modalities = {member.name: member for member in Modality}
+    # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
+    reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
+
+    def prompt_of(request: Any, items: Sequence[LaidOut]) -> str | list[int]:
+        given = [item.layout.modality for item in items]
+        ids = None if reads_text else as_tokenized(processor, request.input_ids, given)
+        if ids is not None:
+            return ids
+        prompt: str | list[int] = _select_mm_processor_prompt(request, processor)
+        return prompt
 
     def make_inputs(request: Any, items: Sequence[ReceivedItem]) -> Any:
-        prompt = _select_mm_processor_prompt(request, processor)
-        return assemble(processor, prompt, items, modalities)
+        return assemble(processor, prompt_of(request, items), items, modalities)
 
     def make_bare_inputs(request: Any, expect: Expect) -> Any:
-        prompt = _select_mm_processor_prompt(request, processor)
         items = [
             ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
         ]
-        output, rows = lay_out_bare(processor, prompt, items, modalities)
+        output, rows = lay_out_bare(processor, prompt_of(request, items), items, modalities)
         mark(output, rows, Resting(request, expect))
         return output
 

@@ -14,11 +14,14 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from sglang_epd.errors import EpdError, ProtocolError, UnavailableError
+from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
 from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.wire import messages as wire
 
 logger = logging.getLogger(__name__)
+
+# The receiver ends a request at its deadline. This long after it, it must be dead.
+_GRACE_S = 30.0
 
 
 class Control:
@@ -85,23 +88,38 @@ class Control:
     async def claim(self, expect: wire.Expect, reader: int) -> wire.Settled:
         """Wait for a ticket's items, to be read by this process as reader `reader`.
 
-        Items that come after the call was cancelled are given back.
+        Items that come after the call has ended are given back.
+
+        Raises:
+            UnavailableError: the receiver reads nothing any more, or says nothing, long after
+                the request's deadline.
         """
         await self.arena(expect.ttl_s)
         claim = str(next(self._names))
         outcome: asyncio.Future[wire.Settled] = asyncio.get_running_loop().create_future()
         self._claims[claim] = outcome, reader
         try:
-            await self._send(wire.Claim(claim, expect, reader, 1))
-            return await outcome
-        except asyncio.CancelledError:
-            if outcome.done() and not outcome.cancelled():
-                # They came in the moment of the cancellation.
-                self._give_back(outcome.result(), reader)
-            else:
-                outcome.cancel()
-                await self._tell(wire.Abandon(claim))
+            async with asyncio.timeout(expect.ttl_s + _GRACE_S):
+                await self._send(wire.Claim(claim, expect, reader, 1))
+                return await outcome
+        except TimeoutError:
+            await self._leave(claim, outcome, reader)
+            raise UnavailableError("this server's receiver does not answer") from None
+        except UnavailableError:
+            del self._claims[claim]  # it was not claimed
             raise
+        except asyncio.CancelledError:
+            await self._leave(claim, outcome, reader)
+            raise
+
+    async def _leave(self, claim: str, outcome: asyncio.Future[wire.Settled], reader: int) -> None:
+        """Nobody waits for a claim any more."""
+        if outcome.done() and not outcome.cancelled():
+            # Its items came in this very moment.
+            self._give_back(outcome.result(), reader)
+        else:
+            outcome.cancel()
+            await self._tell(wire.Abandon(claim))
 
     async def fail(self, ticket: str, error: EpdError) -> None:
         """End a request that no encoder could serve."""
@@ -153,12 +171,19 @@ class Control:
                     raise ProtocolError(f"{type(message).__name__} from the receiver")
             except ProtocolError as error:
                 logger.warning("Dropped a message of the receiver: %s", error)
+            except Exception:
+                # Whatever it is, the next message must still be read: all requests wait for it.
+                logger.exception("Could not handle a message of the receiver")
 
     async def _again(self, message: wire.Again) -> None:
         try:
             self.on_again(message.rid, message.expect)
         except EpdError as error:
             await self.fail(message.expect.ticket, error)
+        except Exception:
+            logger.exception("Could not send for the media of %s again", message.rid)
+            unknown = EncodeError("the request's media could not be sent for again")
+            await self.fail(message.expect.ticket, unknown)
 
     def _on_settled(self, message: wire.Settled) -> None:
         if message.claim not in self._claims:

@@ -92,6 +92,10 @@ class Ledger:
         """Claims that wait for items."""
         return sum(len(entry.claims) for entry in self._entries.values())
 
+    def knows(self, ticket: str) -> bool:
+        """Whether a ticket was announced, as far back as that is remembered."""
+        return ticket in self._entries or ticket in self._ended
+
     def age(self, ticket: str) -> int:
         """Sorts tickets, oldest first; those that are not open come first."""
         entry = self._entries.get(ticket)

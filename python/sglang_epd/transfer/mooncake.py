@@ -40,6 +40,8 @@ _NOT_SUBMITTED = (0, -1, 2**64 - 1)
 _UNDER_WAY = 0
 _COMPLETED = 1
 _FAILED = -1
+# What came of a probe that raised.
+_NO_PROBE = -1
 # Pauses between two looks at a transfer: a sixteenth of the time it has taken, within
 # these. A look costs some microseconds; a pause too long is added to the transfer.
 _SHORTEST_PAUSE_S = 50e-6
@@ -263,7 +265,14 @@ def _start(hostname: str, protocol: str, device_name: str) -> Any:
 
 
 def _probe(engine: Any, session: str, contact: Future[int]) -> None:
-    contact.set_result(engine.send_probe(session))
+    code = _NO_PROBE
+    try:
+        code = engine.send_probe(session)
+    except Exception:
+        logger.exception("Mooncake cannot probe %s", session)
+    finally:
+        # Or nobody would ever write there again: all wait for this one.
+        contact.set_result(code)
 
 
 def _await(engine: Any, batch: int, deadline: float) -> int:

@@ -302,17 +302,23 @@ class Receiver:
         self.tally.add("payloads", block.landing if in_memory else "inline")
 
     def _answer_held(self, now: float) -> None:
-        """Ask again for what waits, oldest requests first."""
+        """Ask again for what waits, oldest requests first.
+
+        An offer of an unknown ticket, which anybody may make, costs a look here and there,
+        until its ticket is announced or it was held for long enough.
+        """
         if not self._held:
             return
-        news = self._ledger.news
-        again = [held for held in self._held if held.unknown]
-        if news != self._seen_news:
-            self._seen_news = news
-            again = sorted(self._held, key=lambda held: self._ledger.age(held.offer.ticket))
-        asked = set(map(id, again))
-        self._held = [held for held in self._held if id(held) not in asked]
-        for held in again:
+        news, ledger = self._ledger.news, self._ledger
+        changed, self._seen_news = news != self._seen_news, news
+        again: list[_Held] = []
+        still: list[_Held] = []
+        for held in self._held:
+            known = changed if not held.unknown else ledger.knows(held.offer.ticket)
+            overdue = held.unknown and now >= held.since + _HOLD_S
+            (again if known or overdue else still).append(held)
+        self._held = still
+        for held in sorted(again, key=lambda held: ledger.age(held.offer.ticket)):
             self._answer(held, now)
 
     def _answer(self, held: _Held, now: float) -> None:

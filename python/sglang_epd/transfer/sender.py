@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 from blake3 import blake3
 
-from sglang_epd.errors import DeadlineError, ProtocolError, UnavailableError
+from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
@@ -144,12 +144,13 @@ class Sender:
 
         Raises:
             ProtocolError: the endpoint is not one of ours.
-            UnavailableError: the endpoint cannot be dialled.
+            UnavailableError: the endpoint cannot be dialled, or the item is being offered.
         """
         peer = self._peer(endpoint)
         name = offer.ticket, offer.item
         if name in peer.offers:
-            raise ProtocolError(f"item {offer.item} has an offer open already")
+            # Of an earlier try at this encoder, which has yet to hear that it was given up.
+            raise UnavailableError(f"item {offer.item} has an offer open already")
         offered = peer.offers[name] = Offered(offer.nbytes)
         able = wire.Offer(
             offer.ticket,
@@ -180,14 +181,15 @@ class Sender:
         Raises:
             GrantLostError: the grant is void.
             DeadlineError: no acknowledgement in time.
-            ProtocolError: the receiver dropped it, or it is not of the size that was offered.
+            EncodeError: the receiver dropped it, or it is not of the size that was offered:
+                nothing that the user did.
             UnavailableError: the transfer engine could not write.
         """
         grant = granted.message
         payload = tensor_frame(embedding)
         if granted.nbytes not in (None, payload.nbytes):
             # What lies beside it in the receiver's memory is another's.
-            raise ProtocolError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
+            raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
         granted.used = True
         peer = self._peer(endpoint)
         if time.monotonic() >= granted.until:
@@ -206,7 +208,7 @@ class Sender:
         if answer.error == wire.ACK_NOT_GRANTED:
             raise GrantLostError
         if answer.error:
-            raise ProtocolError(f"receiver dropped the payload: {answer.error}")
+            raise EncodeError(f"the language server dropped the payload: {answer.error}")
         return how
 
     async def close(self) -> None:
@@ -235,7 +237,7 @@ class Sender:
         landing = grant.landing
         if isinstance(landing, wire.Remote):
             if self._remote is None:
-                raise ProtocolError("a grant that this encoder did not offer to use")
+                raise EncodeError("a grant that this encoder did not offer to use")
             remote = self._remote
             await self._write(
                 peer, grant, self._writing, lambda: remote.write(landing, raw, timeout_s)

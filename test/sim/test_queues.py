@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+import msgspec
 import pytest
 
-from sglang_epd.sim.model import Deployment, Traffic
+from sglang_epd.sim.model import Deployment, Failure, Traffic
 from sglang_epd.sim.run import simulate
 from sglang_epd.sim.topology import parse
 
@@ -119,3 +120,63 @@ def test_a_run_is_at_its_end_with_nothing_left(profile, workload):
     assert all(server.outstanding == 0 for server in servers)
     assert all(server.prompts.kv_tokens == 0 for server in servers)
     assert all(arena.held_bytes == 0 for arena in deployment.arenas)
+
+
+def test_requests_that_end_early_leave_nothing_outstanding(profile, workload):
+    """Late ones, in deployments whose encoders die and refuse."""
+    asked = msgspec.structs.replace(workload(items=4), deadline_s=3.0)
+    failures = (Failure(encoder=0, at_s=5.0, down_s=3.0),)
+    deployment = Deployment(
+        profile(encoder={"max_items": 40}),
+        asked,
+        parse("2E2PD"),
+        Traffic(rate=6, requests=200),
+        failures=failures,
+    )
+    report = deployment.run()
+    assert report.outcomes["late"] > 20 and report.outcomes["done"] > 20
+    assert report.items["refused"] > 0 and report.items["sent again"] > 0
+    for dispatch in deployment.dispatches:
+        assert not any(dispatch._outstanding.values())
+
+
+# A server whose one core does all: 10 ms to receive a request, 20 ms to prepare a picture.
+SHARED = {
+    "shared_cores": True,
+    "request_s": 0.01,
+    "host": {"item_s": 0.02},
+    "decode_launch_s": 0.005,
+}
+
+
+def test_work_beside_a_model_at_rest_is_only_waited_for(profile, workload):
+    asked = workload(arrival="constant")
+    run = simulate(profile(language=SHARED), asked, parse("1EPD"), Traffic(rate=0.1, requests=5))
+    assert run.quantile("ttft", 0.5) == pytest.approx(0.01 + 0.02 + 0.1 + 356 * 1e-4, rel=1e-6)
+    assert run.quantile("tpot", 0.5) == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("shape", ["1EPD", "1E1PD"])
+def test_work_on_the_models_cores_takes_its_time(profile, workload, shape):
+    """As much as can be done is one over all that a request takes of them."""
+    asked = workload(arrival={"kind": "closed", "users": 12}, output_tokens=1)
+    fast = {"tower": {"patch_s": 1e-6}}
+    prepared = 0.02 if shape == "1EPD" else 0.0
+    for shared, seconds in ((True, 0.01 + prepared + 356 * 1e-4), (False, 356 * 1e-4)):
+        costs = {**SHARED, **fast, "shared_cores": shared}
+        machine = profile(language=costs, encoder=fast)
+        run = simulate(machine, asked, parse(shape), Traffic(requests=600))
+        assert run.throughput == pytest.approx(1 / seconds, rel=0.05)
+
+
+def test_a_request_on_a_busy_core_waits_twice_as_long(profile, workload):
+    """Half of the core is the model's, which is decoding for another; a step that it takes
+    part in is longer by that."""
+    asked = workload(items=0, pictures=[], arrival="constant", output_tokens=1000)
+    machine = profile(language=SHARED)
+    deployment = Deployment(machine, asked, parse("1EPD"), Traffic(rate=1, requests=2))
+    server = deployment.prefills[0]
+    deployment.env.run(until=1.5)
+    assert server.receiving_s() == pytest.approx(0.02)
+    assert server.receiving_s() == pytest.approx(0.04)
+    assert server.costs.request_s == 0.01

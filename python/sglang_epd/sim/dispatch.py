@@ -86,13 +86,14 @@ class Dispatch:
         self._spread(items)
 
     def landed(self, item: Item) -> None:
-        """An encoder has answered for an item."""
+        """An encoder has answered for an item, or nobody waits for it any more."""
         self._hear()
         self._outstanding[item.encoder] -= item.patches
 
     def lost(self, item: Item) -> None:
         """The encoder that has it is dead: found out when it is silent."""
         self.landed(item)
+        item.encoder = -1
         self._again(item, SILENT_S)
 
     def _hear(self) -> None:

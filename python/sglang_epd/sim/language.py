@@ -11,7 +11,7 @@ import simpy
 from sglang_epd.sim.decode import Running
 from sglang_epd.sim.prefill import Chunk, Prompts
 from sglang_epd.sim.profile import Language
-from sglang_epd.sim.records import Request
+from sglang_epd.sim.records import Item, Request
 from sglang_epd.sim.transfer import Port, Workers
 
 
@@ -43,9 +43,11 @@ class Server:
         self.env = env
         self.costs = costs
         self.inward, self.outward = Port(), Port()
-        self.workers = Workers(costs.host.workers)
         self.outstanding = 0
         self.encode_s = self.prefill_s = self.decode_s = 0.0
+        self._workers = Workers(1 if costs.shared_cores else costs.host.workers)
+        # Of shared cores, seconds that the model has not had.
+        self._missed_s = 0.0
         self._decodes = decodes
         self._prefilled = prefilled
         self._ended = ended
@@ -62,6 +64,33 @@ class Server:
     def fits(self, request: Request) -> bool:
         """Whether its KV can ever be here."""
         return self.prompts.needs(request) <= self.costs.kv_tokens
+
+    def receiving_s(self) -> float:
+        """Seconds until a request that comes now may be scheduled, or its media sent for."""
+        if self.costs.shared_cores:
+            return self._beside(self.costs.request_s)
+        return self.costs.request_s
+
+    def preparing_s(self, item: Item) -> float:
+        """Seconds until an item that comes now is ready for the tower."""
+        host = self.costs.host
+        seconds = host.item_s + item.patches * host.patch_s
+        if self.costs.shared_cores:
+            return self._beside(seconds)
+        return self._workers.end(self.env.now, seconds) - self.env.now
+
+    def _beside(self, seconds: float) -> float:
+        """Seconds until so many are done on cores that the model runs on as well."""
+        now = self.env.now
+        if not self._asleep or self._workers.busy(now):
+            self._missed_s += seconds
+            seconds *= 2
+        return self._workers.end(now, seconds) - now
+
+    def _made_up(self) -> float:
+        """What the next pass or step takes longer."""
+        seconds, self._missed_s = self._missed_s, 0.0
+        return seconds
 
     def add(self, request: Request) -> None:
         """A request whose prompt is complete."""
@@ -143,8 +172,9 @@ class Server:
         self.prefill_s += prefill
         self.decode_s += step
         chunk.advance()
-        seconds = encode + prefill + step
-        if not self.costs.mixed and chunk.parts[0][0].prefilled < chunk.parts[0][0].prompt:
+        seconds = encode + prefill + step + self._made_up()
+        certain = not (self.costs.mixed or self.costs.shared_cores)
+        if certain and chunk.parts[0][0].prefilled < chunk.parts[0][0].prompt:
             seconds = self._further(seconds, budget)
         self._after(seconds, partial(self._did, chunk, mixed))
 
@@ -192,14 +222,16 @@ class Server:
     def _decode(self) -> None:
         """Steps until one ends, or somebody comes who may begin."""
         steps = self._running.until_next()
-        self._leapt = self.env.now
-        self._leap = self._after(self._running.seconds(steps), partial(self._stepped, steps))
+        late = self._made_up()
+        self._leapt = self.env.now + late
+        seconds = late + self._running.seconds(steps)
+        self._leap = self._after(seconds, partial(self._stepped, steps))
 
     def _cut_short(self, leap: simpy.Timeout) -> None:
         """To the end of the step that has begun."""
         leap.callbacks.clear()
         self._leap = None
-        steps = self._running.steps_begun(self.env.now - self._leapt)
+        steps = self._running.steps_begun(max(0.0, self.env.now - self._leapt))
         left = self._leapt + self._running.seconds(steps) - self.env.now
         if left > 0:
             self._after(left, partial(self._stepped, steps))

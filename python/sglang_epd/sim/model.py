@@ -209,7 +209,7 @@ class Deployment:
         if not fits:
             self._finish(request, Outcome.TOO_LARGE)
             return
-        self._after(self._profile.language.request_s, partial(self._media, request, server))
+        self._after(server.receiving_s(), partial(self._media, request, server))
 
     def _media(self, request: Request, server: Server) -> None:
         """Its media are sent for, or prepared here; of what is in the prefix cache only the
@@ -227,10 +227,8 @@ class Deployment:
         elif not request.items:
             self._complete(request)
         else:
-            host = server.costs.host
             for item in request.items:
-                seconds = host.item_s + item.patches * host.patch_s
-                item.prepared = server.workers.end(self.env.now, seconds)
+                item.prepared = self.env.now + server.preparing_s(item)
             last = max(item.prepared for item in request.items)
             self._after(last - self.env.now, partial(self._complete, request))
 
@@ -296,6 +294,9 @@ class Deployment:
     def _finish(self, request: Request, outcome: Outcome) -> None:
         request.finish(outcome, self.env.now)
         number = self._at.pop(request.number)
+        for item in request.items:
+            if item.encoder >= 0 and not item.landed:
+                self.dispatches[number].landed(item)
         self.prefills[number].prompts.forget(request)
         behind = self._behind.pop(request.number, None)
         (behind or self.prefills[number]).outstanding -= 1

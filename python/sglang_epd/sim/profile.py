@@ -94,6 +94,9 @@ class Language(Data, frozen=True):
         chunk_tokens: prompt tokens that run in one pass.
         mixed: whether a pass prefills and decodes (vLLM); else prompts go first, and
             decoding waits (SGLang).
+        shared_cores: whether requests are received, and media prepared, by the processor
+            cores that the model runs on: one after the other, at half the speed while the
+            model runs too, which takes that much longer.
         running: sequences that decode at a time.
         kv_tokens: what its KV cache holds.
         prefix_cache: what was prefilled stays, as far as there is room, for prompts that
@@ -114,6 +117,7 @@ class Language(Data, frozen=True):
     decode_context_s: Cost = 0.0
     chunk_tokens: Positive = 8192
     mixed: bool = False
+    shared_cores: bool = False
     running: Positive = 256
     kv_tokens: Positive = 1_000_000
     prefix_cache: bool = True

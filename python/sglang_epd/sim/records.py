@@ -21,6 +21,7 @@ class Item:
     """One image, video or sound. Times are simulated seconds.
 
     Attributes:
+        encoder: the number of the one that has it, or had it until it landed; -1 for none.
         tries: encoders that have refused or lost it.
         prepared, granted, begun, encoded, landed: the ends of preparing, of waiting for memory
             where it goes, of waiting for the tower, of the forward pass and of the transfer; 0

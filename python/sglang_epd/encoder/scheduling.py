@@ -1,11 +1,14 @@
 """Which items are prepared and run next: plain data, no clock, no tower.
 
-Fair between requests: self-clocked fair queueing (Golestani, INFOCOM 1994). Each job gets
-a tag, at which it would be done if every owner had an equal share of the tower, and the
-smallest tag goes first; what comes later is counted from the tag that was last reached. A
-request of 64 images so takes turns with single images that come after it, in the measure
-of what they cost, and has the whole tower when it is alone. (Start tags would let a steady
-stream of new requests pass it for ever: each would start where the last one did.)
+Fair between requests, after the fair sojourn protocol (Friedman and Henderson, SIGMETRICS
+2003). Were the tower shared equally, owners would be done in some order; in that order
+they have all of it, one after the other. A request of 64 images lets single images that
+come after it pass, as long as they would be done before it; two requests of 4 do not both
+wait for the other's last image, as they would if they took turns. The shares are reckoned
+in virtual time, which goes on with the work that is done, divided by the owners that are
+here. (The protocol also counts those that are done but would not be with their share. Then
+one client that asks for an image whenever it has one would hold up a request of 64 for
+thousands: its images would share the tower long after they were done.)
 
 Deadline-aware: a job that would miss its deadline in that order, and would not if it
 went now, goes first; among several the earliest deadline. A job whose deadline has
@@ -59,7 +62,7 @@ class Job:
     alone: bool = False
     parked: bool = False
     content: Any = None
-    tag: float = field(default=0.0, repr=False)
+    number: int = field(default=0, repr=False)
 
 
 class FairQueue:
@@ -68,8 +71,10 @@ class FairQueue:
     def __init__(self) -> None:
         self._jobs: dict[Job, None] = {}
         self._virtual = 0.0
-        # The last tag of an owner, if that is later than now.
-        self._ends: dict[Hashable, float] = {}
+        # When owners would be done with their shares, if they wait or that is later than now.
+        # After it comes the number of their first job, as two may be done at the same time.
+        self._ends: dict[Hashable, tuple[float, int]] = {}
+        self._pushed = 0
         self.cost = 0.0
 
     def __len__(self) -> int:
@@ -89,22 +94,43 @@ class FairQueue:
         """
         if job in self._jobs:
             raise ValueError("the job waits already")
-        job.tag = max(self._virtual, self._ends.get(job.owner, 0.0)) + job.cost
-        self._ends[job.owner] = job.tag
+        self._pushed += 1
+        job.number = self._pushed
+        end, number = self._ends.get(job.owner, (0.0, job.number))
+        self._ends[job.owner] = max(self._virtual, end) + job.cost, number
         self._jobs[job] = None
         self.cost += job.cost
 
     def remove(self, job: Job) -> None:
-        """Take a job out, whatever its turn.
+        """Take a job out that will not be done.
 
         Raises:
             KeyError: it does not wait.
         """
+        self._take_out(job)
+        if job.owner in self._ends:
+            end, number = self._ends[job.owner]
+            self._ends[job.owner] = end - job.cost, number
+
+    def _take_out(self, job: Job) -> None:
         del self._jobs[job]
         self.cost -= job.cost
         if not self._jobs:
             self._virtual, self.cost = 0.0, 0.0
             self._ends.clear()
+
+    def _advance(self, work: float, owners: int) -> None:
+        """So much was done, and so many were there to share it."""
+        self._virtual += work / owners
+        waiting = {job.owner for job in self._jobs}
+        self._ends = {
+            owner: end
+            for owner, end in self._ends.items()
+            if end[0] > self._virtual or owner in waiting
+        }
+
+    def _turn(self, job: Job) -> tuple[tuple[float, int], int]:
+        return self._ends[job.owner], job.number
 
     def first(self, now: float, rate: float) -> Job | None:
         """The job that `take` would take first; None if none may run now."""
@@ -112,7 +138,7 @@ class FairQueue:
         if rate > 0 and any(job.deadline < now + self.cost / rate for job in jobs):
             return self._order(now, rate)[0]
         # Whatever the order, nobody will be late.
-        return min(jobs, key=lambda job: job.tag, default=None)
+        return min(jobs, key=self._turn, default=None)
 
     def take_expired(self, now: float) -> list[Job]:
         """Take out the jobs whose deadline has passed."""
@@ -134,8 +160,7 @@ class FairQueue:
         """
         batch: list[Job] = []
         cost, nbytes = 0.0, 0
-        order = self._order(now, rate)
-        for job in order:
+        for job in self._order(now, rate):
             first = batch[0] if batch else None
             if first is not None and (
                 job.alone or job.group != first.group or cost + job.cost > bounds.patches
@@ -149,20 +174,17 @@ class FairQueue:
             nbytes += job.nbytes
             if job.alone or len(batch) == bounds.items:
                 break
+        owners = len({job.owner for job in self._jobs})
         for job in batch:
-            self.remove(job)
-        if batch and self._jobs:
-            # Never past one that was passed, be it for a deadline or for its group.
-            reached = max(job.tag for job in batch)
-            passed = (job.tag for job in order if job in self._jobs)
-            self._virtual = max(self._virtual, min(reached, min(passed, default=reached)))
-            self._ends = {o: end for o, end in self._ends.items() if end > self._virtual}
+            self._take_out(job)
+        if self._jobs and batch:
+            self._advance(cost, owners)
         return batch
 
     def _order(self, now: float, rate: float) -> list[Job]:
         """The jobs that may run, the next first."""
         jobs = [job for job in self._jobs if not job.parked and job.deadline > now]
-        jobs.sort(key=lambda job: job.tag)
+        jobs.sort(key=self._turn)
         if rate <= 0:
             return jobs
         urgent: list[Job] = []

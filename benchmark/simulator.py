@@ -14,7 +14,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -397,63 +398,87 @@ def _scale_aim(runs: dict[str, dict[str, Any]]) -> str:
 def _validation_page(figures: dict[str, Any]) -> str:
     rows = [
         [
-            "load", "topology", "requests", "requests/s: measured", "predicted", "error",
-            "p50 TTFT (ms): measured", "predicted", "error", "p50 TPOT (ms): measured",
-            "predicted",
+            "load", "topology", "requests", "slower", "requests/s: measured", "predicted",
+            "error", "p50 TTFT (ms): measured", "predicted", "error",
+            "mean TTFT (ms): measured", "predicted", "p50 TPOT (ms): measured", "predicted",
         ]
     ]  # fmt: skip
-    errors: dict[str, list[float]] = {"requests_per_s": [], "ttft_p50_s": []}
     for one in figures["outcomes"]:
         measured, predicted = one["measured"], one["predicted"]
-        off = {name: predicted[name] / measured[name] - 1 for name in errors}
-        for name, value in off.items():
-            errors[name].append(abs(value))
+        off = {name: predicted[name] / measured[name] - 1 for name in measured}
         rows.append(
             [
                 f"{one['case']}, {one['load']}", one["topology"], str(one["requests"]),
+                f"{one['slower']:.2f}x",
                 f"{measured['requests_per_s']:.3f}", f"{predicted['requests_per_s']:.3f}",
                 f"{off['requests_per_s']:+.0%}",
                 f"{1000 * measured['ttft_p50_s']:.0f}", f"{1000 * predicted['ttft_p50_s']:.0f}",
                 f"{off['ttft_p50_s']:+.0%}",
+                f"{1000 * measured['ttft_mean_s']:.0f}",
+                f"{1000 * predicted['ttft_mean_s']:.0f}",
                 f"{1000 * measured['tpot_p50_s']:.1f}", f"{1000 * predicted['tpot_p50_s']:.1f}",
             ]
         )  # fmt: skip
-    within = [
-        sum(value < bound for value in errors[name])
-        for name, bound in (("requests_per_s", 0.15), ("ttft_p50_s", 0.25))
-    ]
-    both = sum(
-        first < 0.15 and second < 0.25
-        for first, second in zip(errors["requests_per_s"], errors["ttft_p50_s"], strict=True)
-    )
     total = len(figures["outcomes"])
+    corrected, plain = (
+        _within(figures["outcomes"], name) for name in ("predicted", "predicted_as_it_was")
+    )
     return f"""## Against real servers
 
 `{figures["command"]}`: {figures["machine"]}, {figures["versions"]}, checkpoint
-{figures["model"]} in float32, each server on one core. The profile is from single requests on
-idle servers (and four that decoded together); none of these loads was shown to it.
+{figures["model"]} in float32, each server on one core. The profile is from requests that meet
+nobody, four texts that come at once and two pictures that do; none of these loads was shown to
+it. The machine's speed drifts over minutes: *slower* is how much longer a lone picture took
+before and after the load than when the profile was made, and the prediction is for a profile
+whose times are all as much longer.
 
 {table(rows)}
 
-Within 15% in throughput: {within[0]} of {total}; within 25% in p50 TTFT: {within[1]}; in both:
-{both}. Largest errors: {max(errors["requests_per_s"]):.0%} and {max(errors["ttft_p50_s"]):.0%}.
+Within 15% in throughput: {corrected.throughput} of {total}; within 25% in p50 TTFT:
+{corrected.ttft}; in both: {corrected.both}. Largest errors: {corrected.worst}. With the profile as
+it was made: {plain.throughput}, {plain.ttft} and {plain.both}; {plain.worst}.
 
-The load average was {figures["load_average"]:.1f}, the servers' own work included. Where most
-requests are text alone, half are answered in some 65 ms, and 25 of these are not predicted:
-tokenizer and detokenizer share their server's core, and are no part of the model. Two servers
-that encode on two cores are reckoned slower to the first token than they were. How one server
-that does everything interleaves decode steps and prefills is where the model is coarsest: see
-its TPOT, for which two runs of equal rates and other arrivals had 17 ms and 45 ms measured, and
-46 ms and 15 ms predicted. The run before this one had 6 of 9 within both bounds.
+The load average was {figures["load_average"]:.1f}, the servers' own work included. Time a token is
+predicted too short in nearly all loads, by up to half. Why was not found: a tower at work on the
+other core makes a step only some 2 to 13% longer. Where requests fall into two groups (they come in
+pairs, and one of each is encoded first: four users of two servers) the median is either group's, by
+little, and the mean says more.
 """
 
 
+@dataclass(frozen=True)
+class _Within:
+    """How many predictions are good, and how far off the worst are."""
+
+    throughput: int
+    ttft: int
+    both: int
+    worst: str
+
+
+def _within(outcomes: Sequence[dict[str, Any]], name: str) -> _Within:
+    """Throughput within 15%, p50 TTFT within 25%."""
+    errors = [
+        tuple(abs(one[name][key] / one["measured"][key] - 1) for key in _PREDICTED)
+        for one in outcomes
+    ]
+    good = [(first < 0.15, second < 0.25) for first, second in errors]
+    rates, firsts = zip(*errors, strict=True)
+    return _Within(
+        sum(first for first, _ in good),
+        sum(second for _, second in good),
+        sum(first and second for first, second in good),
+        f"{max(rates):.0%} and {max(firsts):.0%}",
+    )
+
+
+_PREDICTED = ("requests_per_s", "ttft_p50_s")
 _SGLANG_READING = """Read: with the published ViT the order is right and the factors are too
 small, because four and a half pictures of 116 ms are a third of what a request costs a server
 of TP 4; the rest is the prefill of 9,300 tokens, which all arms pay. With the 0.2 to 0.3 s that
-a picture of 1080p comes to, 2E1P has the published TTFT (6 to 8 times lower), nearly the
-throughput (about double), and, with a prefill at 75% of the peak, the TPOT (8 to 10 times
-lower). 1E1P has not: at 0.3 s a picture one encoder would need 1.35 s a request at 1 request a
+a picture of 1080p comes to, 2E1P has the published TTFT (6 to 8 times lower) or better, nearly
+the throughput (about double), and, with a prefill at 75% of the peak, the TPOT (8 to 10 times
+lower) or better. 1E1P has not: at 0.3 s a picture one encoder would need 1.35 s a request at 1 request a
 second. What was published of 1E1P alone is in plots, whose values are not in the text."""
 _VLLM_READING = """Read: reckoned from FLOP and bandwidth, DP4 does two to three times what was
 published, and 1E3PD does not pay at equal counts: a quarter of the GPUs would encode, which is

@@ -2,15 +2,19 @@
 
     .venv/bin/python benchmark/validate_sim.py [--seconds 25]
 
-First a profile is measured, by single requests on idle servers and four that decode
-together: text alone, one small picture, one large one, on one server that does everything
-and on an encoder and a language server, each server on one core of its own. Then come
-loads of other sizes, numbers of pictures, mixtures and deployments, by the same seeded
-requests at the same moments on the servers and in the simulation.
+First a profile is measured, by single requests on idle servers, and by four texts and two
+pictures that come at once: text alone, one small picture, one large one, on one server that
+does everything and on an encoder and a language server, each server on one core of its own.
+Then come loads of other sizes, numbers of pictures, mixtures and deployments, by the same
+seeded requests at the same moments on the servers and in the simulation.
 
-Everything that a server does shares its one core, so preparing a picture counts as part of
-the tower's time and fetching a request as part of the prefill's. What was measured and
-predicted goes into `results/simulator.json`; `benchmark/simulator.py` makes the page.
+A machine's speed drifts over minutes. So single pictures are asked for before and after each
+load, and all times of the profile are taken as much longer or shorter as these were; what
+the profile says as it is is kept, too.
+
+Everything that a server does shares its one core (`shared_cores`). Preparing a picture
+counts as part of an encoder's tower. What was measured and predicted goes into
+`results/simulator.json`; `benchmark/simulator.py` makes the page.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -231,48 +235,97 @@ class Sender:
         return Seen(first - due, now - due, usage["completion_tokens"], usage["prompt_tokens"])
 
 
-async def calibrate(sender: Sender, servers: Servers, repeats: int) -> tuple[Profile, dict]:
-    """A profile, from requests that meet nobody but for four that decode together."""
+async def in_turns(sender: Sender, servers: Servers, repeats: int) -> dict[str, list[list[Seen]]]:
+    """Answers to every kind of request that a profile is from, those that were sent at once
+    together. The kinds take turns, as speeds drift over minutes; the first turn is left out.
+    """
     one, apart = servers.urls["1EPD"][0], servers.urls["1E1PD"][0]
-    await sender.learn(one)
-    told: dict[str, Any] = {}
+    kinds: dict[str, tuple[str, int, list[str], int]] = {
+        "text, short": (one, 40, [], 1),
+        "text, long": (one, 440, [], 1),
+        "text, short, apart": (apart, 40, [], 1),
+        "4 texts": (one, 40, [], 4),
+    }
+    for name, url in (("encoder", apart), ("language", one)):
+        kinds[f"224 px, {name}"] = url, 40, ["224"], 1
+        kinds[f"448 px, {name}"] = url, 40, ["448"], 1
+        kinds[f"2 of 448 px, {name}"] = url, 40, ["448"], 2
+    seen: dict[str, list[list[Seen]]] = {name: [] for name in kinds}
+    for turn in range(repeats + 1):
+        for name, (url, words, sizes, count) in kinds.items():
+            bodies = [sender.body(words, sizes, 16) for _ in range(count)]
+            answers = await asyncio.gather(*(sender.ask(url, body) for body in bodies))
+            if turn:
+                seen[name].append(sorted(answers, key=lambda answer: answer.ttft_s))
+    return seen
 
-    async def median(name: str, url: str, words: int, sizes: list[str]) -> Seen:
-        seen = []
-        for number in range(repeats + 1):
-            answer = await sender.ask(url, sender.body(words, sizes, 16))
-            if number:
-                seen.append(answer)
-        middle = sorted(seen, key=lambda answer: answer.ttft_s)[len(seen) // 2]
-        told[name] = asdict(middle)
-        return middle
 
-    short = await median("text, short", one, 40, [])
-    long = await median("text, long", one, 440, [])
-    token_s = max(0.0, (long.ttft_s - short.ttft_s) / (long.prompt - short.prompt))
-    launch_s = max(0.0, short.ttft_s - short.prompt * token_s)
-    short_apart = await median("text, short, apart", apart, 40, [])
+async def calibrate(
+    sender: Sender, servers: Servers, repeats: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A profile, and what it is from: requests that meet nobody, and few that come at once."""
+    await sender.learn(servers.urls["1EPD"][0])
+    turns = await in_turns(sender, servers, repeats)
+
+    def ttft(name: str, index: int = 0) -> float:
+        """Of the first, or the last, of those that came at once; the median of the turns."""
+        return statistics.median(answers[index].ttft_s for answers in turns[name])
+
+    def later(name: str, alone: str) -> float:
+        """How much later the first has its first token than one has by itself."""
+        pairs = zip(turns[name], turns[alone], strict=True)
+        return statistics.median(many[0].ttft_s - one[0].ttft_s for many, one in pairs)
+
+    def total(name: str) -> float:
+        return statistics.median(answers[0].total_s for answers in turns[name])
+
+    def step(name: str) -> float:
+        return statistics.median(seen.tpot_s for answers in turns[name] for seen in answers)
+
+    def prompt(name: str) -> float:
+        return statistics.median(answers[0].prompt for answers in turns[name])
+
+    single = [name for name, answers in turns.items() if len(answers[0]) == 1]
+    told = {
+        name: {"first_s": ttft(name), "last_s": ttft(name, -1), "total_s": total(name),
+               "step_s": step(name), "prompt": prompt(name)}
+        for name in turns
+    }  # fmt: skip
+    short, long = ttft("text, short"), ttft("text, long")
+    token_s = max(0.0, (long - short) / (prompt("text, long") - prompt("text, short")))
+    launch_s = max(0.0, short - prompt("text, short") * token_s)
+    # The first of four begins when all have been received, which is done by the same core.
+    request_s = min(max(0.0, later("4 texts", "text, short") / 3), launch_s / 2)
     # What the language server of the pair has less to do than one that does everything.
-    less = min(1.0, short_apart.ttft_s / short.ttft_s)
+    less = min(1.0, ttft("text, short, apart") / short)
     towers = {}
-    for name, url, share in (("encoder", apart, less), ("language", one, 1.0)):
-        small, large = [
-            await median(f"{size} px, {name}", url, 40, [size]) for size in ("224", "448")
+    for name, share in (("encoder", less), ("language", 1.0)):
+        left = [
+            ttft(f"{px} px, {name}") - share * launch_s - prompt(f"{px} px, {name}") * token_s
+            for px in (224, 448)
         ]
-        left = [seen.ttft_s - share * launch_s - seen.prompt * token_s for seen in (small, large)]
+        both = f"2 of 448 px, {name}"
         patch_s = max(0.0, (left[1] - left[0]) / (1024 - 256))
+        if name == "language":
+            # One that comes with another begins when that one was received and prepared.
+            later_s = later(both, "448 px, language")
+            beside_s = item_s = min(max(0.0, later_s - request_s), left[0] / 2)
+        else:
+            # The second one has its embedding when the encoder has made it; what is on its
+            # way, or at the language server, meanwhile keeps nobody waiting.
+            encoded_s = statistics.median(
+                answers[1].ttft_s - answers[0].ttft_s for answers in turns[both]
+            )
+            beside_s = latency_s = min(max(0.0, left[1] - encoded_s), left[0] / 2)
         towers[name] = {
             "patch_s": patch_s,
-            "launch_s": max(0.0, left[0] - 256 * patch_s),
+            "launch_s": max(0.0, left[0] - beside_s - 256 * patch_s),
             "batch_patches": 2048,
         }
-    alone = statistics.median(
-        [(await sender.ask(one, sender.body(40, [], 48))).tpot_s for _ in range(3)]
-    )
-    four = await asyncio.gather(*(sender.ask(one, sender.body(40, [], 96)) for _ in range(4)))
-    together = statistics.median(seen.tpot_s for seen in four)
-    told["tpot_s, 1 and 4 sequences"] = [alone, together]
-    sequence_s = max(0.0, (together - alone) / 3)
+    step_s = statistics.median(step(name) for name in single)
+    # All steps of the last of four are beside the other three.
+    together_s = statistics.median(answers[-1].tpot_s for answers in turns["4 texts"])
+    sequence_s = max(0.0, together_s - step_s) / 3
     value = {
         "name": "this machine",
         "source": ["measured by benchmark/validate_sim.py"],
@@ -282,16 +335,37 @@ async def calibrate(sender: Sender, servers: Servers, repeats: int) -> tuple[Pro
         "encoder": {"tower": towers["encoder"]},
         "language": {
             "tower": towers["language"],
-            "prefill_launch_s": launch_s,
+            "shared_cores": True,
+            "request_s": request_s,
+            "host": {"item_s": item_s},
+            "prefill_launch_s": launch_s - request_s,
             "prefill_token_s": token_s,
-            "decode_launch_s": max(1e-6, alone - sequence_s),
+            "decode_launch_s": max(1e-6, step_s - sequence_s),
             "decode_sequence_s": sequence_s,
             "running": 128,
             "kv_tokens": 65_536,
         },
-        "links": {"bytes_per_token": 2048},
+        "links": {"bytes_per_token": 2048, "latency_s": latency_s},
     }
-    return convert(value, Profile, "measured"), told
+    return value, told
+
+
+def slowed(value: Any, factor: float) -> Any:
+    """A profile's values with all times as many times as long."""
+    if isinstance(value, dict):
+        return {
+            name: one * factor
+            if name.endswith("_s") and isinstance(one, float)
+            else slowed(one, factor)
+            for name, one in value.items()
+        }
+    return value
+
+
+async def alone_s(sender: Sender, urls: Sequence[str]) -> float:
+    """What a picture and 16 tokens take an idle server just now, in seconds."""
+    seen = [await sender.ask(url, sender.body(40, ["448"], 16)) for url in (*urls, *urls)]
+    return statistics.median(answer.total_s for answer in seen)
 
 
 def capacity(profile: Profile, case: Case) -> float:
@@ -357,32 +431,52 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
     with Servers(model, logs) as servers:
         async with aiohttp.ClientSession() as session:
             sender = Sender(session)
-            profile, told = await calibrate(sender, servers, repeats)
+            value, told = await calibrate(sender, servers, repeats)
+            profile = convert(value, Profile, "measured")
             print(json.dumps(told), flush=True)
+            # What a picture took when the profile was made.
+            was_s = {
+                "1E1PD": told["448 px, encoder"]["total_s"],
+                "1EPD": told["448 px, language"]["total_s"],
+            }
+            was_s["2EPD"] = was_s["1EPD"]
             outcomes, loads = [], []
             for case in CASES:
                 most = capacity(profile, case)
                 rate = case.share * most
                 # A deployment of two cores does about twice of it.
                 requests = max(12, round((rate or 1.4 * most) * seconds))
-                load = Load(sender, servers.urls[case.topology], profile, case)
+                urls = servers.urls[case.topology]
+                load = Load(sender, urls, profile, case)
+                around = [await alone_s(sender, urls)]
                 throughput = await load.run(rate, requests)
-                run = simulate(
-                    profile, case.workload(), parse(case.topology),
-                    Traffic(rate=rate, requests=requests),
-                )  # fmt: skip
+                around.append(await alone_s(sender, urls))
+                slower = statistics.fmean(around) / was_s[case.topology]
+                traffic = Traffic(rate=rate, requests=requests)
+                runs = [
+                    simulate(
+                        convert(slowed(value, factor), Profile, "measured"),
+                        case.workload(),
+                        parse(case.topology),
+                        traffic,
+                    )
+                    for factor in (slower, 1.0)
+                ]
                 measured = {
                     "requests_per_s": throughput,
                     "ttft_p50_s": statistics.median(seen.ttft_s for seen in load.seen),
                     "ttft_mean_s": statistics.fmean(seen.ttft_s for seen in load.seen),
                     "tpot_p50_s": statistics.median(seen.tpot_s for seen in load.seen),
                 }
-                predicted = {
-                    "requests_per_s": run.throughput,
-                    "ttft_p50_s": run.quantile("ttft", 0.5),
-                    "ttft_mean_s": run.mean("ttft"),
-                    "tpot_p50_s": run.quantile("tpot", 0.5),
-                }
+                predicted, as_it_was = (
+                    {
+                        "requests_per_s": run.throughput,
+                        "ttft_p50_s": run.quantile("ttft", 0.5),
+                        "ttft_mean_s": run.mean("ttft"),
+                        "tpot_p50_s": run.quantile("tpot", 0.5),
+                    }
+                    for run in runs
+                )
                 loads.append(os.getloadavg()[0])
                 how = f"{case.users} users" if case.users else f"{rate:.2f} requests/s"
                 outcomes.append(
@@ -393,6 +487,8 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
                         "requests": requests,
                         "measured": measured,
                         "predicted": predicted,
+                        "slower": slower,
+                        "predicted_as_it_was": as_it_was,
                     }
                 )
                 print(json.dumps(outcomes[-1]), flush=True)
@@ -413,7 +509,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load, about")
-    parser.add_argument("--repeats", type=int, default=5, help="of each single request")
+    parser.add_argument("--repeats", type=int, default=9, help="of each kind of request")
     parser.add_argument(
         "--profile", type=Path, help="write the measured profile there, for sglang-epd plan"
     )

@@ -82,7 +82,7 @@ class Server:
     def _beside(self, seconds: float) -> float:
         """Seconds until so many are done on cores that the model runs on as well."""
         now = self.env.now
-        if not self._asleep or self._workers.busy(now):
+        if not self._asleep:
             self._missed_s += seconds
             seconds *= 2
         return self._workers.end(now, seconds) - now
@@ -129,6 +129,8 @@ class Server:
         """Somebody came: the last thing that its event does."""
         if self._asleep:
             self._asleep = False
+            if self.costs.shared_cores:
+                self._missed_s = self._workers.backlog_s(self.env.now)
             if self.env.peek() > self.env.now:
                 self._go_on()
             else:

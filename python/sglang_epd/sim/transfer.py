@@ -47,9 +47,9 @@ class Workers:
         self._free_at = [0.0] * count
         self.busy_s = 0.0
 
-    def busy(self, now: float) -> bool:
-        """Whether work that comes now would wait."""
-        return self._free_at[0] > now
+    def backlog_s(self, now: float) -> float:
+        """How long work that comes now would wait."""
+        return max(0.0, self._free_at[0] - now)
 
     def end(self, now: float, seconds: float) -> float:
         """When work that comes now will be done."""

@@ -478,8 +478,9 @@ small, because four and a half pictures of 116 ms are a third of what a request 
 of TP 4; the rest is the prefill of 9,300 tokens, which all arms pay. With the 0.2 to 0.3 s that
 a picture of 1080p comes to, 2E1P has the published TTFT (6 to 8 times lower) or better, nearly
 the throughput (about double), and, with a prefill at 75% of the peak, the TPOT (8 to 10 times
-lower) or better. 1E1P has not: at 0.3 s a picture one encoder would need 1.35 s a request at 1 request a
-second. What was published of 1E1P alone is in plots, whose values are not in the text."""
+lower) or better. 1E1P has not: at 0.3 s a picture one encoder would need 1.35 s a request at 1
+request a second. What was published of 1E1P alone is in plots, whose values are not in the
+text."""
 _VLLM_READING = """Read: reckoned from FLOP and bandwidth, DP4 does two to three times what was
 published, and 1E3PD does not pay at equal counts: a quarter of the GPUs would encode, which is
 a smaller part of the work. So the published gain comes from something that an image costs a

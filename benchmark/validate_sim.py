@@ -1,6 +1,6 @@
 """The simulator against real servers: what it predicts of loads that it was not shown.
 
-    .venv/bin/python benchmark/validate_sim.py [--seconds 25]
+    .venv/bin/python benchmark/validate_sim.py [--seconds 25] [--goodput]
 
 First a profile is measured, by single requests on idle servers, and by four texts and two
 pictures that come at once: text alone, one small picture, one large one, on one server that
@@ -11,6 +11,9 @@ seeded requests at the same moments on the servers and in the simulation.
 A machine's speed drifts over minutes. So single pictures are asked for before and after each
 load, and all times of the profile are taken as much longer or shorter as these were; what
 the profile says as it is is kept, too.
+
+`--goodput` looks for the highest rates at which an SLO holds instead, on the servers and in
+the simulation, by the same requests.
 
 Everything that a server does shares its one core (`shared_cores`). Preparing a picture
 counts as part of an encoder's tower. What was measured and predicted goes into
@@ -37,6 +40,8 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
+from comparison.figures import Bisection
 from pages import machine
 from pictures import jpeg
 
@@ -44,9 +49,11 @@ from encoder import RESULTS
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
 from sglang_epd.sim.clients import Demand, generators
+from sglang_epd.sim.goodput import goodput
 from sglang_epd.sim.model import Traffic
 from sglang_epd.sim.profile import Profile
 from sglang_epd.sim.records import Request
+from sglang_epd.sim.report import Slo
 from sglang_epd.sim.run import simulate
 from sglang_epd.sim.schema import convert
 from sglang_epd.sim.topology import parse
@@ -100,6 +107,15 @@ CASES = (
     Case("one in four with a picture", "2EPD", _MIXED, users=6),
     Case("400 tokens of text and a picture", "1EPD", [{**_ONE, "text_tokens": 400}], users=3),
 )
+
+# For goodput: as many times as long as a picture by itself on one server that does everything.
+_SLO_TTFT, _SLO_TPOT = 3.0, 8.0
+# Of so few requests p99 would be the slowest.
+_SLO_QUANTILE = 0.9
+_LEAST = 25
+# Of what one server that does everything can do: the least and the most that are tried.
+_RATES = {"1EPD": (0.4, 1.3), "1E1PD": (0.4, 1.3), "2EPD": (0.8, 2.6)}
+_PROBES = 4
 
 
 class Servers:
@@ -420,9 +436,104 @@ class Load:
                     group.create_task(self._send(body, due))
         return len(self.seen) / (time.perf_counter() - first)
 
+    def meets(self, slo: Slo) -> bool:
+        """Whether what was seen does."""
+        return all(
+            np.quantile([getattr(seen, name) for seen in self.seen], slo.quantile) <= most
+            for name, most in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s))
+        )
+
     async def _user(self, coming: Iterable[bytes]) -> None:
         for body in coming:
             await self._send(body, time.perf_counter())
+
+
+class Speed:
+    """How much slower a machine is than when its profile was made.
+
+    Args:
+        told: by `calibrate`.
+    """
+
+    def __init__(self, sender: Sender, servers: Servers, told: dict[str, Any]) -> None:
+        self._sender, self._servers = sender, servers
+        one, apart = (told[f"448 px, {name}"]["total_s"] for name in ("language", "encoder"))
+        self._was_s = {"1EPD": one, "2EPD": one, "1E1PD": apart}
+
+    async def slower(self, topology: str) -> float:
+        """Just now, by a picture or two."""
+        now_s = await alone_s(self._sender, self._servers.urls[topology])
+        return now_s / self._was_s[topology]
+
+
+async def goodputs(model: str, seconds: float, repeats: int) -> dict[str, Any]:
+    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
+    print(f"logs in {logs}", flush=True)
+    with Servers(model, logs) as servers:
+        async with aiohttp.ClientSession() as session:
+            sender = Sender(session)
+            value, told = await calibrate(sender, servers, repeats)
+            profile = convert(value, Profile, "measured")
+            speed = Speed(sender, servers, told)
+            alone = told["448 px, language"]
+            slo = Slo(
+                ttft_s=_SLO_TTFT * alone["first_s"],
+                tpot_s=_SLO_TPOT * alone["step_s"],
+                quantile=_SLO_QUANTILE,
+            )
+            found = []
+            for topology, shares in _RATES.items():
+                case = Case("one picture", topology, [_ONE])
+                low, high = (share * capacity(profile, case) for share in shares)
+                speeds: list[float] = []
+                search = Bisection(low, high, _PROBES)
+                while search.rate is not None:
+                    speeds.append(await speed.slower(topology))
+                    load = Load(sender, servers.urls[topology], profile, case)
+                    await load.run(search.rate, max(_LEAST, round(search.rate * seconds)))
+                    search.tell(load.meets(slo))
+                tries, slower = search.found.tried, statistics.fmean(speeds)
+                predicted = [
+                    goodput(
+                        convert(slowed(value, factor), Profile, "measured"),
+                        case.workload(),
+                        parse(topology),
+                        slo,
+                        seconds=seconds,
+                        least_requests=_LEAST,
+                        start=low,
+                    ).rate
+                    for factor in (slower, 1.0)
+                ]
+                found.append(
+                    {
+                        "case": case.name,
+                        "topology": topology,
+                        "tries": tries,
+                        "measured": search.found.rate,
+                        "predicted": predicted[0],
+                        "slower": slower,
+                        "predicted_as_it_was": predicted[1],
+                    }
+                )
+                print(json.dumps(found[-1]), flush=True)
+    return {
+        **made_with(),
+        "slo": msgspec.to_builtins(slo),
+        "profile": value,
+        "told": told,
+        "outcomes": found,
+    }
+
+
+def made_with() -> dict[str, str]:
+    """What a page says of the machine."""
+    return {
+        "machine": machine(),
+        "versions": f"sglang {version('sglang')}, torch {version('torch')}",
+        "model": MODEL,
+        "command": " ".join([".venv/bin/python", "benchmark/validate_sim.py", *sys.argv[1:]]),
+    }
 
 
 async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
@@ -434,12 +545,7 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
             value, told = await calibrate(sender, servers, repeats)
             profile = convert(value, Profile, "measured")
             print(json.dumps(told), flush=True)
-            # What a picture took when the profile was made.
-            was_s = {
-                "1E1PD": told["448 px, encoder"]["total_s"],
-                "1EPD": told["448 px, language"]["total_s"],
-            }
-            was_s["2EPD"] = was_s["1EPD"]
+            speed = Speed(sender, servers, told)
             outcomes, loads = [], []
             for case in CASES:
                 most = capacity(profile, case)
@@ -448,10 +554,10 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
                 requests = max(12, round((rate or 1.4 * most) * seconds))
                 urls = servers.urls[case.topology]
                 load = Load(sender, urls, profile, case)
-                around = [await alone_s(sender, urls)]
+                around = [await speed.slower(case.topology)]
                 throughput = await load.run(rate, requests)
-                around.append(await alone_s(sender, urls))
-                slower = statistics.fmean(around) / was_s[case.topology]
+                around.append(await speed.slower(case.topology))
+                slower = statistics.fmean(around)
                 traffic = Traffic(rate=rate, requests=requests)
                 runs = [
                     simulate(
@@ -493,9 +599,7 @@ async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
                 )
                 print(json.dumps(outcomes[-1]), flush=True)
     return {
-        "machine": machine(),
-        "versions": f"sglang {version('sglang')}, torch {version('torch')}",
-        "model": MODEL,
+        **made_with(),
         # Of everything on the machine, the servers included.
         "load_average": statistics.median(loads),
         "profile": msgspec.to_builtins(profile),
@@ -513,13 +617,15 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, help="write the measured profile there, for sglang-epd plan"
     )
+    parser.add_argument("--goodput", action="store_true", help="look for that, not at loads")
     options = parser.parse_args()
-    figures = asyncio.run(validate(str(ensure(MODEL)), options.seconds, options.repeats))
-    figures["command"] = " ".join([".venv/bin/python", "benchmark/validate_sim.py", *sys.argv[1:]])
+    part = "goodput" if options.goodput else "validation"
+    measure = goodputs if options.goodput else validate
+    figures = asyncio.run(measure(str(ensure(MODEL)), options.seconds, options.repeats))
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if options.profile:
         options.profile.write_text(json.dumps(figures["profile"], indent=1) + "\n")
-    kept["validation"] = figures
+    kept[part] = figures
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -32,7 +32,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -378,12 +379,6 @@ def slowed(value: Any, factor: float) -> Any:
     return value
 
 
-async def alone_s(sender: Sender, urls: Sequence[str]) -> float:
-    """What a picture and 16 tokens take an idle server just now, in seconds."""
-    seen = [await sender.ask(url, sender.body(40, ["448"], 16)) for url in (*urls, *urls)]
-    return statistics.median(answer.total_s for answer in seen)
-
-
 def capacity(profile: Profile, case: Case) -> float:
     """Requests a second of one server that does everything, at most."""
     asked = msgspec.structs.replace(case.workload(), arrival=Closed(users=8))
@@ -448,79 +443,100 @@ class Load:
             await self._send(body, time.perf_counter())
 
 
-class Speed:
-    """How much slower a machine is than when its profile was made.
+class Calibrated:
+    """Servers, and the profile that was measured on them.
 
-    Args:
-        told: by `calibrate`.
+    Attributes:
+        value: the profile's values.
+        told: what they are from.
     """
 
-    def __init__(self, sender: Sender, servers: Servers, told: dict[str, Any]) -> None:
-        self._sender, self._servers = sender, servers
+    def __init__(
+        self, sender: Sender, servers: Servers, value: dict[str, Any], told: dict[str, Any]
+    ) -> None:
+        self.sender, self.servers, self.value, self.told = sender, servers, value, told
+        self.profile = convert(value, Profile, "measured")
         one, apart = (told[f"448 px, {name}"]["total_s"] for name in ("language", "encoder"))
         self._was_s = {"1EPD": one, "2EPD": one, "1E1PD": apart}
 
     async def slower(self, topology: str) -> float:
-        """Just now, by a picture or two."""
-        now_s = await alone_s(self._sender, self._servers.urls[topology])
-        return now_s / self._was_s[topology]
+        """How much slower the machine is just now than when the profile was made: by what
+        pictures and 16 tokens take idle servers."""
+        urls = self.servers.urls[topology]
+        seen = [
+            await self.sender.ask(url, self.sender.body(40, ["448"], 16)) for url in (*urls, *urls)
+        ]
+        return statistics.median(answer.total_s for answer in seen) / self._was_s[topology]
+
+    def at(self, slower: float) -> Profile:
+        """The profile of a machine that is so much slower."""
+        return convert(slowed(self.value, slower), Profile, "measured")
+
+    def load(self, case: Case) -> Load:
+        return Load(self.sender, self.servers.urls[case.topology], self.profile, case)
 
 
-async def goodputs(model: str, seconds: float, repeats: int) -> dict[str, Any]:
+@asynccontextmanager
+async def calibrated(model: str, repeats: int) -> AsyncIterator[Calibrated]:
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
     print(f"logs in {logs}", flush=True)
     with Servers(model, logs) as servers:
         async with aiohttp.ClientSession() as session:
             sender = Sender(session)
             value, told = await calibrate(sender, servers, repeats)
-            profile = convert(value, Profile, "measured")
-            speed = Speed(sender, servers, told)
-            alone = told["448 px, language"]
-            slo = Slo(
-                ttft_s=_SLO_TTFT * alone["first_s"],
-                tpot_s=_SLO_TPOT * alone["step_s"],
-                quantile=_SLO_QUANTILE,
+            print(json.dumps(told), flush=True)
+            yield Calibrated(sender, servers, value, told)
+
+
+async def goodputs(model: str, seconds: float, repeats: int) -> dict[str, Any]:
+    async with calibrated(model, repeats) as made:
+        profile, told = made.profile, made.told
+        alone = told["448 px, language"]
+        slo = Slo(
+            ttft_s=_SLO_TTFT * alone["first_s"],
+            tpot_s=_SLO_TPOT * alone["step_s"],
+            quantile=_SLO_QUANTILE,
+        )
+        found = []
+        for topology, shares in _RATES.items():
+            case = Case("one picture", topology, [_ONE])
+            low, high = (share * capacity(profile, case) for share in shares)
+            speeds: list[float] = []
+            search = Bisection(low, high, _PROBES)
+            while search.rate is not None:
+                speeds.append(await made.slower(topology))
+                load = made.load(case)
+                await load.run(search.rate, max(_LEAST, round(search.rate * seconds)))
+                search.tell(load.meets(slo))
+            tries, slower = search.found.tried, statistics.fmean(speeds)
+            predicted = [
+                goodput(
+                    made.at(factor),
+                    case.workload(),
+                    parse(topology),
+                    slo,
+                    seconds=seconds,
+                    least_requests=_LEAST,
+                    start=low,
+                ).rate
+                for factor in (slower, 1.0)
+            ]
+            found.append(
+                {
+                    "case": case.name,
+                    "topology": topology,
+                    "tries": tries,
+                    "measured": search.found.rate,
+                    "predicted": predicted[0],
+                    "slower": slower,
+                    "predicted_as_it_was": predicted[1],
+                }
             )
-            found = []
-            for topology, shares in _RATES.items():
-                case = Case("one picture", topology, [_ONE])
-                low, high = (share * capacity(profile, case) for share in shares)
-                speeds: list[float] = []
-                search = Bisection(low, high, _PROBES)
-                while search.rate is not None:
-                    speeds.append(await speed.slower(topology))
-                    load = Load(sender, servers.urls[topology], profile, case)
-                    await load.run(search.rate, max(_LEAST, round(search.rate * seconds)))
-                    search.tell(load.meets(slo))
-                tries, slower = search.found.tried, statistics.fmean(speeds)
-                predicted = [
-                    goodput(
-                        convert(slowed(value, factor), Profile, "measured"),
-                        case.workload(),
-                        parse(topology),
-                        slo,
-                        seconds=seconds,
-                        least_requests=_LEAST,
-                        start=low,
-                    ).rate
-                    for factor in (slower, 1.0)
-                ]
-                found.append(
-                    {
-                        "case": case.name,
-                        "topology": topology,
-                        "tries": tries,
-                        "measured": search.found.rate,
-                        "predicted": predicted[0],
-                        "slower": slower,
-                        "predicted_as_it_was": predicted[1],
-                    }
-                )
-                print(json.dumps(found[-1]), flush=True)
+            print(json.dumps(found[-1]), flush=True)
     return {
         **made_with(),
         "slo": msgspec.to_builtins(slo),
-        "profile": value,
+        "profile": made.value,
         "told": told,
         "outcomes": found,
     }
@@ -537,67 +553,59 @@ def made_with() -> dict[str, str]:
 
 
 async def validate(model: str, seconds: float, repeats: int) -> dict[str, Any]:
-    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
-    print(f"logs in {logs}", flush=True)
-    with Servers(model, logs) as servers:
-        async with aiohttp.ClientSession() as session:
-            sender = Sender(session)
-            value, told = await calibrate(sender, servers, repeats)
-            profile = convert(value, Profile, "measured")
-            print(json.dumps(told), flush=True)
-            speed = Speed(sender, servers, told)
-            outcomes, loads = [], []
-            for case in CASES:
-                most = capacity(profile, case)
-                rate = case.share * most
-                # A deployment of two cores does about twice of it.
-                requests = max(12, round((rate or 1.4 * most) * seconds))
-                urls = servers.urls[case.topology]
-                load = Load(sender, urls, profile, case)
-                around = [await speed.slower(case.topology)]
-                throughput = await load.run(rate, requests)
-                around.append(await speed.slower(case.topology))
-                slower = statistics.fmean(around)
-                traffic = Traffic(rate=rate, requests=requests)
-                runs = [
-                    simulate(
-                        convert(slowed(value, factor), Profile, "measured"),
-                        case.workload(),
-                        parse(case.topology),
-                        traffic,
-                    )
-                    for factor in (slower, 1.0)
-                ]
-                measured = {
-                    "requests_per_s": throughput,
-                    "ttft_p50_s": statistics.median(seen.ttft_s for seen in load.seen),
-                    "ttft_mean_s": statistics.fmean(seen.ttft_s for seen in load.seen),
-                    "tpot_p50_s": statistics.median(seen.tpot_s for seen in load.seen),
+    async with calibrated(model, repeats) as made:
+        profile, told = made.profile, made.told
+        outcomes, loads = [], []
+        for case in CASES:
+            most = capacity(profile, case)
+            rate = case.share * most
+            # A deployment of two cores does about twice of it.
+            requests = max(12, round((rate or 1.4 * most) * seconds))
+            load = made.load(case)
+            around = [await made.slower(case.topology)]
+            throughput = await load.run(rate, requests)
+            around.append(await made.slower(case.topology))
+            slower = statistics.fmean(around)
+            traffic = Traffic(rate=rate, requests=requests)
+            runs = [
+                simulate(
+                    made.at(factor),
+                    case.workload(),
+                    parse(case.topology),
+                    traffic,
+                )
+                for factor in (slower, 1.0)
+            ]
+            measured = {
+                "requests_per_s": throughput,
+                "ttft_p50_s": statistics.median(seen.ttft_s for seen in load.seen),
+                "ttft_mean_s": statistics.fmean(seen.ttft_s for seen in load.seen),
+                "tpot_p50_s": statistics.median(seen.tpot_s for seen in load.seen),
+            }
+            predicted, as_it_was = (
+                {
+                    "requests_per_s": run.throughput,
+                    "ttft_p50_s": run.quantile("ttft", 0.5),
+                    "ttft_mean_s": run.mean("ttft"),
+                    "tpot_p50_s": run.quantile("tpot", 0.5),
                 }
-                predicted, as_it_was = (
-                    {
-                        "requests_per_s": run.throughput,
-                        "ttft_p50_s": run.quantile("ttft", 0.5),
-                        "ttft_mean_s": run.mean("ttft"),
-                        "tpot_p50_s": run.quantile("tpot", 0.5),
-                    }
-                    for run in runs
-                )
-                loads.append(os.getloadavg()[0])
-                how = f"{case.users} users" if case.users else f"{rate:.2f} requests/s"
-                outcomes.append(
-                    {
-                        "case": case.name,
-                        "topology": case.topology,
-                        "load": how,
-                        "requests": requests,
-                        "measured": measured,
-                        "predicted": predicted,
-                        "slower": slower,
-                        "predicted_as_it_was": as_it_was,
-                    }
-                )
-                print(json.dumps(outcomes[-1]), flush=True)
+                for run in runs
+            )
+            loads.append(os.getloadavg()[0])
+            how = f"{case.users} users" if case.users else f"{rate:.2f} requests/s"
+            outcomes.append(
+                {
+                    "case": case.name,
+                    "topology": case.topology,
+                    "load": how,
+                    "requests": requests,
+                    "measured": measured,
+                    "predicted": predicted,
+                    "slower": slower,
+                    "predicted_as_it_was": as_it_was,
+                }
+            )
+            print(json.dumps(outcomes[-1]), flush=True)
     return {
         **made_with(),
         # Of everything on the machine, the servers included.

@@ -5,7 +5,7 @@
     sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
-    wire, media, config, errors, trust, deferred, tally, spans, logs
+    wire, media, checkpoint, config, errors, trust, deferred, tally, spans, logs
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -30,16 +30,20 @@ LAYERS = (
     {"sim"},
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
-    {"wire", "media", "config", "errors", "trust", "deferred", "tally", "spans", "logs"},
+    {
+        *("wire", "media", "checkpoint", "config", "errors", "trust"),
+        *("deferred", "tally", "spans", "logs"),
+    },
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
 # The schema of settings is one.
-SIDEWAYS.add(("media", "config"))
+SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
+    "checkpoint.py",
     *(
         f"encoder/{name}.py"
         for name in ("engine", "loading", "preparing", "towers", "server", "videos")

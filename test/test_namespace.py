@@ -6,14 +6,16 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_epd.namespace import checkpoint_folder, namespace
+from sglang_epd import checkpoint as files
+from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS
+from sglang_epd.errors import ConfigError
+from sglang_epd.namespace import namespace
 
-CONFIG = {
+CONFIG_OF = {
     "architectures": ["QwenVL"],
     "model_type": "qwen_vl",
     "vision_config": {"depth": 2},
@@ -29,17 +31,26 @@ TENSORS = {
 }
 
 
+def identity(config: dict[str, object], folder: Path, dtype: str, *weights: Path) -> str:
+    """The namespace of a folder, whose weights are in these files."""
+    named = [folder / name for name in (CONFIG, *PROCESSOR_CONFIGS)]
+    configs = {path.name: json.loads(path.read_text()) for path in named if path.exists()}
+    held = files.Checkpoint(configs, weights)
+    return namespace(SimpleNamespace(to_dict=lambda: config), held, dtype)
+
+
 class Checkpoint:
     """A small checkpoint, changed one thing at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = copy.deepcopy(CONFIG)
+        self.config = copy.deepcopy(CONFIG_OF)
         self.tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         self.processor = {"patch_size": 16, "merge_size": 2}
         self.written: dict[str, object] | None = None
         self.shards = 1
         self.dtype = "bfloat16"
+        self.form = "safetensors"
 
     def namespace(self) -> str:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -48,12 +59,19 @@ class Checkpoint:
         names = list(self.tensors)
         for shard in range(self.shards):
             part = {name: self.tensors[name] for name in names[shard :: self.shards]}
-            save_file(part, self.folder / f"model-{shard}.safetensors", {"format": "pt"})
+            self.save(part, f"model-{shard}")
         (self.folder / "preprocessor_config.json").write_text(json.dumps(self.processor))
         if self.written is not None:
             (self.folder / "config.json").write_text(json.dumps(self.written))
-        config = SimpleNamespace(to_dict=lambda: self.config)
-        return namespace(config, self.folder, self.dtype)
+        weights = self.folder.glob(f"*.{self.form}")
+        return identity(self.config, self.folder, self.dtype, *weights)
+
+    def save(self, tensors: dict[str, torch.Tensor], name: str) -> None:
+        path = self.folder / f"{name}.{self.form}"
+        if self.form == "bin":
+            torch.save(tensors, path)
+        else:
+            save_file(tensors, path, {"format": "pt"})
 
 
 @pytest.fixture
@@ -85,8 +103,11 @@ def test_how_the_processors_configuration_is_written_does_not_matter(checkpoint,
     assert checkpoint.namespace() == unchanged
 
 
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
 @pytest.mark.parametrize("place", [0, 300, 599])
-def test_one_changed_weight_of_the_tower_differs(checkpoint, unchanged, place):
+def test_one_changed_weight_of_the_tower_differs(checkpoint, place, form):
+    checkpoint.form = form
+    unchanged = checkpoint.namespace()
     weight = checkpoint.tensors["visual.blocks.0.weight"].view(torch.uint8).view(-1)
     weight[place * 4] ^= 1
     assert checkpoint.namespace() != unchanged
@@ -160,28 +181,48 @@ def test_the_dtype_matters(checkpoint, unchanged):
     assert checkpoint.namespace().split("/")[2] != unchanged.split("/")[2]
 
 
+def test_files_of_torch_are_cut_and_read_alike(checkpoint):
+    checkpoint.form = "bin"
+    unchanged = checkpoint.namespace()
+    checkpoint.shards = 3
+    assert checkpoint.namespace() == unchanged
+    checkpoint.tensors["lm_head.weight"] += 1
+    assert checkpoint.namespace() == unchanged
+    # A slice of another tensor, whose bytes do not lie in a row.
+    wide = torch.zeros(20, 60)
+    wide[:, ::2] = checkpoint.tensors["visual.blocks.0.weight"]
+    checkpoint.tensors["visual.blocks.0.weight"] = wide[:, ::2]
+    assert checkpoint.namespace() == unchanged
+
+
+class Exotic:
+    """What unpickling would have to import."""
+
+
+@pytest.mark.parametrize(
+    ("content", "old_form"), [({"visual.weight": torch.ones(4)}, True), ({"it": Exotic()}, False)]
+)
+def test_a_file_of_torch_that_cannot_be_read_is_named(tmp_path, content, old_form):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(content, path, _use_new_zipfile_serialization=not old_form)
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*as safetensors"):
+        identity(CONFIG_OF, tmp_path, "float32", path)
+
+
+def test_random_weights_are_no_checkpoints(checkpoint, unchanged):
+    held = files.Checkpoint({"preprocessor_config.json": checkpoint.processor}, None)
+    config = SimpleNamespace(to_dict=lambda: checkpoint.config)
+    assert namespace(config, held, "bfloat16") not in (
+        unchanged,
+        identity(checkpoint.config, checkpoint.folder, "bfloat16"),
+    )
+
+
 def test_a_checkpoint_without_weights_or_architecture_has_a_namespace_too(tmp_path):
-    config = SimpleNamespace(to_dict=lambda: {"architectures": None})
-    assert namespace(config, tmp_path, "float32").startswith("unknown/float32/")
+    assert identity({"architectures": None}, tmp_path, "float32").startswith("unknown/float32/")
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path):
-    assert checkpoint_folder(str(tmp_path), None) == tmp_path
-
-
-def test_a_model_of_the_hub_is_looked_up_without_the_network(monkeypatch, tmp_path):
-    asked = []
-
-    def snapshot_download(name, revision, local_files_only):
-        asked.append((name, revision, local_files_only))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert checkpoint_folder("org/model", "main") == tmp_path
-    assert asked == [("org/model", "main", True)]
-
-
-TILED = {**CONFIG, "max_dynamic_patch": 12, "transformers_version": "5.0"}
+TILED = {**CONFIG_OF, "max_dynamic_patch": 12, "transformers_version": "5.0"}
 OMNI = {"thinker_config": {"vision_config": {"depth": 2}, "text_config": {"layers": 4}}}
 
 

@@ -3,31 +3,24 @@
 A namespace is a digest over everything that an embedding depends on besides the
 media: architecture, tower configuration, what joins towers and language model, the
 tower's weights, the media processor's configuration, dtype and protocol version. It is
-made from the checkpoint's content, not its path, so that servers may keep it in
-different places.
-
-The weights' fingerprint reads each tower tensor's name, dtype, shape and three
-samples of its bytes; enough to tell fine-tunes apart, in milliseconds.
+made from the checkpoint's content (`checkpoint.py`), not its path, so that servers may
+keep it in different places.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS, Checkpoint, tensors
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire import MAJOR
 
 # A tower's name wins: "vision_model.model.layers." holds a mark of both.
 _TOWERS = ("visual", "vision", "audio")
 _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
-_SAMPLE_BYTES = 512
 _TOWER_CONFIGS = ("vision_config", "audio_config")
 # A language model's own configuration, where it has one.
 _LANGUAGE_CONFIGS = frozenset({"text_config", "llm_config", "language_config"})
@@ -38,8 +31,12 @@ _INCIDENTAL = frozenset(
 )
 
 
-def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
-    """A readable identity: architecture, dtype and 16 hex digits."""
+def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
+    """A readable identity: architecture, dtype and 16 hex digits.
+
+    Raises:
+        ConfigError: a weight file has no fingerprint, and why.
+    """
     digest = blake3()
     config = hf_config.to_dict()
     towers = {
@@ -48,19 +45,16 @@ def namespace(hf_config: Any, checkpoint: Path, dtype: str) -> str:
         if key in config
     }
     digest.update(json.dumps([MAJOR, dtype, towers], sort_keys=True, default=str).encode())
-    joints = _joints(checkpoint)
+    joints = _joints(checkpoint.configs.get(CONFIG, {}))
     digest.update(json.dumps(joints, sort_keys=True).encode())
-    for name in (
-        "preprocessor_config.json",
-        "video_preprocessor_config.json",
-        "processor_config.json",
-    ):
-        path = checkpoint / name
-        if path.is_file():
-            content = json.loads(path.read_text())
-            digest.update(json.dumps(content, sort_keys=True).encode())
-    for entry in sorted(_tower_tensors(checkpoint)):
-        digest.update(repr(entry).encode())
+    for name in PROCESSOR_CONFIGS:
+        if name in checkpoint.configs:
+            digest.update(json.dumps(checkpoint.configs[name], sort_keys=True).encode())
+    if checkpoint.weights is None:
+        digest.update(b"random weights")
+    found = (tensors(path, of_language_model) for path in checkpoint.weights or ())
+    for tensor in sorted(tensor for file in found for tensor in file):
+        digest.update(repr(tuple(tensor)).encode())
     architecture = (config.get("architectures") or ["unknown"])[0]
     return f"{architecture}/{dtype}/{digest.hexdigest()[:16]}"
 
@@ -86,15 +80,6 @@ def embedding_key(identity: str, digest: bytes, modality: str, options: object) 
     return hasher.digest()
 
 
-def checkpoint_folder(model_path: str, revision: str | None) -> Path:
-    """The local folder of a checkpoint that is a path or already downloaded."""
-    if Path(model_path).is_dir():
-        return Path(model_path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-
-
 def of_language_model(name: str) -> bool:
     """Whether a checkpoint's tensor of that name is the language model's, not a tower's."""
     return any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
@@ -108,15 +93,13 @@ def of_tower(name: str) -> bool:
     return bool(places) and min(places) < min(within, default=len(name))
 
 
-def _joints(checkpoint: Path) -> dict[str, Any]:
+def _joints(config: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint's configuration says beside its towers' and its language model's own:
     tiles, tokens a picture, the layer that features are of. From the file, because what
     SGLang makes of it may differ between its processes.
 
     Nothing where the language model's configuration is not apart from the rest.
     """
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
     # An Omni's, whose towers are configured there; its other parts speak.
     thinker = config.get("thinker_config")
     inner, known = (config, _TOWER_CONFIGS) if thinker is None else (thinker, ())
@@ -124,21 +107,3 @@ def _joints(checkpoint: Path) -> dict[str, Any]:
         return {}
     left_out = {*_LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
     return {key: value for key, value in inner.items() if key not in left_out}
-
-
-def _tower_tensors(checkpoint: Path) -> Iterator[tuple[str, str, str, str]]:
-    """(name, dtype, shape, samples' digest) of every tensor outside the language model."""
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(header_bytes))
-            base = 8 + header_bytes
-            for name, entry in header.items():
-                if name == "__metadata__" or of_language_model(name):
-                    continue
-                begin, end = entry["data_offsets"]
-                samples = hashlib.sha256()
-                for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
-                    file.seek(base + offset)
-                    samples.update(file.read(min(_SAMPLE_BYTES, end - offset)))
-                yield name, entry["dtype"], str(entry["shape"]), samples.hexdigest()

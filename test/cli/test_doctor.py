@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,13 +185,50 @@ def test_a_model_that_is_not_listed_is_no_failure(folder):
     assert worst(list(checkpoint(str(folder)))) is Verdict.NOTE
 
 
-def test_a_model_that_is_not_there(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_checkpoint_that_torch_has_saved(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert worst(list(checkpoint(str(folder)))) is Verdict.OK
+
+
+def test_what_is_no_name_on_a_hub():
     (found,) = checkpoint("no such/name/at all")
-    assert "Repo id" in found.found
-    (found,) = checkpoint("nobody/nothing")
-    assert found.found == "nobody/nothing is neither a folder nor downloaded"
-    assert (found.verdict, found.mend) == (Verdict.FAIL, "hf download nobody/nothing")
+    assert (found.verdict, "Repo id" in found.found) == (Verdict.FAIL, True)
+
+
+@pytest.mark.parametrize(
+    ("offline", "verdict", "told"),
+    [("0", Verdict.NOTE, "the first server downloads it"), ("1", Verdict.FAIL, "HF_HUB_OFFLINE")],
+)
+def test_a_model_that_was_not_downloaded(tmp_path, offline, verdict, told):
+    (found,) = of_hub("nobody/nothing", tmp_path, offline)
+    assert (found["verdict"], found["mend"]) == (verdict.value, "hf download nobody/nothing")
+    assert told in found["found"]
+
+
+def test_a_model_of_the_hubs_cache(tmp_path, folder):
+    snapshot = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / ("c" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(folder, snapshot, ignore=shutil.ignore_patterns("hub"))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("c" * 40)
+    assert {found["verdict"] for found in of_hub("acme/tiny", tmp_path / "hub", "1")} == {"ok"}
+
+
+def of_hub(model: str, cache: Path, offline: str) -> list[dict[str, str]]:
+    """What is found of a model, in a process that reads the hub's settings anew."""
+    code = "import json, sys; from sglang_epd.cli.checks.checkpoint import checkpoint;"
+    code += "from sglang_epd.cli.doctor import _as_json;"
+    code += f"print(json.dumps([_as_json(found) for found in checkpoint({model!r})]))"
+    env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": offline}
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        check=True,
+    )
+    return list(json.loads(told.stdout))
 
 
 def encoder(token: str, date: str = "") -> type[QuietHandler]:

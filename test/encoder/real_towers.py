@@ -46,17 +46,18 @@ async def use(tower: Any, name: str) -> dict[str, np.ndarray]:
 
 
 async def run(server_args: Any) -> dict[str, np.ndarray]:
+    from sglang_epd.checkpoint import served
     from sglang_epd.encoder.towers import start_towers
     from sglang_epd.errors import MediaError
     from sglang_epd.media import MediaLimits
-    from sglang_epd.namespace import checkpoint_folder, namespace
+    from sglang_epd.namespace import namespace
 
     towers = await start_towers(server_args, MediaLimits())
     results: dict[str, np.ndarray] = {}
     try:
         await asyncio.gather(*(tower.warm_up() for tower in towers))
-        folder = checkpoint_folder(server_args.model_path, None)
-        (identity,) = {namespace(tower.hf_config, folder, tower.dtype) for tower in towers}
+        held = served()
+        (identity,) = {namespace(tower.hf_config, held, tower.dtype) for tower in towers}
         print("namespace", identity)
         for number, tower in enumerate(towers):
             results |= await use(tower, str(number))

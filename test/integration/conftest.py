@@ -29,6 +29,7 @@ _ORDER = [
     "test_chaos",
     "test_survival",
     "test_trace",
+    "test_hub",
     "test_towers",
     "test_content",
     "test_quantised",

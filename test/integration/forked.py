@@ -26,18 +26,22 @@ _END_TIMEOUT_S = 10.0
 
 
 class ForkServer:
-    """The process that is forked, started when it is first needed."""
+    """The process that is forked, started when it is first needed.
 
-    def __init__(self) -> None:
+    Args:
+        env: added to this process's own for what servers read while they are imported.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._more = env or {}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._statuses: dict[int, int] = {}
 
     def can_be(self, command: list[str], env: Mapping[str, str]) -> bool:
         """Whether a fork would be the server that this command starts in this environment."""
-        return command[:3] == [sys.executable, "-m", fork_server.SERVER] and _early(env) == _early(
-            os.environ
-        )
+        ours = command[:3] == [sys.executable, "-m", fork_server.SERVER]
+        return ours and _early(env) == _early({**os.environ, **self._more})
 
     def fork(self, arguments: list[str], env: Mapping[str, str], log: Path) -> Fork:
         """Start a server.
@@ -92,6 +96,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, fork_server.__file__, str(number)],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._more},
                 pass_fds=[number],
             )
 

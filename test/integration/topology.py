@@ -55,6 +55,7 @@ class Topology:
         flags: added to the command lines of a role, or of one server.
         own_env: added to one server's environment.
         forks: what servers are forks of; None starts each as a user does.
+        served_as: `--model-path`, where that is not the checkpoint's folder.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Topology:
     flags: dict[str, str] = field(default_factory=dict)
     own_env: dict[str, dict[str, str]] = field(default_factory=dict)
     forks: ForkServer | None = None
+    served_as: str = ""
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
@@ -73,13 +75,12 @@ class Topology:
         return self.roles == ("colocated",)
 
     def start(self, logs: Path) -> None:
-        path = checkpoint(self.model)
         for role in self.roles:
             self.ports[role] = free_port()
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             self.ports[f"{role} bootstrap"] = free_port()
         for role in self.roles:
-            self.servers[role] = self._server(role, path, logs)
+            self.servers[role] = self._server(role, logs)
             # The mini-lb asks its servers about themselves as it starts.
             if role != "router":
                 self.servers[role].start()
@@ -114,19 +115,21 @@ class Topology:
             self.end(role)
         for role in roles:
             logs = self.servers[role].log_path.parent
-            self.servers[role] = self._server(role, checkpoint(self.model), logs, env)
+            self.servers[role] = self._server(
+                role, self.served_as or checkpoint(self.model), logs, env
+            )
             self.servers[role].start()
         self._wait(list(roles))
 
     def _server(
-        self, role: str, path: str, logs: Path, more: Mapping[str, str] | None = None
+        self, role: str, logs: Path, more: Mapping[str, str] | None = None
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
         cache = {} if encoder else _NO_IMAGE_CACHE
         make = partial(ForkedServer, self.forks) if self.forks else ServerProcess
         return make(
             role,
-            self.command(role, path),
+            self.command(role, self.served_as or checkpoint(self.model)),
             log_path=logs / f"{role}.log",
             ready_url=self.urls[role] + self._readiness(role),
             env={
@@ -435,7 +438,7 @@ class Machine:
         Raises:
             ServerError: one of its servers does not start.
         """
-        topology.forks = self._forks
+        topology.forks = topology.forks or self._forks
         self._make_room(topology)
         try:
             topology.start(Path(tempfile.mkdtemp(prefix="sglang-epd-test-lent-")))

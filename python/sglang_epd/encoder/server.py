@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, UrlMemory
+from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
@@ -37,7 +38,7 @@ from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.media import MediaFetcher, MediaLimits
-from sglang_epd.namespace import checkpoint_folder, namespace
+from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.store import StoreMetrics
 from sglang_epd.spans import OFF, Span
@@ -94,8 +95,7 @@ def launch(server_args: Any) -> None:
         towers = await start_towers(server_args, limits)
         for tower in towers:
             await tower.warm_up()
-        folder = checkpoint_folder(get_model().model_path, get_model().revision)
-        identity = namespace(towers[0].hf_config, folder, towers[0].dtype)
+        identity = namespace(towers[0].hf_config, served(), towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(MediaFetcher(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)

@@ -7,14 +7,14 @@ is the loader's: mapped into memory, as by default, it is not.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import nn
+
+from sglang_epd.checkpoint import header
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def tensors_other_than(left_out: Callable[[str], bool]) -> Iterator[None]:
     def files(loader: Any, *args: Any, **options: Any) -> tuple[str, list[str], bool]:
         folder, paths, safe = prepare(loader, *args, **options)
         if safe:
-            paths = [path for path in paths if not all(map(left_out, tensor_names(Path(path))))]
+            paths = [path for path in paths if not all(map(left_out, header(Path(path))[0]))]
         return folder, paths, safe
 
     def tensors(loader: Any, model_config: Any, model: nn.Module) -> Iterator[Any]:
@@ -42,13 +42,6 @@ def tensors_other_than(left_out: Callable[[str], bool]) -> Iterator[None]:
     finally:
         DefaultModelLoader._prepare_weights = prepare
         DefaultModelLoader._get_all_weights = read
-
-
-def tensor_names(path: Path) -> list[str]:
-    """The tensors of a safetensors file, by its header."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return [name for name in msgspec.json.decode(file.read(length)) if name != "__metadata__"]
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -61,9 +61,10 @@ def set_up(manager: Any) -> None:
     Raises:
         ConfigError: not for this model.
     """
-    from sglang.srt.runtime_context import get_disagg, get_model
+    from sglang.srt.runtime_context import get_disagg
 
-    from sglang_epd.namespace import checkpoint_folder, namespace
+    from sglang_epd.checkpoint import served
+    from sglang_epd.namespace import namespace
 
     disagg = get_disagg()
     apart = disagg.language_only or disagg.encoder_only
@@ -73,8 +74,7 @@ def set_up(manager: Any) -> None:
     family = (config.hf_config.architectures or ["?"])[0]
     if family not in _FAMILIES:
         raise ConfigError(f"{_SETTING} serves {', '.join(sorted(_FAMILIES))}; not {family}")
-    folder = checkpoint_folder(get_model().model_path, get_model().revision)
-    identity = namespace(config.hf_config, folder, str(config.dtype).removeprefix("torch."))
+    identity = namespace(config.hf_config, served(), str(config.dtype).removeprefix("torch."))
     naming = ByContent(manager.mm_processor.process_mm_data_async, identity)
     manager.mm_processor.process_mm_data_async = naming.process
     logger.info("Media are named by their content: namespace %s", identity)

@@ -19,6 +19,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
@@ -39,7 +40,7 @@ from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, plan
-from sglang_epd.namespace import checkpoint_folder, namespace
+from sglang_epd.namespace import namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import (
     adaptive,
@@ -212,12 +213,11 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_model
+    from sglang.srt.runtime_context import get_disagg, get_memory
 
     settings = Settings.from_env()
     roles.install_logs(settings)
-    folder = checkpoint_folder(get_model().model_path, get_model().revision)
-    identity = namespace(hf_config, folder, str(dtype).removeprefix("torch."))
+    identity = namespace(hf_config, served(), str(dtype).removeprefix("torch."))
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang_epd.cli.checks.finding import Finding, fail, note, ok
 from sglang_epd.families.in_tree import IN_TREE
-from sglang_epd.namespace import checkpoint_folder
 
 _MOST_HEADER_BYTES = 100 << 20
 
@@ -19,20 +18,16 @@ def checkpoint(model: str) -> Iterator[Finding]:
     """The files of a checkpoint, without loading it.
 
     Args:
-        model: a folder, or a name on the hub that has been downloaded.
+        model: a folder, or a name on the hub.
     """
     subject = "checkpoint"
-    try:
-        folder = checkpoint_folder(model, None)
-    except Exception as error:  # huggingface_hub has a tree of its own
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        # That it was not allowed to look further is no news: it is not what was asked.
-        first = str(error).partition("\n")[0]
-        why = "" if isinstance(error, LocalEntryNotFoundError) else f": {first}"
-        found = f"{model} is neither a folder nor downloaded{why}"
-        yield fail(subject, found, f"hf download {model}")
-        return
+    folder = Path(model)
+    if not folder.is_dir():
+        found = _cached(model)
+        if isinstance(found, Finding):
+            yield found
+            return
+        folder = found
     config = _object(folder / "config.json")
     if isinstance(config, str):
         yield fail(subject, config, "download the checkpoint again")
@@ -42,9 +37,27 @@ def checkpoint(model: str) -> Iterator[Finding]:
     for problem in problems:
         yield fail(subject, problem, "download the checkpoint again")
     if not problems:
-        files = list(folder.glob("*.safetensors"))
+        files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
         gib = sum(file.stat().st_size for file in files) / (1 << 30)
-        yield ok(subject, f"{len(files)} safetensors files, {gib:.1f} GiB, whole")
+        yield ok(subject, f"{len(files)} {files[0].suffix[1:]} files, {gib:.1f} GiB, whole")
+
+
+def _cached(model: str) -> Path | Finding:
+    """The folder of a model's newest files in the hub's cache."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    subject = "checkpoint"
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError as error:
+        return fail(subject, f"{model} is neither a folder nor a name on a hub: {error}", "mend it")
+    if isinstance(found, str):
+        return Path(found).parent
+    missing = f"{model} is neither a folder nor in the cache of the hub"
+    if constants.HF_HUB_OFFLINE:
+        return fail(subject, f"{missing}, and HF_HUB_OFFLINE is set", f"hf download {model}")
+    return note(subject, f"{missing}: the first server downloads it", f"hf download {model}")
 
 
 def _architecture(config: dict[str, Any]) -> Iterator[Finding]:
@@ -78,8 +91,8 @@ def _weights(folder: Path) -> Iterator[str]:
         files = [folder / name for name in sorted(named)]
     else:
         files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            yield "there is no safetensors file"
+        if not files and not any(folder.glob("*.bin")):
+            yield "there is no safetensors file, and no *.bin"
     for file in files:
         if problem := _truncated(file):
             yield f"{file.name}: {problem}"

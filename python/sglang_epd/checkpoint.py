@@ -1,0 +1,171 @@
+"""The files of the served model: a folder, or a name on a hub whose files SGLang fetches.
+
+SGLang's own loader finds the weights, so that a server fingerprints the files that it
+loads: same patterns, same cache, same lock between processes that download. The first
+process that asks for a file downloads it; the others wait for the lock.
+
+Leans on `model_loader.loader.DefaultModelLoader._prepare_weights`, and on
+`transformers.utils.cached_file`, by which SGLang reads configurations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_epd.errors import ConfigError
+
+_SAMPLE_BYTES = 512
+CONFIG = "config.json"
+# How media are made into pixels and samples.
+PROCESSOR_CONFIGS = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What of a checkpoint tells its towers from others.
+
+    Args:
+        configs: parsed JSON files by name; a file that the checkpoint lacks has no entry.
+        weights: the files that SGLang loads; None where weights are random
+            (`--load-format dummy`).
+    """
+
+    configs: dict[str, Any]
+    weights: tuple[Path, ...] | None
+
+
+class Tensor(NamedTuple):
+    """A tensor's fingerprint: enough to tell fine-tunes apart, in milliseconds."""
+
+    name: str
+    dtype: str
+    shape: str
+    samples: str
+
+
+def served() -> Checkpoint:
+    """The checkpoint of this process's server; downloads what is not in the cache yet.
+
+    Raises:
+        ConfigError: `--model-path` is neither a folder nor a name on a hub.
+        OSError, RuntimeError: the files are not there, or the hub does not give them.
+    """
+    from sglang.srt.runtime_context import get_model
+    from transformers.utils import cached_file
+
+    model = get_model()
+    path, revision = model.model_path, model.revision
+    if "://" in path or Path(path).is_file():
+        raise ConfigError(
+            f"--model-path {path}: EPD servers compare fingerprints of a checkpoint's files; "
+            "give a folder, or a model by its hub name"
+        )
+    # First: without a network the loader says best what is missing.
+    weights = _weights(path, revision, model.load_format, model.download_dir)
+    configs = {}
+    for name in (CONFIG, *PROCESSOR_CONFIGS):
+        found = cached_file(
+            path,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            configs[name] = json.loads(Path(found).read_text())
+    return Checkpoint(configs, weights)
+
+
+def _weights(
+    path: str, revision: str | None, load_format: str, download_dir: str | None
+) -> tuple[Path, ...] | None:
+    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    config = LoadConfig(load_format=load_format, download_dir=download_dir)
+    if config.load_format is LoadFormat.DUMMY:
+        return None
+    known = (LoadFormat.MISTRAL, LoadFormat.PT, LoadFormat.NPCACHE)
+    if config.load_format not in known:
+        # Safetensors first, and else *.bin: the other formats are ways to read these.
+        config.load_format = LoadFormat.AUTO
+    loader = DefaultModelLoader(config)
+    _folder, files, _safe = loader._prepare_weights(path, revision, fall_back_to_pt=True)
+    return tuple(Path(file) for file in files)
+
+
+def tensors(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+    """The fingerprints of a weight file's tensors.
+
+    Args:
+        path: a safetensors file, or one that `torch.save` wrote (`*.bin`, `*.pt`).
+        left_out: names of tensors that are of no interest.
+
+    Raises:
+        ConfigError: the file cannot be mapped into memory, or holds more than tensors.
+    """
+    named = _safetensors if path.suffix == ".safetensors" else _pickled
+    yield from named(path, left_out)
+
+
+def header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's entries by tensor name, and the offset of the first data byte."""
+    with path.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        entries: dict[str, Any] = json.loads(file.read(header_bytes))
+    entries.pop("__metadata__", None)
+    return entries, 8 + header_bytes
+
+
+def _safetensors(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+    entries, base = header(path)
+    with path.open("rb") as file:
+
+        def read(offset: int, size: int) -> bytes:
+            file.seek(offset)
+            return file.read(size)
+
+        for name, entry in entries.items():
+            if not left_out(name):
+                begin, end = (base + offset for offset in entry["data_offsets"])
+                samples = _samples(read, begin, end)
+                yield Tensor(name, entry["dtype"], str(entry["shape"]), samples)
+
+
+def _pickled(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch has no tree of its own, and advises to trust the file
+        raise ConfigError(
+            f"{path.name} holds more than tensors, or has a form that cannot be mapped into "
+            "memory, so it has no fingerprint: save the checkpoint as safetensors"
+        ) from error
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and not left_out(name):
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+            def read(offset: int, size: int, content: torch.Tensor = content) -> bytes:
+                return content[offset : offset + size].numpy().tobytes()
+
+            samples = _samples(read, 0, len(content))
+            yield Tensor(name, str(tensor.dtype), str(list(tensor.shape)), samples)
+
+
+def _samples(read: Callable[[int, int], bytes], begin: int, end: int) -> str:
+    """A digest of three samples of a tensor's bytes."""
+    digest = hashlib.sha256()
+    for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
+        digest.update(read(offset, min(_SAMPLE_BYTES, end - offset)))
+    return digest.hexdigest()

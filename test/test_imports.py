@@ -1,5 +1,6 @@
 """Imports go one way, and SGLang is touched where it is said to be.
 
+    entry
     plugin, cli
     seams
     sim
@@ -25,6 +26,7 @@ import sglang_epd
 
 ROOT = Path(sglang_epd.__file__).parent
 LAYERS = (
+    {"entry"},
     {"plugin", "cli"},
     {"seams"},
     {"sim"},
@@ -152,6 +154,11 @@ def test_only_the_adapters_touch_sglang():
 def test_only_the_platform_imports_sglang_while_it_is_imported():
     early = [str(found) for found in _sglang() if found.at_import and found.package != "platform"]
     assert not early
+
+
+def test_hooks_are_made_where_all_of_them_are_listed():
+    made = {"sglang_epd.seams.hooks.Hook", "sglang_epd.seams.hooks.install"}
+    assert {found.importer for found in everything() if found.module in made} == {"plugin.py"}
 
 
 def test_tracing_is_imported_where_requests_are_traced_only():

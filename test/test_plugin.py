@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
@@ -13,52 +12,32 @@ from sglang_epd.seams.scheduler import SchedulerSeam
 
 
 @pytest.fixture
-def hooked(monkeypatch):
-    """What `register` would hook, without hooking it."""
-    found: dict[str, str] = {}
-    monkeypatch.setattr(
-        plugin,
-        "hook",
-        lambda module, attribute, function, kind: found.update({f"{module}.{attribute}": kind}),
-    )
-    monkeypatch.setattr(plugin.rundir, "draw_run_id", lambda: found.update(run_id="drawn"))
+def installed(monkeypatch):
+    """What `register` hooks, without hooking it."""
+    found = []
+    monkeypatch.setattr(plugin.hooks, "install", found.extend)
+    monkeypatch.setattr(plugin.rundir, "draw_run_id", lambda: None)
+    monkeypatch.setattr(plugin.hooks, "require", lambda: found.append("required"))
     return found
 
 
-@pytest.mark.parametrize("value", ["off", "OFF", " 0 ", "false", "no"])
-def test_it_can_be_switched_off(monkeypatch, hooked, value):
-    monkeypatch.setenv("SGLANG_EPD", value)
-    plugin.register()
-    assert not plugin.enabled()
-    assert not hooked
+@pytest.mark.parametrize("role", [True, False])
+def test_all_hooks_are_installed_and_have_to_hold_where_there_is_a_role(installed, role):
+    plugin.register(role=role)
+    assert installed == [*plugin.HOOKS, *(["required"] * role)]
 
 
-@pytest.mark.parametrize("value", [None, "", "on", "1"])
-def test_it_is_on_by_default(monkeypatch, value):
-    monkeypatch.delenv("SGLANG_EPD", raising=False)
-    if value is not None:
-        monkeypatch.setenv("SGLANG_EPD", value)
-    assert plugin.enabled()
+def test_with_another_version_nothing_is_hooked_but_what_ends_servers(monkeypatch, installed):
+    monkeypatch.setattr(plugin.contract, "version", lambda _name: "0.5.24")
+    plugin.register(role=False)
+    assert installed == list(plugin.GUARDS)
+    assert {hook.function.__name__ for hook in installed} == {"resolve", "hold"}
 
 
-def test_it_hooks_what_it_says(monkeypatch, hooked):
-    monkeypatch.delenv("SGLANG_EPD", raising=False)
-    plugin.register()
-    assert hooked == {
-        "run_id": "drawn",
-        "sglang.srt.arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation": "around",
-        "sglang.srt.disaggregation.encoder.http_server.launch_server": "replace",
-        "sglang.srt.disaggregation.encoder.receiver.create_mm_receiver": "replace",
-        "sglang.srt.disaggregation.encoder.receiver.EncoderBootstrapServer": "replace",
-        "sglang.srt.managers.scheduler_components.request_receiver"
-        ".SchedulerRequestReceiver._pull_raw_reqs": "around",
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "around",
-        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes": "after",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "after",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs": "after",
-        "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.set_created_time": "around",
-        "sglang.srt.observability.trace.TraceCustomIdGenerator.generate_trace_id": "around",
-    }
+def test_a_target_is_hooked_once():
+    """The way back from a target to its hook is one."""
+    targets = [hook.target for hook in plugin.HOOKS]
+    assert len(set(targets)) == len(targets)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +61,11 @@ def test_a_scheduler_without_epd_takes_requests_in_as_ever():
     )
 
 
+def test_a_rank_that_does_not_lead_pulls_nothing():
+    receiver = SimpleNamespace(mm_receiver=SchedulerSeam(None, None))
+    assert plugin._pull_and_pass_on(lambda _given: None, receiver) is None
+
+
 def test_a_scheduler_with_epd_holds_back_what_waits():
     class Seam(SchedulerSeam):
         def pass_on(self, pulled):
@@ -91,21 +75,16 @@ def test_a_scheduler_with_epd_holds_back_what_waits():
     assert plugin._pull_and_pass_on(lambda _given: ["pulled"], receiver) == ["pulled", "settled"]
 
 
-def test_sglang_finds_it():
-    (found,) = entry_points(group="sglang.srt.plugins", name="sglang_epd")
-    assert found.load() is plugin.register
-
-
 def test_registering_imports_nothing_of_sglang_and_no_metrics():
     """`prometheus_client` before SGLang sets its multiprocess directory blanks /metrics."""
     code = (
-        "import sys; from sglang_epd.plugin import register; register();"
+        "import sys; from sglang_epd.entry import register; register();"
         "never = ('prometheus_client', 'sglang.', 'zmq', 'typer', 'rich', 'yaml');"
         "bad = [m for m in sys.modules if m.startswith(never)];"
         "sys.exit(' '.join(bad) or 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, "--language-only"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,6 +1,6 @@
 """Change a module when it is imported, without importing it earlier.
 
-`HookRegistry.apply_hooks` imports what it hooks, in the launcher too. The modules
+SGLang's `HookRegistry.apply_hooks` imports what it hooks, in the launcher too. The modules
 hooked here pull in `prometheus_client`, which must not be imported before SGLang has
 set its multiprocess directory (else `/metrics` stays blank), and they cost seconds.
 """
@@ -50,8 +50,9 @@ class _Watch(MetaPathFinder):
         return None
 
     def _imported(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self)
+        # In this order: a change that refuses the module refuses it each time.
         self._change(module)
+        sys.meta_path.remove(self)
 
 
 class _ChangingLoader(Loader):

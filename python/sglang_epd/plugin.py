@@ -1,95 +1,53 @@
-"""Entry point: which hooks, on what, and why. The only place that says so.
+"""All hooks on SGLang: on what, of which server or process, and why.
 
-Every target is a function that SGLang calls only under an EPD flag, or our side of it
-returns at once without one, so an installed but unused package changes nothing. The one
-server without such a flag that it serves is the decode server (`seams/decode.py`), unless
-`SGLANG_EPD_CONTENT_IDENTITY` asks for more (`seams/identities.py`).
-`SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched.
+The only place that lists them. Each is on a function that SGLang calls only under an EPD
+flag, or returns at once without one, so that an installed but unused package changes
+nothing. The servers without such a flag that it serves are the decode server
+(`seams/decode.py`) and those that `SGLANG_EPD_CONTENT_IDENTITY` asks for
+(`seams/identities.py`). `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched (`entry.py`).
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from sglang_epd.seams import (
     bootstrap,
+    contract,
     discovery,
+    embeddings,
+    headers,
+    hooks,
     parts,
+    prefix,
+    requests,
+    roles,
     rundir,
     server_args,
     tracing,
     vision_weights,
 )
-from sglang_epd.seams.hooks import hook
+from sglang_epd.seams.hooks import Hook
 
-SWITCH = "SGLANG_EPD"
-_SRT = "sglang.srt"
-
-
-def enabled() -> bool:
-    """Whether this package takes over EPD in this process."""
-    return os.environ.get(SWITCH, "").strip().lower() not in {"off", "0", "false", "no"}
-
-
-def register() -> None:
-    """Called by SGLang in the launcher and in each of its processes."""
-    if not enabled():
-        return
-    rundir.draw_run_id()
-
-    # Flags: serve models that are not on SGLang's list, refuse what would fail later.
-    module = f"{_SRT}.arg_groups.pd_disaggregation_hook"
-    hook(module, "handle_encoder_disaggregation", server_args.resolve, "around")
-
-    # --encoder-only: our server instead of the in-tree one.
-    module = f"{_SRT}.disaggregation.encoder.http_server"
-    hook(module, "launch_server", _launch_encoder, "replace")
-
-    # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
-    module = f"{_SRT}.disaggregation.encoder.receiver"
-    hook(module, "create_mm_receiver", _create_mm_receiver, "replace")
-    # ... and our registration of encoders, which wants a token and knows leases.
-    hook(module, "EncoderBootstrapServer", discovery.BootstrapPlace, "replace")
-
-    # --language-only: requests whose items have not landed stay with the leading rank.
-    module = f"{_SRT}.managers.scheduler_components.request_receiver"
-    hook(module, "SchedulerRequestReceiver._pull_raw_reqs", _pull_and_pass_on, "around")
-
-    # --language-only: no vision weights in memory.
-    module = f"{_SRT}.model_executor.model_runner"
-    hook(module, "ModelRunner.load_model", vision_weights.load, "around")
-
-    # Prefill and decode apart: the decode server asks the prefill server for the layouts.
-    # By its own setting: a server that encodes itself names media as encoders do.
-    module = f"{_SRT}.disaggregation.common.conn"
-    hook(module, "CommonKVBootstrapServer._setup_routes", bootstrap.serve_layouts, "after")
-    module = f"{_SRT}.managers.tokenizer_manager"
-    hook(module, "TokenizerManager.init_disaggregation", parts.made, "after")
-
-    # --language-only: where a request's media came from, in its trace.
-    hook(module, "TokenizerManager.convert_to_span_attrs", tracing.add_sources, "after")
-
-    # Prefill and decode apart, traced: one trace on both.
-    module = f"{_SRT}.observability"
-    began = "APIServerReqTimeStats.set_created_time"
-    hook(f"{module}.req_time_stats", began, tracing.begin_root, "around")
-    generated = "TraceCustomIdGenerator.generate_trace_id"
-    hook(f"{module}.trace", generated, tracing.trace_id, "around")
+_FLAGS = "sglang.srt.arg_groups.pd_disaggregation_hook"
+_CONTEXT = "sglang.srt.runtime_context"
+_ENCODER = "sglang.srt.disaggregation.encoder"
+_CONN = "sglang.srt.disaggregation.common.conn"
+_PREFILL = "sglang.srt.disaggregation.prefill"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+_POLICY = "sglang.srt.managers.schedule_policy"
+_BATCH = "sglang.srt.managers.schedule_batch"
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_STATS = "sglang.srt.observability.req_time_stats"
+_TRACE = "sglang.srt.observability.trace"
 
 
 def _launch_encoder(args: Any) -> None:
     from sglang_epd.encoder.server import launch
 
     launch(args)
-
-
-def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
-    if request_receiver.mm_receiver is None:
-        return original(request_receiver)
-    from sglang_epd.seams.scheduler import pull_and_pass_on
-
-    return pull_and_pass_on(original, request_receiver)
 
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:
@@ -100,3 +58,111 @@ def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any
     from sglang_epd.seams.scheduler import create_backend
 
     return create_backend(args, scheduler, **options)
+
+
+def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
+    pulled, seam = original(request_receiver), request_receiver.mm_receiver
+    # None on the ranks that do not lead.
+    return pulled if pulled is None or seam is None else seam.pass_on(pulled)
+
+
+# In the launcher of every server, and in each of its processes: a server that needs this
+# package does not run without it.
+GUARDS = (
+    # Also: serve models that are not on SGLang's list, refuse flags that would fail later.
+    Hook(_FLAGS, "handle_encoder_disaggregation", "around", server_args.resolve),
+    Hook(_CONTEXT, "publish", "after", roles.hold),
+)
+
+HOOKS = (
+    *GUARDS,
+    # --encoder-only: our server instead of the in-tree one.
+    Hook(f"{_ENCODER}.http_server", "launch_server", "replace", _launch_encoder),
+    # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
+    Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
+    # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
+    Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", discovery.BootstrapPlace),
+    # ... tokenizer process: encoders hear that a request is over.
+    Hook(_TOKENIZER, "TokenizerManager.abort_request", "after", requests.after("cancel")),
+    # ... tokenizer process: an answer, and a trace, say where the media came from.
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._wait_one_response",
+        "around",
+        requests.around("tell_sources"),
+    ),
+    Hook(_TOKENIZER, "TokenizerManager.convert_to_span_attrs", "after", tracing.add_sources),
+    # ... tokenizer process: a stream that fails before its first token has an HTTP status.
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._handle_abort_finish_reason",
+        "around",
+        requests.around("answer_before_streaming"),
+    ),
+    # ... tokenizer process: the HTTP request, with SGLANG_EPD_ENCODER_HEADER or the flag below.
+    Hook(_TOKENIZER, "TokenizerManager._init_req_state", "around", headers.note),
+    # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: what is encoded here.
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._should_dispatch_to_encoder",
+        "around",
+        requests.around("adaptive.should_dispatch"),
+    ),
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._handle_epd_disaggregation_encode_request",
+        "around",
+        requests.around("adaptive.handle"),
+    ),
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._tokenize_one_request",
+        "around",
+        requests.around("adaptive.tokenize"),
+    ),
+    # ... schedulers: requests whose items have not landed stay with the leading rank.
+    Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
+    # ... schedulers: no vision weights in memory.
+    Hook(_RUNNER, "ModelRunner.load_model", "around", vision_weights.load),
+    # ... schedulers: the prefix cache is asked before a request is queued.
+    Hook(_SCHEDULER, "Scheduler._add_request_to_queue", "around", prefix.add_request),
+    Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),
+    Hook(_POLICY, "PrefillAdder.add_one_req", "around", prefix.add_one),
+    Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
+    # ... schedulers: embeddings are given back as soon as SGLang is done with them.
+    Hook(_BATCH, "MultimodalInputs.release_features", "after", embeddings.drop),
+    Hook(
+        _PREFILL,
+        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+        "after",
+        embeddings.release_sent,
+    ),
+    # --language-only prefill, tokenizer process: layouts, for the decode servers.
+    Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),
+    # Decode, tokenizer process: prompts are laid out by what the prefill server knows.
+    # --language-only: our dispatcher gets the parts of the manager.
+    # SGLANG_EPD_CONTENT_IDENTITY: a server that encodes itself names media as encoders do.
+    Hook(_TOKENIZER, "TokenizerManager.init_disaggregation", "after", parts.made),
+    # Prefill and decode, --enable-trace: one trace on both.
+    Hook(_STATS, "APIServerReqTimeStats.set_created_time", "around", tracing.begin_root),
+    Hook(_TRACE, "TraceCustomIdGenerator.generate_trace_id", "around", tracing.trace_id),
+)
+
+
+def register(*, role: bool) -> None:
+    """Hook SGLang in this process.
+
+    With another version of SGLang only the guards are hooked, which end servers that need
+    this package, and nothing is changed of the others.
+
+    Args:
+        role: whether the server is known to have an EPD role; it may have one anyway.
+
+    Raises:
+        ConfigError: it has one, and this package does not fit SGLang.
+    """
+    installed, wanted = contract.versions()
+    hooks.install(HOOKS if installed == wanted else GUARDS)
+    if role:
+        hooks.require()
+    rundir.draw_run_id()

@@ -100,3 +100,16 @@ def test_every_seam_has_a_contract_here():
         "sglang.kernels.ops.gemm.fp8_kernel",
         "sglang.srt.models.deepseek_common.attention_backend_handler",
     }
+
+
+def test_a_module_that_moved_does_not_go_unnoticed(monkeypatch, caplog):
+    changes = {**seams._CHANGES, "sglang.srt.managers.moved": print}
+    monkeypatch.setattr(seams, "_CHANGES", changes)
+    monkeypatch.setattr(seams, "_asked", set())
+    asked = []
+    monkeypatch.setattr(seams, "when_imported", lambda name, _change: asked.append(name))
+    seams.install()
+    assert asked == list(changes)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The CPU platform changes sglang.srt.managers.moved, which this SGLang does not have"
+    ]

@@ -11,6 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from sglang_epd import plugin
+from sglang_epd.seams import hooks
+
 # Everything of SGLang that the seams lean on; about ten seconds, once.
 _MODULES = (
     "arg_groups.overrides",
@@ -54,6 +57,23 @@ def sglang() -> Callable[[str], ModuleType]:
     gc.collect()
     gc.freeze()  # as after the collection of tests
     return lambda name: sys.modules[f"sglang.srt.{name}"]
+
+
+@pytest.fixture
+def hooked(
+    sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Applies a hook of the table to SGLang itself, until the test is over."""
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+
+    def apply(attribute: str) -> None:
+        (hook,) = [one for one in plugin.HOOKS if one.attribute == attribute]
+        owner, _, name = attribute.rpartition(".")
+        holder = getattr(sys.modules[hook.module], owner)
+        monkeypatch.setattr(holder, name, getattr(holder, name))  # is put back
+        hooks.install([hook])
+
+    return apply
 
 
 @pytest.fixture

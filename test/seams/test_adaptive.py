@@ -341,7 +341,7 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(build):
     manager = build()
     prompt = Prompt(images=["1000"])
     http = Http()
-    headers._note(lambda *_: None, manager, prompt, http)
+    headers.note(lambda *_: None, SimpleNamespace(mm_receiver="ours"), prompt, http)
     manager.dispatch(prompt)
     asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
     with pytest.raises(ValueError, match="left"):

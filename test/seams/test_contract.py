@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from sglang_epd.families import IN_TREE
+from sglang_epd.plugin import HOOKS
 from sglang_epd.seams import server_args
 from sglang_epd.seams.contract import SIGNATURES, violations
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
@@ -25,7 +26,9 @@ Find = Callable[[str, str], Any]
 
 # (our module, module, class): the attributes that are read or set.
 ATTRIBUTES: dict[tuple[str, str, str], str] = {
-    ("seams/hooks", "plugins.hook_registry", "HookType"): "REPLACE AROUND AFTER BEFORE",
+    ("seams/hooks", "plugins.hook_registry", "HookType"): "REPLACE",
+    ("seams/hooks", "plugins.hook_registry", "HookRegistry"): "_hooks",
+    ("seams/hooks", "plugins.hook_registry", "HookSource"): "plugin_name",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput"): (
         "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
         "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
@@ -426,6 +429,11 @@ def test_a_function_takes_what_it_took(find, target):
     )
 
 
+def test_each_hook_has_its_target_here():
+    known = {f"sglang.srt.{module}.{path}" for _, module, path in SIGNATURES}
+    assert {hook.target for hook in HOOKS} <= known
+
+
 def attributes(cls: type) -> set[str]:
     """What objects of `cls` have: declared, inherited, or set by its own methods."""
     own = {name for base in cls.__mro__ for name in (*vars(base), *_annotations(base))}
@@ -633,13 +641,11 @@ def test_every_way_in_hands_its_http_request_on(sglang):
 def test_the_check_without_imports_sees_what_the_tests_above_see(tmp_path):
     assert violations() == []
     srt = tmp_path / "srt"
-    (srt / "plugins").mkdir(parents=True)
-    (srt / "plugins" / "hook_registry.py").write_text(
-        "class HookRegistry:\n    def register(target, hook): ...\n"
-    )
+    srt.mkdir()
+    (srt / "runtime_context.py").write_text("def publish(server_args): ...\n")
     found = violations(srt)
     assert len(found) == len(SIGNATURES)
-    (moved,) = [one for one in found if "HookRegistry.register" in one]
-    assert moved.startswith("seams/hooks")
-    assert "target hook" in moved
+    (moved,) = [one for one in found if ".publish" in one]
+    assert moved.startswith("seams/roles")
+    assert "hf_config ranks), which takes (server_args)" in moved
     assert any("create_mm_receiver is gone" in one for one in found)

@@ -13,6 +13,7 @@ from sglang_epd.observability.decisions import HeaderMetrics
 from sglang_epd.seams import headers
 from sglang_epd.seams.headers import HEADER, EncoderHeader
 
+MANAGER = SimpleNamespace(mm_receiver="ours")
 URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000/", "https://Enc.example", "http://[::1]:5"]
 
 
@@ -30,7 +31,7 @@ def choose(metrics):
         raw = [(HEADER.encode(), value.encode("latin-1")) for value in values]
         request = SimpleNamespace(headers=Headers(raw=raw))
         context = contextvars.copy_context()
-        context.run(headers._note, lambda *_: None, None, None, request)
+        context.run(headers.note, lambda *_: None, MANAGER, None, request)
         return context.run(header.chosen_encoders)
 
     return run
@@ -108,6 +109,15 @@ def test_without_a_request_there_is_no_choice(metrics):
     assert contextvars.Context().run(header.chosen_encoders) is None
 
 
+@pytest.mark.parametrize("manager", [SimpleNamespace(), SimpleNamespace(mm_receiver=None)])
+def test_a_server_without_a_receiver_of_ours_notes_nothing(manager):
+    context = contextvars.Context()
+    seen = []
+    context.run(headers.note, lambda *args: seen.append(args), manager, "obj", "request")
+    assert seen == [(manager, "obj", "request")]
+    assert context.run(headers.current_request) is None
+
+
 def test_without_the_setting_nobody_looks():
     assert headers.chooser(False, lambda: URLS)() is None
 
@@ -120,9 +130,9 @@ async def test_requests_side_by_side_have_each_their_own(metrics):
         if url is not None:
             raw = [(HEADER.encode(), url.encode())]
             request = SimpleNamespace(headers=Headers(raw=raw))
-            headers._note(lambda *_: None, None, None, request)
+            headers.note(lambda *_: None, MANAGER, None, request)
             # The copies that SGLang makes of a sampled request come without it.
-            headers._note(lambda *_: None, None, None, None)
+            headers.note(lambda *_: None, MANAGER, None, None)
         await asyncio.sleep(0)
         return await asyncio.create_task(asyncio.to_thread(header.chosen_encoders))
 

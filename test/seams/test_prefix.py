@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_epd.seams.prefix import Hooks, RadixTree, SchedulerQueue
+from sglang_epd.seams import prefix
+from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
 
 
 @dataclass
@@ -36,13 +37,10 @@ class FakeGate:
 
 
 @pytest.fixture
-def gate():
-    return FakeGate()
-
-
-@pytest.fixture
-def hooks(gate):
-    return Hooks(gate)
+def gate(monkeypatch):
+    gate = FakeGate()
+    monkeypatch.setattr(prefix.Installed, "gate", gate)
+    return gate
 
 
 def request(rid: str = "r", **more: Any) -> SimpleNamespace:
@@ -50,26 +48,26 @@ def request(rid: str = "r", **more: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_a_request_is_queued_if_the_gate_lets_it_pass(gate, hooks, passes):
+def test_a_request_is_queued_if_the_gate_lets_it_pass(gate, passes):
     gate.passes = passes
     queued = []
-    hooks.add_request(lambda *args: queued.append(args), "scheduler", request(), True)
+    prefix.add_request(lambda *args: queued.append(args), "scheduler", request(), True)
     assert gate.told == [("admit", "r", True)]
     assert [args[2] for args in queued] == [True] * passes
 
 
-def test_a_request_that_lost_its_match_is_passed_over(sglang, gate, hooks):
+def test_a_request_that_lost_its_match_is_passed_over(sglang, gate):
     results = sglang("managers.schedule_policy").AddReqResult
     gate.runs = False
     adder = SimpleNamespace(can_run_list=[])
-    assert hooks.add_one(None, adder, request()) is results.CONTINUE
+    assert prefix.add_one(None, adder, request()) is results.CONTINUE
     assert gate.told == [("may_run", "r", 7)]
 
 
 @pytest.mark.parametrize("result", ["CONTINUE", "OTHER", "NO_TOKEN"])
 @pytest.mark.parametrize("added", [True, False])
 def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
-    sglang, gate, hooks, result, added
+    sglang, gate, result, added
 ):
     wanted = sglang("managers.schedule_policy").AddReqResult[result]
     one = request()
@@ -81,7 +79,7 @@ def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
             adder.can_run_list.append(req)
         return wanted
 
-    assert hooks.add_one(original, adder, one, has_chunked_req=False) is wanted
+    assert prefix.add_one(original, adder, one, has_chunked_req=False) is wanted
     assert (("taken", "r") in gate.told) == added
     assert (("let_go",) in gate.told) == (result == "NO_TOKEN")
 
@@ -90,7 +88,7 @@ def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
     ("answers", "locks", "asked", "enough"),
     [([True], 1, 1, True), ([False], 0, 1, False), ([False, True], 1, 2, True)],
 )
-def test_nobody_is_retracted_for_the_sake_of_a_lock(gate, hooks, answers, locks, asked, enough):
+def test_nobody_is_retracted_for_the_sake_of_a_lock(gate, answers, locks, asked, enough):
     gate.locks = locks
     calls = []
 
@@ -98,17 +96,26 @@ def test_nobody_is_retracted_for_the_sake_of_a_lock(gate, hooks, answers, locks,
         calls.append(selected_indices)
         return answers[len(calls) - 1]
 
-    assert hooks.check_memory(original, "batch", selected_indices=[1]) is enough
+    assert prefix.check_memory(original, "batch", selected_indices=[1]) is enough
     assert calls == [[1]] * asked
     assert (("let_go",) in gate.told) == (asked == 2)
 
 
-def test_nothing_is_locked_when_the_tree_is_emptied(gate, hooks):
+def test_nothing_is_locked_when_the_tree_is_emptied(gate):
     def original(scheduler: Any, empty_cache: bool = True) -> bool:
         assert gate.told == [("let_go",)]
         return True
 
-    assert hooks.flush(original, "scheduler", empty_cache=False)
+    assert prefix.flush(original, "scheduler", empty_cache=False)
+
+
+def test_a_scheduler_without_a_gate_is_as_sglang_has_it(monkeypatch):
+    monkeypatch.setattr(prefix.Installed, "gate", None)
+    seen = []
+    prefix.add_request(lambda *args: seen.append(args), "scheduler", "req", True)
+    assert seen == [("scheduler", "req", True)]
+    for hook in (prefix.add_one, prefix.check_memory, prefix.flush):
+        assert hook(lambda *args, **options: (args, options), 1, 2, a=3) == ((1, 2), {"a": 3})
 
 
 class FakeCache:

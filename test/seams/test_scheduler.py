@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_epd.seams.scheduler import SchedulerSeam, pull_and_pass_on
+from sglang_epd.plugin import _pull_and_pass_on
+from sglang_epd.seams.scheduler import SchedulerSeam
 
 
 class FakeLeader:
@@ -63,7 +64,7 @@ def pull(seam, pulled):
         assert request_receiver is receiver
         return pulled
 
-    return pull_and_pass_on(original, receiver)
+    return _pull_and_pass_on(original, receiver)
 
 
 def test_the_leading_rank_holds_back_what_waits(seam, leader):
@@ -79,11 +80,6 @@ def test_a_rank_that_takes_nothing_in_says_so_still(seam, follower):
     assert pull(follower, None) is None
     assert pull(seam, None) is None
     assert pull(seam, []) == []
-
-
-def test_the_in_tree_receiver_is_left_alone():
-    pulled = [request("w")]
-    assert pull(SimpleNamespace(), pulled) is pulled
 
 
 def test_a_rank_that_does_not_lead_waits_for_nothing(follower):

@@ -24,8 +24,6 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
-    _answer_before_streaming,
-    _cancel_at_encoders,
 )
 from sglang_epd.wire import Expect, Layout, LayoutReply, TensorSpec
 from sglang_epd.wire.http import decode_body
@@ -196,12 +194,11 @@ def test_what_cannot_be_planned_has_failed_for_the_decode_server_too(seam):
         assert "image 1 of 1" in reply.error.message
 
 
-def test_an_aborted_request_is_cancelled_at_the_encoders(frontend):
-    manager = SimpleNamespace(mm_receiver=SimpleNamespace(frontend=frontend))
-    _cancel_at_encoders(None, manager, "rid")
-    _cancel_at_encoders(None, manager, rid="rid2")
-    _cancel_at_encoders(None, manager, "")
-    _cancel_at_encoders(None, manager, abort_all=True)
+def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):
+    seam.cancel("rid")
+    seam.cancel(rid="rid2")
+    seam.cancel("")
+    seam.cancel(abort_all=True)
     assert frontend.cancelled == ["rid", "rid2", "all of them"]
 
 
@@ -383,7 +380,7 @@ async def test_an_error_keeps_no_item_alive(receive, collector, counted, monkeyp
 
 
 @pytest.fixture
-def finish():
+def finish(seam):
     """Call the hook on one finished request; gives what the original method was called with."""
 
     async def call(status, *, is_stream=True, completion_tokens=0, waited=True):
@@ -396,7 +393,7 @@ def finish():
         reason = {"type": "abort"} if status is None else {"type": "abort", "status_code": status}
         out = {"meta_info": {"finish_reason": reason, "completion_tokens": completion_tokens}}
         state = SimpleNamespace(obj=SimpleNamespace(need_wait_for_mm_inputs=waited))
-        assert await _answer_before_streaming(original, "manager", out, state, is_stream) == (
+        assert await seam.answer_before_streaming(original, "manager", out, state, is_stream) == (
             "answer"
         )
         return seen

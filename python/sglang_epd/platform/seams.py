@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from pathlib import Path
+
 from sglang_epd.deferred import when_imported
 from sglang_epd.platform import (
     disaggregation,
@@ -12,6 +16,8 @@ from sglang_epd.platform import (
     video,
     vision_attention,
 )
+
+logger = logging.getLogger(__name__)
 
 _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
@@ -35,4 +41,16 @@ def install() -> None:
     for name, change in _CHANGES.items():
         if name not in _asked:
             _asked.add(name)
+            if not _exists(name):
+                logger.warning("The CPU platform changes %s, which this SGLang does not have", name)
             when_imported(name, change)
+
+
+def _exists(name: str) -> bool:
+    """Whether SGLang has a module, which is not imported for that, nor are its parents."""
+    top, *below = name.split(".")
+    package = importlib.util.find_spec(top)
+    if package is None or not package.submodule_search_locations:
+        return False
+    place = Path(package.submodule_search_locations[0], *below)
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()

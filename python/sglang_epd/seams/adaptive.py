@@ -50,7 +50,6 @@ from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
 from sglang_epd.media import MediaLimits
 from sglang_epd.seams import headers, identities, local_rate
-from sglang_epd.seams.hooks import hook
 from sglang_epd.wire import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -58,7 +57,6 @@ if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "sglang.srt.managers.tokenizer_manager"
 # A request of this kind of failure has not been the encoders' work: the tower here may
 # have it. Not one that they failed at, which this server is not to fail at as well.
 _CURABLE = (UnavailableError, OverloadedError, NamespaceError)
@@ -338,7 +336,7 @@ def _local(items: Sequence[EncodeItem]) -> bool:
     return all(item.modality == "IMAGE" for item in items)
 
 
-def install(
+def create(
     frontend: Frontend,
     pool: Pool,
     costs: Costs,
@@ -346,8 +344,8 @@ def install(
     chosen: Callable[[], tuple[str, ...] | None],
     settings: Settings,
     hf_config: Any,
-) -> None:
-    """Hook SGLang in this tokenizer process; does nothing without
+) -> Adaptive | None:
+    """What decides in this tokenizer process; None without
     `--enable-adaptive-dispatch-to-encoder`.
 
     Args:
@@ -356,7 +354,7 @@ def install(
     from sglang.srt.runtime_context import get_disagg
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
-        return
+        return None
     from sglang_epd.observability.decisions import DecisionMetrics
 
     adaptive = Adaptive(
@@ -370,14 +368,8 @@ def install(
         metrics=DecisionMetrics(),
         timeout_s=settings.request_timeout_s,
     )
-    headers.note_requests()
-    for method, function in (
-        ("_should_dispatch_to_encoder", adaptive.should_dispatch),
-        ("_handle_epd_disaggregation_encode_request", adaptive.handle),
-        ("_tokenize_one_request", adaptive.tokenize),
-    ):
-        hook(_MODULE, f"TokenizerManager.{method}", function, "around")
     logger.info("EPD: this server holds its tower and encodes images itself where that is faster")
+    return adaptive
 
 
 def _knobs(settings: Settings, hf_config: Any) -> Knobs:

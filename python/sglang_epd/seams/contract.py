@@ -1,7 +1,8 @@
 """The functions of SGLang that this package leans on, and whether they are as they were.
 
 `test/seams/test_contract.py` compares them by importing SGLang; `violations` reads its
-source instead, in a second, so that `sglang-epd doctor` can tell before anything starts.
+source instead, in a second, so that `sglang-epd doctor`, and the launcher of a server with
+an EPD role (`hooks.require`), can tell before anything starts.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+_PINNED = re.compile(r"(sglang(?:-router)?)==([^ ;]+)")
 _SRT = "sglang.srt."
 # A name may be handed on by so many modules.
 _MOST_IMPORTS = 5
@@ -67,10 +71,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
         "self model_config model"
     ),
-    ("seams/hooks", "plugins.hook_registry", "HookRegistry.register"): (
-        "target hook hook_type source"
-    ),
-    ("seams/hooks", "plugins.hook_registry", "HookRegistry.apply_hooks"): "",
+    (
+        "seams/roles and encoder/server",
+        "runtime_context",
+        "publish",
+    ): "server_args role hf_config ranks",
     ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
         "self rid abort_all"
@@ -116,6 +121,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "self params"
     ),
     ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.unlock"): "self lock",
+    ("seams/embeddings", "managers.schedule_batch", "MultimodalInputs.release_features"): "self",
+    (
+        "seams/embeddings",
+        "disaggregation.prefill",
+        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+    ): "self rids_to_check",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),
@@ -213,7 +224,6 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "distributed.device_communicators.mooncake_transfer_engine",
         "init_mooncake_transfer_engine",
     ): "hostname gpu_id ib_device",
-    ("encoder/server", "runtime_context", "publish"): "server_args role hf_config ranks",
     ("encoder/server", "utils", "configure_logger"): "server_args prefix",
     ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
     ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",
@@ -239,6 +249,21 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         )
     },
 }
+
+
+def pinned() -> dict[str, str]:
+    """The versions that this package is for, by the names of SGLang's packages."""
+    found = (_PINNED.fullmatch(one) for one in requires("sglang-epd") or ())
+    return {one[1]: one[2] for one in found if one}
+
+
+def versions() -> tuple[str, str]:
+    """Of SGLang: the one that is installed, and the one that this package is for."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        installed = "without a version"
+    return installed, pinned()["sglang"]
 
 
 def violations(srt: Path | None = None) -> list[str]:

@@ -14,28 +14,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_epd.seams.hooks import hook
-
-_SRT = "sglang.srt"
-
-
-def give_back_early() -> None:
-    """Hook SGLang in this scheduler process."""
-    module = f"{_SRT}.managers.schedule_batch"
-    hook(module, "MultimodalInputs.release_features", drop, "after")
-    module = f"{_SRT}.disaggregation.prefill"
-    mixin = "SchedulerDisaggregationPrefillMixin"
-    hook(module, f"{mixin}.process_disagg_prefill_inflight_queue", release_sent, "after")
+from sglang_epd.seams.prefix import Installed
 
 
 def drop(_result: None, mm_inputs: Any) -> None:
     """After `release_features`: the embeddings go with the features."""
-    for item in mm_inputs.mm_items:
-        item.precomputed_embeddings = None
+    if Installed.gate is not None:
+        for item in mm_inputs.mm_items:
+            item.precomputed_embeddings = None
 
 
 def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options: Any) -> None:
-    """On a prefill server: a request whose KV has been sent is not computed again."""
-    for request in done:
+    """After `process_disagg_prefill_inflight_queue`: a request whose KV has been sent is not
+    computed again."""
+    for request in done if Installed.gate is not None else ():
         if request.multimodal_inputs is not None and request.session is None:
             request.multimodal_inputs.release_features()

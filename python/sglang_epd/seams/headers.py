@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sglang_epd.errors import EncoderChoiceError
-from sglang_epd.seams.hooks import hook
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
     from sglang_epd.observability.decisions import HeaderMetrics
@@ -26,7 +25,6 @@ if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
 logger = logging.getLogger(__name__)
 
 HEADER = "x-encoder-hosts-ports"
-_MODULE = "sglang.srt.managers.tokenizer_manager"
 _MAX_NAMED = 256
 _PORTS = {"http": 80, "https": 443}
 
@@ -34,19 +32,15 @@ _PORTS = {"http": 80, "https": 443}
 _request: ContextVar[Any] = ContextVar("sglang_epd_request", default=None)
 
 
-def note_requests() -> None:
-    """Hook SGLang so that `current_request` knows."""
-    hook(_MODULE, "TokenizerManager._init_req_state", _note, "around")
-
-
 def current_request() -> Any:
-    """The `fastapi.Request` that this task serves; None where there is none."""
+    """The `fastapi.Request` that this task of a language server serves; None without one."""
     return _request.get()
 
 
-def _note(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+def note(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+    """Around `_init_req_state`."""
     # The copies of a sampled request come without it, in the same task.
-    if request is not None:
+    if request is not None and getattr(manager, "mm_receiver", None) is not None:
         _request.set(request)
     return original(manager, obj, request)
 
@@ -117,6 +111,5 @@ def chooser(
         return lambda: None
     from sglang_epd.observability.decisions import HeaderMetrics
 
-    note_requests()
     logger.info("EPD: requests may name their encoders (%s)", HEADER)
     return EncoderHeader(urls, HeaderMetrics()).chosen_encoders

@@ -14,14 +14,18 @@ takes it; on `managers.schedule_batch.ScheduleBatch.check_decode_mem` and
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_epd.language.backend import Leader
-from sglang_epd.language.prefix import Gate
-from sglang_epd.seams.hooks import hook
-from sglang_epd.transfer.arena import Arena
+if TYPE_CHECKING:  # imports zmq, in processes that need none of this
+    from sglang_epd.language.backend import Leader
+    from sglang_epd.language.prefix import Gate
+    from sglang_epd.transfer.arena import Arena
 
-_SRT = "sglang.srt"
+
+class Installed:
+    """The gate before this process's scheduler; None where it is no language server's."""
+
+    gate: Gate | None = None
 
 
 class RadixTree:
@@ -99,54 +103,54 @@ class SchedulerQueue:
             scheduler.release_aborted_prefill_waiting_req(request)
 
 
-class Hooks:
-    """What runs around SGLang's own functions."""
+def add_request(original: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:
+    """Around `_add_request_to_queue`."""
+    gate = Installed.gate
+    if gate is None or gate.admit(req, retracted=is_retracted):
+        original(scheduler, req, is_retracted)
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
 
-    def add_request(
-        self, original: Any, scheduler: Any, req: Any, is_retracted: bool = False
-    ) -> None:
-        if self._gate.admit(req, retracted=is_retracted):
-            original(scheduler, req, is_retracted)
+def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> Any:
+    """Around `add_one_req`."""
+    gate = Installed.gate
+    if gate is None:
+        return original(adder, req, *args, **options)
+    from sglang.srt.managers.schedule_policy import AddReqResult
 
-    def add_one(self, original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> Any:
-        from sglang.srt.managers.schedule_policy import AddReqResult
+    if not gate.may_run(req, req.prefix_len):
+        # As if it had been taken: the next one in the queue is looked at.
+        return AddReqResult.CONTINUE
+    result = original(adder, req, *args, **options)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        gate.taken(req)
+    if result is AddReqResult.NO_TOKEN:
+        gate.let_go()
+    return result
 
-        if not self._gate.may_run(req, req.prefix_len):
-            # As if it had been taken: the next one in the queue is looked at.
-            return AddReqResult.CONTINUE
-        result = original(adder, req, *args, **options)
-        if adder.can_run_list and adder.can_run_list[-1] is req:
-            self._gate.taken(req)
-        if result is AddReqResult.NO_TOKEN:
-            self._gate.let_go()
-        return result
 
-    def check_memory(self, original: Any, batch: Any, *args: Any, **options: Any) -> Any:
-        enough = original(batch, *args, **options)
-        if enough or not self._gate.locks:
-            return enough
-        self._gate.let_go()
-        return original(batch, *args, **options)
+def check_memory(original: Any, batch: Any, *args: Any, **options: Any) -> Any:
+    """Around `check_decode_mem`."""
+    gate = Installed.gate
+    enough = original(batch, *args, **options)
+    if enough or gate is None or not gate.locks:
+        return enough
+    gate.let_go()
+    return original(batch, *args, **options)
 
-    def flush(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
+
+def flush(original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
+    """Around `flush_cache`."""
+    if Installed.gate is not None:
         # Locks of an emptied tree would be undone in another.
-        self._gate.let_go()
-        return original(scheduler, *args, **options)
+        Installed.gate.let_go()
+    return original(scheduler, *args, **options)
 
 
 def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> Gate:
     """Put a gate before this process's scheduler."""
+    from sglang_epd.language.prefix import Gate
+
     queue = SchedulerQueue(scheduler)
     gate = queue.gate = Gate(RadixTree(scheduler.tree_cache), queue, leader, arena, reader)
-    hooks = Hooks(gate)
-    module = f"{_SRT}.managers.scheduler"
-    hook(module, "Scheduler._add_request_to_queue", hooks.add_request, "around")
-    hook(module, "Scheduler.flush_cache", hooks.flush, "around")
-    module = f"{_SRT}.managers.schedule_policy"
-    hook(module, "PrefillAdder.add_one_req", hooks.add_one, "around")
-    module = f"{_SRT}.managers.schedule_batch"
-    hook(module, "ScheduleBatch.check_decode_mem", hooks.check_memory, "around")
+    Installed.gate = gate
     return gate

@@ -1,9 +1,43 @@
-"""What a server with a language model is called in its logs."""
+"""What a server is for: whether this package serves it, and what it is called in its logs.
+
+Leans on `runtime_context.publish(server_args, ...)`, which each of SGLang's processes calls
+when it has loaded its plug-ins and before it serves anything.
+"""
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 from sglang_epd import logs
 from sglang_epd.config import Settings
+from sglang_epd.seams import hooks, identities
+
+logger = logging.getLogger(__name__)
+
+
+def served(server_args: Any) -> bool:
+    """Whether a server with these flags must not run without this package.
+
+    Args:
+        server_args: SGLang's, of any version, as typed.
+    """
+    apart = ("encoder_only", "language_only")
+    return any(getattr(server_args, flag, False) for flag in apart) or identities.asked()
+
+
+def hold(_result: Any, server_args: Any, *_args: Any, **_options: Any) -> None:
+    """After `publish`: the hooks of this process hold, if its server is served.
+
+    A decode server without an EPD flag works by itself, if slower, and is told only.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if served(server_args):
+        hooks.require()
+    elif getattr(server_args, "disaggregation_mode", "") == "decode" and (why := hooks.misfit()):
+        logger.warning("Prompts are laid out as SGLang does it: %s", why)
 
 
 def install_logs(settings: Settings) -> None:

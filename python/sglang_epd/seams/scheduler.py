@@ -25,7 +25,6 @@ from sglang_epd.language.assembly import LaidOut, ReceivedItem, assemble, lay_ou
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
 from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
-from sglang_epd.seams.embeddings import give_back_early
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.claims import Claims
 from sglang_epd.wire import Expect, ItemLayout
@@ -127,7 +126,6 @@ def create_backend(
         # SGLang's Rust server brings a sleeper without one, which wakes once a second.
         if hasattr(scheduler.idle_sleeper, "poller"):
             scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
-    give_back_early()
     gate = prefix.install(scheduler, leader, arena, ranks.reader)
     backend = Backend(
         arena,
@@ -140,12 +138,3 @@ def create_backend(
         span_of=tracing.span_of,
     )
     return SchedulerSeam(backend, leader, gate)
-
-
-def pull_and_pass_on(original: Any, request_receiver: Any) -> list[Any] | None:
-    """Around `SchedulerRequestReceiver._pull_raw_reqs`; None on ranks that do not lead."""
-    pulled: list[Any] | None = original(request_receiver)
-    seam = request_receiver.mm_receiver
-    if pulled is None or not isinstance(seam, SchedulerSeam):
-        return pulled
-    return seam.pass_on(pulled)

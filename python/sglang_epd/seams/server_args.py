@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import identities, tokenizer_workers
+from sglang_epd.seams import hooks, identities, roles, tokenizer_workers
 
 # What the families call the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
@@ -23,9 +23,14 @@ def resolve(original: Any, server_args: Any) -> None:
     that are not on its list too, and then ours.
 
     Raises:
-        ConfigError: a flag that this version does not honour, or not for this model.
+        ConfigError: a flag that this version does not honour, or not for this model; or this
+            package does not fit SGLang.
         ValueError: SGLang's own.
     """
+    if not roles.served(server_args):
+        original(server_args)
+        return
+    hooks.require()
     from sglang.srt.arg_groups.overrides import model_config_of
 
     try:

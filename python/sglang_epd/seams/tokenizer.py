@@ -52,15 +52,12 @@ from sglang_epd.seams import (
     rundir,
     tracing,
 )
-from sglang_epd.seams.hooks import hook
 from sglang_epd.seams.options import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import EncodeItem, Expect
 
 logger = logging.getLogger(__name__)
-
-_MODULE = "sglang.srt.managers.tokenizer_manager"
 
 
 class TokenizerSeam:
@@ -77,6 +74,8 @@ class TokenizerSeam:
         plan: Callable[[Any], list[EncodeItem]] = plan,
     ) -> None:
         self.frontend = frontend
+        # Where a prompt may be encoded here: decides, and does it.
+        self.adaptive: adaptive.Adaptive | None = None
         self._collector = collector
         self._timeout_s = request_timeout_s
         # The encoders that the current request names (`headers.chooser`).
@@ -172,6 +171,39 @@ class TokenizerSeam:
         # Not where the error was caught: with it the exception would keep the items alive.
         raise HTTPException(outcome.status if known else HTTPStatus.BAD_REQUEST, outcome.message)
 
+    def cancel(self, rid: str = "", abort_all: bool = False) -> None:
+        """After `abort_request`: encoders hear of it."""
+        if abort_all:
+            self.frontend.cancel_all()
+        elif rid:
+            self.frontend.cancel(rid)
+
+    def tell_sources(
+        self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Around `_wait_one_response`: answers say where a request's media came from."""
+        answers = original(manager, obj, *args, **options)
+        if not obj.contains_mm_input():
+            return answers
+        return _with_sources(answers, self.frontend, obj.rid)
+
+    async def answer_before_streaming(
+        self, original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
+    ) -> Any:
+        """Around `_handle_abort_finish_reason`: a stream that fails before its first token
+        gets an HTTP status, not an event.
+
+        SGLang turns the `ValueError` that the non-streaming case raises into a 400 when it
+        comes before the first chunk.
+        """
+        status = out["meta_info"]["finish_reason"].get("status_code")
+        unborn = is_stream and not out["meta_info"].get("completion_tokens")
+        waited = state.obj.need_wait_for_mm_inputs
+        if unborn and waited and status is not None and 400 <= status < 500:
+            out["meta_info"]["finish_reason"]["status_code"] = 400
+            return await original(manager, out, state, False)
+        return await original(manager, out, state, is_stream)
+
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
         from sglang.srt.managers.schedule_batch import Modality
@@ -248,11 +280,9 @@ def create_frontend(
         frontend, Collector(control), timeout_s, chosen, lays_out=lay_out, plan=planner
     )
     control.on_again = seam.send_again
-    adaptive.install(frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config)
-    hook(_MODULE, "TokenizerManager.abort_request", _cancel_at_encoders, "after")
-    hook(_MODULE, "TokenizerManager._wait_one_response", _tell_sources, "around")
-    method = "TokenizerManager._handle_abort_finish_reason"
-    hook(_MODULE, method, _answer_before_streaming, "around")
+    seam.adaptive = adaptive.create(
+        frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config
+    )
     return seam
 
 
@@ -285,23 +315,6 @@ def _dispatcher(
     )
 
 
-def _cancel_at_encoders(
-    _result: None, manager: Any, rid: str = "", abort_all: bool = False
-) -> None:
-    if abort_all:
-        manager.mm_receiver.frontend.cancel_all()
-    elif rid:
-        manager.mm_receiver.frontend.cancel(rid)
-
-
-def _tell_sources(original: Any, manager: Any, obj: Any, *args: Any, **options: Any) -> Any:
-    """Around `_wait_one_response`: answers of a request with media say where that came from."""
-    answers = original(manager, obj, *args, **options)
-    if not obj.contains_mm_input():
-        return answers
-    return _with_sources(answers, manager.mm_receiver.frontend, obj.rid)
-
-
 async def _with_sources(
     answers: AsyncGenerator[dict[str, Any]], frontend: Frontend, rid: str
 ) -> AsyncGenerator[dict[str, Any]]:
@@ -311,19 +324,3 @@ async def _with_sources(
             if account is not None:
                 answer["meta_info"]["media_sources"] = account
             yield answer
-
-
-async def _answer_before_streaming(
-    original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
-) -> Any:
-    """A stream that fails before its first token gets an HTTP status, not an event.
-
-    SGLang turns the `ValueError` that the non-streaming case raises into a 400 when it
-    comes before the first chunk.
-    """
-    status = out["meta_info"]["finish_reason"].get("status_code")
-    unborn = is_stream and not out["meta_info"].get("completion_tokens")
-    if unborn and state.obj.need_wait_for_mm_inputs and status is not None and 400 <= status < 500:
-        out["meta_info"]["finish_reason"]["status_code"] = 400
-        return await original(manager, out, state, False)
-    return await original(manager, out, state, is_stream)

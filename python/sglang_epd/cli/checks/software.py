@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from sglang_epd.cli.checks.finding import Finding, fail, note, ok, warn
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
-from sglang_epd.seams.contract import violations
+from sglang_epd.seams.contract import pinned, violations
 from sglang_epd.store.url import StoreUrl
 from sglang_epd.trust import Trust
 
 _LOAD_TIMEOUT_S = 60.0
 # An HMAC-SHA256 key of fewer characters is what an attacker would try first.
 _LEAST_TOKEN = 16
-_PINNED = re.compile(r"(sglang(?:-router)?)==([^ ;]+)")
 _APT = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
 
 def versions() -> Iterator[Finding]:
     """The versions that this package was written for are the ones that are here."""
     yield ok("sglang-epd", f"{version('sglang-epd')}, Python {sys.version.split()[0]}")
-    for requirement in requires("sglang-epd") or ():
-        if pinned := _PINNED.fullmatch(requirement):
-            name, wanted = pinned.groups()
-            try:
-                found = version(name)
-            except PackageNotFoundError:
-                yield fail(name, "is not installed", f"pip install {name}=={wanted}")
-                continue
-            if found == wanted:
-                yield ok(name, found)
-            else:
-                yield fail(name, f"{found}, not {wanted}", f"pip install {name}=={wanted}")
+    for name, wanted in pinned().items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield fail(name, "is not installed", f"pip install {name}=={wanted}")
+            continue
+        if found == wanted:
+            yield ok(name, found)
+        else:
+            yield fail(name, f"{found}, not {wanted}", f"pip install {name}=={wanted}")
 
 
 def plugins(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -71,12 +70,11 @@ def launch(server_args: Any) -> None:
 
     started = time.monotonic()
     settings = Settings.from_env()
-    limits = MediaLimits.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
-    if get_mm().allowed_media_domains and not limits.allowed_domains:
-        limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
-
+    limits = MediaLimits.from_env(
+        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
+    )
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
     trust = Trust.of(settings.token, serving)

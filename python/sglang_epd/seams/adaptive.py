@@ -353,15 +353,18 @@ def install(
     Args:
         chosen: as `headers.chooser` makes it.
     """
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.runtime_context import get_disagg, get_mm
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
         return
     from sglang_epd.observability.decisions import DecisionMetrics
 
+    limits = MediaLimits.from_env(
+        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
+    )
     adaptive = Adaptive(
         frontend=frontend,
-        images=LocalImages(pool.namespace, MediaLimits.from_env()),
+        images=LocalImages(pool.namespace, limits),
         snapshot=pool.snapshot,
         chosen=chosen,
         estimate=costs.estimate,

@@ -217,6 +217,9 @@ class Adaptive:
             raise HTTPException(error.status, error.message) from None
         self._frontend.encoded_here(len(read))
         prompt.image_data = [one.image for one in read]
+        if getattr(prompt, "mm_content_hashes", None) is not None:
+            # Compared with the media already; SGLang would compare them with the pixels.
+            prompt.mm_content_hashes = None
         tokenized = await original(manager, prompt)
         found = tokenized.mm_inputs.mm_items if tokenized.mm_inputs else []
         places = sum(len(item.offsets or ()) for item in found)

@@ -40,6 +40,9 @@ _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
+# A batch that runs for longer does not end by itself. Towers in processes of their own are
+# ended and started again then (`workers.Times.forward_s`).
+_STUCK_S = 300.0
 _SHUTTING_DOWN = "this encoder is shutting down"
 _ONE = Bounds(patches=1, items=1)
 
@@ -151,7 +154,8 @@ class Computations:
             "wait_s": round(self.expected_wait_s(), 3),
             "utilisation": round(self.utilisation(), 3),
             "towers": [
-                {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
+                {"alive": self._works_now(lane), "patches": int(lane.patches)}
+                for lane in self._lanes
             ],
             "cache": {
                 "entries": len(cache),
@@ -161,6 +165,16 @@ class Computations:
             },
             **({"store": self.store.status()} if self.store is not None else {}),
         }
+
+    @property
+    def able(self) -> bool:
+        """Whether any tower can work now."""
+        return any(self._works_now(lane) for lane in self._lanes)
+
+    @staticmethod
+    def _works_now(lane: Lane) -> bool:
+        """Whether its tower is there and its batch is not stuck."""
+        return lane.tower.alive and lane.busy_for_s(time.monotonic()) < _STUCK_S
 
     def expected_wait_s(self) -> float:
         """How long something new would wait, as far as is known; 0 where it is not."""
@@ -429,6 +443,8 @@ class Computations:
             return False
         for work in works:
             work.enter(State.RUNNING)
+        if not lane.batches:
+            lane.busy_since = now
         lane.batches += 1
         lane.running.update(works)
         self._running_bytes += sum(job.nbytes for job in jobs)

@@ -197,6 +197,11 @@ class EncoderService:
                 self._idle.set()
 
     @property
+    def healthy(self) -> bool:
+        """Whether it takes new work and has a tower for it."""
+        return not self.admission.draining and self.computations.able
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is in work."""
         return not self._live

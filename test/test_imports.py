@@ -5,7 +5,7 @@
     sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
-    wire, media, config, errors, trust, deferred, tally, spans, logs
+    wire, media, config, errors, trust, deferred, machine, tally, spans, logs, unread
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -30,7 +30,8 @@ LAYERS = (
     {"sim"},
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
-    {"wire", "media", "config", "errors", "trust", "deferred", "tally", "spans", "logs"},
+    {"wire", "media", "config", "errors", "trust", "deferred"}
+    | {"machine", "tally", "spans", "logs", "unread"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.

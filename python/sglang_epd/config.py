@@ -165,19 +165,20 @@ class Settings:
         "encoders.",
         least=0,
     )
-    receive_budget_mb: int = _setting(
+    receive_budget_mb: int | None = _setting(
         int,
-        2048,
+        None,
         "language",
         "Embeddings that it holds at a time: granted, received, being read or kept. Encoders "
-        "wait for more.",
+        "wait for more. Unless given, a sixteenth of the memory that the server may use, from "
+        "2048 to 16384.",
     )
-    embedding_cache_mb: int = _setting(
+    embedding_cache_mb: int | None = _setting(
         int,
-        1024,
+        None,
         "language",
-        "Of that budget, embeddings that nobody uses any more, kept for who sends the same "
-        "image again; they go when their room is needed.",
+        "Of that budget, embeddings that nobody uses any more, kept for the next request with "
+        "the same image; they go when their room is needed. Half of the budget unless given.",
         least=0,
     )
     grant_timeout_s: float = _setting(
@@ -187,8 +188,12 @@ class Settings:
     encoder_max_items: int = _setting(
         int, 1024, "encoders", "Items in work at a time; more are answered with 503."
     )
-    encoder_queue_mb: int = _setting(
-        int, 1024, "encoders", "Encoded media in work at a time; more is answered with 503."
+    encoder_queue_mb: int | None = _setting(
+        int,
+        None,
+        "encoders",
+        "Encoded media in work at a time; more is answered with 503. Unless given, a "
+        "thirty-second of the memory that the server may use, from 1024 to 8192.",
     )
     encoder_batch_patches: int | None = _setting(
         int,

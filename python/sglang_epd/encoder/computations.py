@@ -157,6 +157,8 @@ class Computations:
                 {"alive": self._works_now(lane), "patches": int(lane.patches)}
                 for lane in self._lanes
             ],
+            "staged_bytes": self._in_use(),
+            "max_staged_bytes": self._limits.staged_bytes,
             "cache": {
                 "entries": len(cache),
                 "bytes": cache.nbytes,
@@ -433,9 +435,7 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        # What is kept for the unwanting has a bound of its own: they may be long in
-        # coming, and others are not to wait for them.
-        in_use = self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
+        in_use = self._in_use()
         room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
         jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
         works: list[Work] = [job.content for job in jobs]
@@ -450,6 +450,14 @@ class Computations:
         self._running_bytes += sum(job.nbytes for job in jobs)
         self._spawn(self._run(lane, works), list(works))
         return True
+
+    def _in_use(self) -> int:
+        """Bytes of embeddings that are being made or used.
+
+        What is kept for the unwanting has a bound of its own: they may be long in coming, and
+        others are not to wait for them.
+        """
+        return self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         batch = list(works)

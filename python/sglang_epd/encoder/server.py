@@ -35,6 +35,7 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.machine import share_mb
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import checkpoint_folder, namespace
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -106,11 +107,15 @@ def launch(server_args: Any) -> None:
                 await store.connect()
             patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
             batch = Bounds(patches, settings.encoder_batch_items)
+            # As much of each as half of what a language server holds.
+            half_mb = share_mb() // 2
+            queue_mb = settings.encoder_queue_mb or half_mb
+            bounds = Limits(batch=batch, staged_bytes=half_mb << 20)
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, Limits(batch=batch), store),
+                computations=Computations(towers, cache, metrics, bounds, store),
                 fetcher=fetcher,
                 sender=sender,
-                admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
+                admission=Admission(settings.encoder_max_items, queue_mb << 20),
                 metrics=metrics,
                 namespace=identity,
                 name=name,
@@ -147,10 +152,13 @@ def launch(server_args: Any) -> None:
                 **tls_options(trust),
             )
             logger.info(
-                "Encoder ready in %.1f s at %s: namespace %s",
+                "Encoder ready in %.1f s at %s: namespace %s, up to %d MiB of media and %d MiB of "
+                "embeddings in work",
                 time.monotonic() - started,
                 name,
                 identity,
+                queue_mb,
+                half_mb,
             )
             registration = Registration(
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls

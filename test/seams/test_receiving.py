@@ -182,6 +182,18 @@ def test_half_of_the_budget_is_for_what_may_come_again(start, monkeypatch, kept,
     assert start().options["cache_bytes"] == expected << 20
 
 
+def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "8")
+    monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
+    monkeypatch.setenv("SGLANG_EMBEDDING_POOL_SIZE_MB", "4096")
+    with caplog.at_level("INFO"):
+        start(trust_mm_content_hashes=True)
+    assert "budget 8 MiB, 4 of it to keep" in caplog.text
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "SGLANG_EMBEDDING_POOL_SIZE_MB (instead: SGLANG_EPD_RECEIVE" in warning.message
+    assert "--trust-mm-content-hashes" in warning.message
+
+
 def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
     assert type(start(enable_metrics=True).options["tally"]) is CountingTally
 

@@ -46,6 +46,7 @@ from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
+from sglang_epd.unread import announce
 from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def launch(server_args: Any) -> None:
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
+    announce("encoder", {"--extra-metric-labels": get_observability().extra_metric_labels})
     limits = MediaLimits.from_env(
         hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
     )

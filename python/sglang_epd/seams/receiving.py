@@ -18,6 +18,7 @@ from sglang_epd.seams import rundir
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.unread import announce
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def start(readers: int) -> None:
     Raises:
         ConfigError: the transfer engine cannot be used here.
     """
-    from sglang.srt.runtime_context import get_disagg, get_observability, get_serving
+    from sglang.srt.runtime_context import get_disagg, get_mm, get_observability, get_serving
 
     settings = Settings.from_env()
     tally = Tally()
@@ -97,6 +98,8 @@ def start(readers: int) -> None:
     except OSError as error:
         raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
     receiver.start()
+    hashes = {"--trust-mm-content-hashes": get_mm().trust_mm_content_hashes}
+    announce("language", hashes)
     logger.info(
         "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d of it to keep, %d readers)",
         receiver.endpoint,

@@ -61,6 +61,23 @@ def test_each_variable_is_read():
     )
 
 
+@pytest.mark.parametrize(
+    ("env", "request_s", "encoder_s"),
+    [
+        ({}, 120.0, 60.0),
+        ({"SGLANG_ENCODER_RECV_TIMEOUT": "600"}, 600.0, 300.0),
+        ({"SGLANG_ENCODER_RECV_TIMEOUT": "30"}, 30.0, 60.0),
+        ({"SGLANG_ENCODER_RECV_TIMEOUT": "600", "SGLANG_EPD_REQUEST_TIMEOUT_S": "5"}, 5.0, 60.0),
+        ({"SGLANG_ENCODER_RECV_TIMEOUT": "600", "SGLANG_EPD_ENCODER_TIMEOUT_S": "9"}, 600.0, 9.0),
+        ({"SGLANG_EPD_REQUEST_TIMEOUT_S": "400"}, 400.0, 200.0),
+        ({"SGLANG_ENCODER_RECV_TIMEOUT": ""}, 120.0, 60.0),
+    ],
+)
+def test_sglangs_deadline_counts_where_ours_is_not_set(env, request_s, encoder_s):
+    settings = Settings.from_env(env)
+    assert (settings.request_timeout_s, settings.encoder_timeout_s) == (request_s, encoder_s)
+
+
 @pytest.mark.parametrize("name", ["shared_memory", "checksum"])
 @pytest.mark.parametrize(
     ("raw", "value"),
@@ -89,6 +106,8 @@ def test_a_switch_is_on_or_off(name, raw, value):
         ("SGLANG_EPD_REQUEST_TIMEOUT_S", "-1"),
         ("SGLANG_EPD_REQUEST_TIMEOUT_S", "nan"),
         ("SGLANG_EPD_REQUEST_TIMEOUT_S", "inf"),
+        ("SGLANG_ENCODER_RECV_TIMEOUT", "0"),
+        ("SGLANG_ENCODER_RECV_TIMEOUT", "long"),
         ("SGLANG_EPD_MAX_BODY_MB", "1.5"),
         ("SGLANG_EPD_MAX_BODY_MB", "0"),
         ("SGLANG_EPD_MAX_BODY_MB", "-1"),

@@ -93,6 +93,7 @@ def _setting(
     *,
     least: int = 1,
     secret: bool = False,
+    instead_of: str = "",
 ) -> Any:
     """A field of `Settings`.
 
@@ -102,8 +103,10 @@ def _setting(
         text: what it does, for docs/settings.md.
         least: the smallest whole number.
         secret: whether it must not be shown.
+        instead_of: SGLang's variable that counts where this one is not set.
     """
     told = {"kind": kind, "servers": servers, "text": text, "least": least}
+    told["instead_of"] = instead_of
     return dataclasses.field(default=default, repr=not secret, metadata=told)
 
 
@@ -124,7 +127,9 @@ class Settings:
         120.0,
         "language",
         "One deadline for a request's media, from its arrival until its embeddings are in "
-        "the scheduler; retries spend it.",
+        "the scheduler; retries spend it. Where it is not set, SGLang's "
+        "`SGLANG_ENCODER_RECV_TIMEOUT` counts.",
+        instead_of="SGLANG_ENCODER_RECV_TIMEOUT",
     )
     dispatch_policy: str = _setting(
         str,
@@ -143,7 +148,8 @@ class Settings:
         float,
         60.0,
         "language",
-        "How long one encoder may take for its share of a request before others are asked.",
+        "How long one encoder may take for its share of a request before others are asked. "
+        "Unless given, half of the deadline above where that is more.",
     )
     encoder_header: bool = _setting(
         switch,
@@ -165,19 +171,20 @@ class Settings:
         "encoders.",
         least=0,
     )
-    receive_budget_mb: int = _setting(
+    receive_budget_mb: int | None = _setting(
         int,
-        2048,
+        None,
         "language",
         "Embeddings that it holds at a time: granted, received, being read or kept. Encoders "
-        "wait for more.",
+        "wait for more. Unless given, a sixteenth of the memory that the server may use, from "
+        "2048 to 16384.",
     )
-    embedding_cache_mb: int = _setting(
+    embedding_cache_mb: int | None = _setting(
         int,
-        1024,
+        None,
         "language",
-        "Of that budget, embeddings that nobody uses any more, kept for who sends the same "
-        "image again; they go when their room is needed.",
+        "Of that budget, embeddings that nobody uses any more, kept for the next request with "
+        "the same image; they go when their room is needed. Half of the budget unless given.",
         least=0,
     )
     grant_timeout_s: float = _setting(
@@ -187,8 +194,12 @@ class Settings:
     encoder_max_items: int = _setting(
         int, 1024, "encoders", "Items in work at a time; more are answered with 503."
     )
-    encoder_queue_mb: int = _setting(
-        int, 1024, "encoders", "Encoded media in work at a time; more is answered with 503."
+    encoder_queue_mb: int | None = _setting(
+        int,
+        None,
+        "encoders",
+        "Encoded media in work at a time; more is answered with 503. Unless given, a "
+        "thirty-second of the memory that the server may use, from 1024 to 8192.",
     )
     encoder_batch_patches: int | None = _setting(
         int,
@@ -257,8 +268,12 @@ class Settings:
             ConfigError: an unknown variable or a value out of range, by name.
         """
         fields = {f"{PREFIX}{one.name.upper()}": one for one in dataclasses.fields(cls)}
+        told = environment(env)
         values: dict[str, Any] = {}
-        for name, raw in environment(env).items():
+        for one in dataclasses.fields(cls):
+            if theirs := told.get(one.metadata["instead_of"]):
+                values[one.name] = _read(one.metadata["instead_of"], theirs, one.metadata)
+        for name, raw in told.items():
             if not name.startswith(PREFIX) or name in _OTHER or name.startswith(_MEDIA_PREFIX):
                 continue
             if name not in fields:
@@ -266,6 +281,10 @@ class Settings:
                     f"{name} is not a setting of sglang-epd; known: {', '.join(sorted(fields))}"
                 )
             values[fields[name].name] = _read(name, raw, fields[name].metadata)
+        if "encoder_timeout_s" not in values:
+            # Or a longer deadline would not be any encoder's.
+            half = values.get("request_timeout_s", 0.0) / 2
+            values["encoder_timeout_s"] = max(half, cls.encoder_timeout_s)
         return cls(**values)
 
 

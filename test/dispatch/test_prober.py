@@ -64,6 +64,21 @@ async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_se
     await until(lambda: pool.state(server.url) is State.READY)
 
 
+async def test_one_without_a_tower_that_works_is_given_up_until_it_has_one(
+    prober, pool, status_server, until, seen
+):
+    server = await status_server()
+    server.report["towers"] = [{"alive": False, "patches": 0}, {"alive": True, "patches": 7}]
+    pool.add(server.url)
+    await until(lambda: pool.state(server.url) is State.READY)
+    server.report["towers"][1]["alive"] = False
+    await until(lambda: pool.state(server.url) is State.OPEN)
+    assert seen == [State.JOINING, State.READY, State.SUSPECT, State.OPEN]
+    assert described(pool)["why"] == "none of its towers works"
+    server.report["towers"][0]["alive"] = True
+    await until(lambda: pool.state(server.url) is State.READY)
+
+
 async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
     prober, pool, status_server, until, seen
 ):
@@ -121,6 +136,7 @@ async def test_a_doubt_is_looked_into_at_once(pool, session, status_server, unti
         b'{"namespace": 7, "state": "ready"}',
         b'{"namespace": "ours", "state": "fine"}',
         b'{"namespace": "ours", "state": "ready", "patches_queued": -1}',
+        b'{"namespace": "ours", "state": "ready", "towers": [false]}',
         b'{"namespace": "ours", "state": "ready", "patches_queued": "many"}',
         b'{"namespace": "ours", "state": "ready", "patches_per_s": NaN}',
         b'{"namespace": "ours", "state": "ready", "patches_per_s": 1e999}',

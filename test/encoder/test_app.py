@@ -15,6 +15,7 @@ import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import app as app_module
+from sglang_epd.encoder import computations
 from sglang_epd.encoder.app import create_app
 from sglang_epd.errors import (
     DuplicateError,
@@ -304,6 +305,33 @@ async def test_the_health_probe_never_waits_for_the_work(serve, http, fakes, ask
         assert response.status == 200
     fakes.forwarded.go_on()
     assert (await call)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+async def test_without_a_tower_that_works_it_is_not_healthy(
+    serve, http, fakes, asking, monkeypatch, path
+):
+    url = await serve()
+
+    async def seen() -> tuple[int, bool]:
+        async with http.get(url + path) as health, http.get(f"{url}/v1/status") as status:
+            (tower,) = (await status.json())["towers"]
+            return health.status, tower["alive"]
+
+    assert await seen() == (200, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fakes), "alive", property(lambda _: False))
+        assert await seen() == (503, False)
+    monkeypatch.setattr(computations, "_STUCK_S", 0.2)
+    fakes.forwarded.hold()
+    call = asyncio.create_task(post(http, url, encode_body(asking(b"x"))))
+    await entered(fakes.forwarded)
+    assert await seen() == (200, True)
+    await asyncio.sleep(0.25)
+    assert await seen() == (503, False)
+    fakes.forwarded.go_on()
+    assert (await call)[0] == 200
+    assert await seen() == (200, True)
 
 
 async def test_no_pages_of_documentation_are_served(serve, http):

@@ -758,3 +758,36 @@ async def test_after_closing_there_are_hits_and_refusals(tower, computations, as
 async def test_no_tower_is_no_encoder(metrics):
     with pytest.raises(ValueError, match="no tower"):
         Computations([], EmbeddingCache(0), metrics, Limits(batch=BATCH))
+
+
+@two_towers
+async def test_one_tower_that_works_is_enough(computations, towers):
+    towers[0].alive = False
+    assert computations.able
+    towers[1].alive = False
+    assert not computations.able
+    for tower in towers:
+        tower.alive = True
+    assert computations.able
+
+
+async def test_a_tower_that_ends_one_batch_after_another_is_not_stuck(
+    computations, tower, ask, monkeypatch
+):
+    tower.depth = 2
+    tower.hold(forward=True)
+    first, second = ask(b"a"), ask(b"b")
+    await until(lambda: len(tower.batches) == 2)
+    (lane,) = computations._lanes
+    begun = lane.busy_since
+    assert lane.busy_for_s(begun + 7) == 7
+    tower.go_on()
+    await asyncio.gather(value(first), value(second))
+    await settle()
+    assert lane.busy_for_s(begun + 7) == 0
+    tower.hold(forward=True)
+    third = ask(b"c")
+    await until(lambda: len(tower.batches) == 3)
+    assert lane.busy_since > begun
+    tower.go_on()
+    await value(third)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any
 
 import pytest
@@ -27,10 +28,17 @@ def encode(service, reader, site: Site):
     service.urls = reader
     asked = 0
 
-    async def ask(path: str = "/a", modality: str = "IMAGE", **options: Any):
+    async def ask(
+        path: str = "/a", modality: str = "IMAGE", content_hash: str = "", **options: Any
+    ):
         nonlocal asked
         asked += 1
-        item = EncodeItem(0, modality, "image 1 of 1", url=site.url + path, options=options)
+        item = EncodeItem(
+            *(0, modality, "image 1 of 1"),
+            url=site.url + path,
+            options=options,
+            content_hash=content_hash,
+        )
         reply_to = ReplyTo("tcp://receiver:1", f"ticket {asked}")
         request = EncodeRequest(f"r{asked}", NAMESPACE, PATIENCE_S, reply_to, [item])
         (outcome,) = (await service.encode(request)).outcomes
@@ -90,6 +98,24 @@ async def test_an_embedding_that_was_dropped_is_made_again(encode, fakes, site, 
     again = await encode()
     assert (again.source, again.key) == ("computed", first.key)
     assert site.take() == [("/a", "")] * 2
+
+
+async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, site) -> None:
+    right = f"sha256:{hashlib.sha256(BODY).hexdigest()}"
+    first = await encode(content_hash=right)
+    assert first.state == "delivered"
+    # The embedding is at hand, and the media are read all the same.
+    again = await encode(content_hash=right)
+    assert (again.state, again.source, again.key) == ("delivered", "cached", first.key)
+    wrong = await encode(content_hash=f"sha256:{'0' * 64}")
+    assert (wrong.state, wrong.code) == ("failed", "MediaError")
+    assert wrong.message == (
+        f"the content hash does not match: expected sha256:{'0' * 64}, got {right}"
+    )
+    assert site.take() == [("/a", "")] * 3
+    assert (await encode()).source == "cached"
+    assert site.take() == [("/a", '"v1"')]
+    assert fakes.preprocess.calls == [BODY]
 
 
 @pytest.mark.parametrize("capacity", [0])

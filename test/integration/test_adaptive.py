@@ -3,6 +3,9 @@ everything here when that dies. The answers are one server's throughout."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -14,6 +17,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import QuietHandler, listening, url_of
 from integration.test_parity import TOKENS, TOLERANCE
 from integration.topology import Machine, Topology
 
@@ -118,6 +122,88 @@ def test_what_stays_is_read_by_the_encoders_rules(
     client.answer(*small)
 
 
+@pytest.mark.parametrize("way", ["small", "large"])
+def test_a_picture_is_compared_with_its_content_hash(
+    request: pytest.FixtureRequest, topology: Topology, way: str
+) -> None:
+    """Small ones here, large ones at the encoder."""
+    (message,) = request.getfixturevalue(way)
+    client = Client(topology.urls["language"])
+    plain = client.answer(message)
+    hashes = [f"sha256:{hashlib.sha256(media).hexdigest()}" for media in _media(message)]
+    assert client.answer(_hashed(message, hashes)) == plain
+    for stream in (False, True):
+        bad = client.chat(_hashed(message, hashes[::-1]), stream=stream)
+        assert bad.status_code == 400, bad.text
+        assert "image 1 of 2: the content hash does not match" in bad.text
+    assert client.answer(message) == plain
+
+
+def _media(message: dict[str, Any]) -> list[bytes]:
+    urls = [part["image_url"]["url"] for part in message["content"] if "image_url" in part]
+    return [base64.b64decode(url.partition(",")[2]) for url in urls]
+
+
+def _hashed(message: dict[str, Any], hashes: list[str]) -> dict[str, Any]:
+    images = [part["image_url"] for part in message["content"] if "image_url" in part]
+    parts = [
+        {"type": "image_url", "image_url": {**image, "content_hash": given}}
+        for image, given in zip(images, hashes, strict=True)
+    ]
+    return user(*parts, message["content"][-1])
+
+
+def _check_urls(client: Client, picture: bytes) -> None:
+    """What this server reads itself is bounded by SGLang's flags."""
+    given = f"sha256:{hashlib.sha256(picture).hexdigest()}"
+
+    class Site(QuietHandler):
+        def do_GET(self) -> None:
+            body = picture if self.path == "/small" else picture + bytes(1 << 20)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+    def ask(url: str, content_hash: str | None = None) -> requests.Response:
+        image = {"url": url, "content_hash": content_hash}
+        return client.chat(user({"type": "image_url", "image_url": image}, text_part("What?")))
+
+    with listening(Site) as server:
+        url = url_of(server)
+        assert ask(f"{url}/small").status_code == 200
+        assert ask(f"{url}/small", given).status_code == 200
+        other = f"sha256:{'0' * 64}"
+        for bad, status, said in (
+            (ask(f"{url}/small", other), 400, "the content hash does not match"),
+            (ask(f"{url}/large"), 413, "over the limit of 1048576 bytes"),
+            (
+                ask(url.replace("127.0.0.1", "localhost") + "/small"),
+                *(403, "localhost is not in the allowed domains"),
+            ),
+        ):
+            assert bad.status_code == status, bad.text
+            assert said in bad.text
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("language", "SGLANG_ENCODER_HTTP_TIMEOUT (instead: SGLANG_EPD_ENCODER_TIMEOUT_S)"),
+        (
+            "encoder",
+            "SGLANG_ENCODER_MAX_BATCH_SIZE (instead: SGLANG_EPD_ENCODER_BATCH_ITEMS and "
+            "SGLANG_EPD_ENCODER_BATCH_PATCHES)",
+        ),
+    ],
+)
+def test_what_is_set_and_not_read_is_named_once(topology: Topology, role: str, said: str) -> None:
+    log = topology.servers[role].log_path.read_text()
+    (line,) = [line for line in log.splitlines() if "Set, but not read by sglang-epd" in line]
+    assert line.endswith(f": {said}")
+
+
 def test_a_request_may_name_its_encoders(
     topology: Topology, small: Messages, large: Messages
 ) -> None:
@@ -175,6 +261,7 @@ def test_without_an_encoder_everything_is_encoded_here(
         assert language.generation(*large, tokens=TOKENS).distance(expected) < TOLERANCE
     check(large, "local", "no_encoder")
     after = decisions(topology)
+    _check_urls(language, _media(large[0])[0])
     # The first may have been sent, or kept for what it costs, before anybody knew.
     here = ("failed", "no_encoder", "cost")
     assert sum(after.get(("local", why), 0) - before.get(("local", why), 0) for why in here) == 4

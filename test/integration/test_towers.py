@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -48,6 +49,9 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
         answers = [pool.submit(language.generation, *messages) for _ in range(24)]
         for name in ("encoder@replicas", "encoder@ranks"):
             os.kill(workers(topology, name)[0].pid, signal.SIGKILL)
+        # It has no other tower.
+        wait(lambda: health(topology, "encoder@ranks") == 503, 10)
+        assert health(topology, "encoder@replicas") == 200
         assert max(one.result().distance(expected) for one in answers) < TOLERANCE
     end = time.monotonic() + 180
     for name in ("encoder@replicas", "encoder@ranks"):
@@ -55,6 +59,11 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
             assert time.monotonic() < end, f"{name} has lost a tower for good"
             time.sleep(0.5)
         assert len(workers(topology, name)) == 2
+        assert health(topology, name) == 200
+    log = topology.servers["language"].log_path.read_text()
+    given_up = [line for line in log.splitlines() if "none of its towers works" in line]
+    assert given_up
+    assert all(topology.urls["encoder@ranks"] in line for line in given_up)
     answers_after = [language.generation(*messages) for _ in range(4)]
     assert max(answer.distance(expected) for answer in answers_after) < TOLERANCE
 
@@ -73,6 +82,17 @@ def workers(topology: Topology, name: str) -> list[psutil.Process]:
         for child in front.children(recursive=True)
         if any("sglang_epd.encoder.worker" in part for part in child.cmdline())
     ]
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def health(topology: Topology, name: str) -> int:
+    return requests.get(f"{topology.urls[name]}/health", timeout=20).status_code
 
 
 def status(topology: Topology, name: str) -> dict:

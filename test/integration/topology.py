@@ -291,7 +291,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         # A picture of 224 px has 256 patches, one of 448 px 1024.
         {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on", **_NOTHING_KEPT},
         flags={
-            "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES}"
+            "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES} "
+            "--allowed-media-domains 127.0.0.1 --media-url-max-file-size-mb 1"
+        },
+        own_env={
+            "encoder": {"SGLANG_ENCODER_MAX_BATCH_SIZE": "8"},
+            "language": {"SGLANG_ENCODER_HTTP_TIMEOUT": "1800"},
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import time
 
@@ -76,3 +77,15 @@ async def test_what_may_not_be_read_is_an_error_that_names_it(images, bad, kind)
 async def test_the_deadline_holds(images):
     with pytest.raises((DeadlineError, MediaError)):
         await images.read([item(url="http://192.0.2.1/x.png")], time.monotonic() - 1)
+
+
+async def test_an_image_behind_a_url_is_compared_with_its_hash(images, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    images = LocalImages("a/b/c", MediaLimits(allowed_local_root=tmp_path))
+    url = f"file://{tmp_path}/a.png"
+    right = f"sha256:{hashlib.sha256(png()).hexdigest()}"
+    (found,) = await images.read([item(url=url, content_hash=right)], soon())
+    assert found.key == embedding_key("a/b/c", digest(png()), "IMAGE", {})
+    with pytest.raises(MediaError, match=r"^image 1 of 2: the content hash does not match"):
+        await images.read([item(url=url, content_hash=f"sha256:{'0' * 64}")], soon())
+    await images.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,7 @@ def test_a_picture_object_becomes_bytes():
         (ImageData(URL, max_dynamic_patch=4), {"max_dynamic_patch": 4}),
         (ImageData(URL, preprocess_kwargs={}), {}),
         (ImageData(URL, preprocess_kwargs={"a": 1}), {"preprocess_kwargs": {"a": 1}}),
-        (ImageData(URL, content_hash="ff"), {}),
+        (ImageData(URL, content_hash=f"sha256:{'f' * 64}"), {}),
         ({"url": URL, "type": "image", "format": "png", "detail": "auto"}, {}),
         ({"url": URL, "detail": "low", "zoom": 2}, {"detail": "low", "zoom": 2}),
         ({"url": URL, "crop": False, "rotate": 0}, {"crop": False, "rotate": 0}),
@@ -203,3 +204,55 @@ def test_what_has_to_be_fetched_and_what_cannot_be_described_have_no_key():
     assert content_key(EncodeItem(0, "IMAGE", "x", url="http://host/x"), "id") == b""
     odd = EncodeItem(0, "IMAGE", "x", data=b"x", options={"detail": object()})
     assert content_key(odd, "id") == b""
+
+
+CAT = b"\x89PNG cat"
+HASH = f"sha256:{hashlib.sha256(CAT).hexdigest()}"
+OTHER = f"sha256:{'0' * 64}"
+
+
+def hashed(images: Any, *hashes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**vars(request(images, [b"video"])), mm_content_hashes=list(hashes))
+
+
+@pytest.mark.parametrize("given", [HASH, HASH[:7] + HASH[7:].upper()])
+def test_what_has_its_hash_is_planned_as_without_it(given):
+    (plain,) = plan(request(CAT))
+    entry = {"url": base64.b64encode(CAT).decode(), "content_hash": given}
+    assert plan(request([entry])) == [plain]
+    assert content_key(plan(request([entry]))[0], "a/b/c") == content_key(plain, "a/b/c")
+    assert plan(hashed([CAT], given))[0].data == CAT
+    assert plan(hashed([entry], given))[0].data == CAT
+
+
+def test_what_is_behind_a_url_takes_its_hash_to_the_encoder():
+    entry = ImageData(URL, content_hash=HASH)
+    told = [item.content_hash for item in plan(hashed([URL, entry, CAT], OTHER, None, HASH))]
+    assert told == [OTHER, HASH, "", ""], "inline media are compared here; videos have none"
+
+
+@pytest.mark.parametrize(
+    ("images", "hashes", "message"),
+    [
+        ([CAT, CAT], [HASH, OTHER], rf"image 2 of 2: .* expected {OTHER}, got {HASH}"),
+        ([ImageData("data:," + "cat", content_hash=OTHER)], [None], "image 1 of 1: the content"),
+        ([CAT], ["sha256:00"], "image 1 of 1: a content hash is 'sha256:'"),
+        ([CAT], [HASH + "\n"], "image 1 of 1: a content hash is"),
+        ([CAT], ["md5:" + "0" * 64], "a content hash is"),
+        ([CAT], [7], "a content hash is"),
+        ([CAT], [HASH, HASH], "mm_content_hashes has 2 entries for 1 images"),
+        ([], [HASH], "mm_content_hashes has 1 entries for 0 images"),
+        ([ImageData(URL, content_hash=HASH)], [OTHER], "image 1 of 1: it has two"),
+    ],
+)
+def test_another_hash_is_the_requests_error(images, hashes, message):
+    with pytest.raises(MediaError, match=message) as raised:
+        plan(hashed(images, *hashes))
+    assert raised.value.status == 400
+
+
+def test_hashes_that_are_no_list_are_the_requests_error():
+    asked = hashed([CAT])
+    asked.mm_content_hashes = HASH
+    with pytest.raises(MediaError, match="mm_content_hashes has 1 entries for 1 images"):
+        plan(asked)

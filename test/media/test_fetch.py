@@ -25,6 +25,7 @@ from sglang_epd.errors import (
     MediaTooLargeError,
 )
 from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
+from sglang_epd.media.limits import NO_LIMIT
 
 BODY = b"picture" * 1000
 
@@ -260,6 +261,40 @@ async def test_domains_are_allowed_with_their_subdomains(serve: Serve) -> None:
         with pytest.raises(MediaError):
             await fetch(trick, limits, FakeResolver())
     assert (await fetch(f"http://evil.org@example.com:{port}", limits, Anywhere())).data == BODY
+
+
+async def test_hosts_are_allowed_without_their_subdomains(serve: Serve) -> None:
+    port = (await serve(give_body)).rpartition(":")[2]
+    limits = local_limits(allowed_hosts=("Example.com", "::1"))
+    resolver = FakeResolver(example_com=[["127.0.0.1"]], cdn_example_com=[["127.0.0.1"]])
+    for host in ("example.com", "EXAMPLE.COM."):
+        resolver.answers[host.lower()] = [["127.0.0.1"]]
+        assert (await fetch(f"http://{host}:{port}", limits, resolver)).data == BODY
+    for host in ("cdn.example.com", "xexample.com", "com", "127.0.0.1"):
+        with pytest.raises(MediaForbiddenError, match="not in the allowed domains"):
+            await fetch(f"http://{host}:{port}", limits, resolver)
+    # Allowed as a host, which opens no address.
+    with pytest.raises(MediaForbiddenError, match="not at a public address"):
+        await fetch("http://[::1]:9/", limits)
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_what_is_behind_urls_has_a_limit_of_its_own(serve: Serve, encoding: str) -> None:
+    packed = gzip.compress(BODY) if encoding == "gzip" else BODY
+
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=packed, headers={"Content-Encoding": encoding})
+
+    url = await serve(handle)
+    tight = local_limits(max_url_bytes=len(BODY) - 1)
+    with pytest.raises(MediaTooLargeError, match=f"over the limit of {len(BODY) - 1} bytes"):
+        await fetch(url, tight)
+    async with MediaFetcher(tight) as fetcher:
+        inline = MediaSource(data=BODY)
+        assert (await fetcher.fetch(inline, in_seconds(5))).data == BODY
+    for limit in (len(BODY), NO_LIMIT):
+        limits = local_limits(max_bytes=100, max_url_bytes=limit)
+        assert (await fetch(url, limits)).data == BODY
 
 
 # Redirects
@@ -553,7 +588,12 @@ async def test_packed_bodies_are_unpacked(serve: Serve, encoding: str, body: byt
         ("deflate", b"\xff", MediaError, "damaged|truncated"),
         ("br", BODY, MediaError, "encoding 'br'"),
         ("zstd", BODY, MediaError, "encoding 'zstd'"),
-        ("gzip, gzip", gzip.compress(gzip.compress(BODY), mtime=0), MediaError, "'gzip, gzip'"),
+        (
+            "gzip, gzip",
+            gzip.compress(gzip.compress(BODY, mtime=0), mtime=0),
+            MediaError,
+            "'gzip, gzip'",
+        ),
     ],
 )
 async def test_bombs_and_unreadable_encodings(

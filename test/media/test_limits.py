@@ -6,6 +6,7 @@ import pytest
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
+from sglang_epd.media.limits import NO_LIMIT
 
 
 def test_defaults_stand_where_nothing_is_set() -> None:
@@ -79,3 +80,32 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 def test_bad_values_name_their_variable(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"SGLANG_EPD_MEDIA_{name}\\b"):
         MediaLimits.from_env({f"SGLANG_EPD_MEDIA_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("url_mb", "urls", "others"),
+    [
+        (None, None, 64 << 20),
+        (64, 64 << 20, 64 << 20),
+        (8, 8 << 20, 64 << 20),  # what comes inline is not the flag's
+        (256, 256 << 20, 256 << 20),
+        (0, NO_LIMIT, NO_LIMIT),
+    ],
+)
+def test_the_flag_bounds_what_is_behind_urls(url_mb, urls, others) -> None:
+    limits = MediaLimits.from_env({}, url_mb=url_mb)
+    assert (limits.max_url_bytes, limits.max_bytes) == (urls, others)
+
+
+def test_our_settings_count_before_the_flags() -> None:
+    env = {"SGLANG_EPD_MEDIA_MAX_MB": "3", "SGLANG_EPD_MEDIA_ALLOWED_DOMAINS": "a.example"}
+    assert MediaLimits.from_env(env, hosts=["b.example"], url_mb=8) == MediaLimits(
+        max_bytes=3 << 20, allowed_domains=("a.example",)
+    )
+
+
+def test_the_flags_hosts_are_exact() -> None:
+    limits = MediaLimits.from_env({}, hosts=["a.example", "::1"])
+    assert (limits.allowed_hosts, limits.allowed_domains) == (("a.example", "::1"), ())
+    with pytest.raises(ConfigError, match=r"https://a\.example"):
+        MediaLimits.from_env({}, hosts=["https://a.example"])

@@ -8,6 +8,7 @@ import pytest
 from media.samples import in_seconds
 from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media import MediaFetcher, MediaLimits, digest, parse_source
+from sglang_epd.media.limits import NO_LIMIT
 
 
 async def read(path: object, root: Path | None, max_bytes: int = 100) -> bytes:
@@ -106,3 +107,8 @@ async def test_files_that_understate_their_size_are_bounded() -> None:
     """Files in /proc say that they are empty."""
     with pytest.raises(MediaTooLargeError, match="more than 100"):
         await read("/proc/self/status", Path("/proc"))
+
+
+async def test_without_a_limit_a_file_is_read_to_its_end(root: Path) -> None:
+    (root / "a.png").write_bytes(bytes(1000))
+    assert len(await read(root / "a.png", root, NO_LIMIT)) == 1000

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -208,6 +209,17 @@ async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     assert keys == [bytes(32), bytes([1]) * 32]
     assert tokenized.mm_inputs.padded_input_ids is None, "a prompt of the old names"
     assert manager.counted() == {("local", "small"): 1}
+
+
+async def test_content_hashes_are_not_left_to_be_compared_with_pixels(build):
+    manager = build(min_patches=100.0)
+    right = f"sha256:{hashlib.sha256(b'10').hexdigest()}"
+    prompt = Prompt(images=["10"], mm_content_hashes=[right])
+    manager.dispatch(prompt)
+    await manager.tokenize(prompt)
+    assert prompt.mm_content_hashes is None
+    with pytest.raises(ValueError, match="image 1 of 1: the content hash does not match"):
+        manager.dispatch(Prompt(images=["20"], mm_content_hashes=[right]))
 
 
 async def test_a_batch_goes_one_way(build):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,11 +90,12 @@ async def test_what_sglang_fetches_it_names() -> None:
 
 
 async def test_an_items_options_are_in_its_name() -> None:
+    content_hash = f"sha256:{hashlib.sha256(b'one').hexdigest()}"
     found = await process(
         request(
             [
                 {"url": data_url(b"one"), "detail": "high"},
-                {"url": data_url(b"one"), "detail": "auto", "content_hash": "sha256:00"},
+                {"url": data_url(b"one"), "detail": "auto", "content_hash": content_hash},
             ]
         )
     )

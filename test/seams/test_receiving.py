@@ -6,6 +6,7 @@ import pytest
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
+from sglang_epd.machine import share_mb
 from sglang_epd.observability import receiver as observability
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
@@ -122,15 +123,18 @@ def start(sglang, monkeypatch):
     context = sglang("runtime_context")
 
     def start(
-        enable_metrics: bool = False, encoder_transfer_backend: str = "zmq_to_scheduler"
+        enable_metrics: bool = False,
+        encoder_transfer_backend: str = "zmq_to_scheduler",
+        trust_mm_content_hashes: bool = False,
     ) -> FakeReceiver:
         flags = SimpleNamespace(
             encoder_transfer_backend=encoder_transfer_backend,
             encoder_urls=["http://10.0.0.2:1"],
             enable_metrics=enable_metrics,
             host="10.0.0.1",
+            trust_mm_content_hashes=trust_mm_content_hashes,
         )
-        for name in ("get_disagg", "get_observability", "get_serving"):
+        for name in ("get_disagg", "get_mm", "get_observability", "get_serving"):
             monkeypatch.setattr(context, name, lambda: flags)
         receiving.start(readers=3)
         return FakeReceiver.made[-1]
@@ -161,11 +165,33 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
 
 
 def test_without_settings_the_defaults_hold(start, monkeypatch):
-    for name in ("SGLANG_EPD_RECEIVE_BUDGET_MB", "SGLANG_EPD_GRANT_TIMEOUT_S"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RECEIVE_BUDGET_MB", "EMBEDDING_CACHE_MB", "GRANT_TIMEOUT_S"):
+        monkeypatch.delenv(f"SGLANG_EPD_{name}", raising=False)
     made = start()
-    assert made.options["budget_bytes"] == Settings().receive_budget_mb << 20
+    assert made.options["budget_bytes"] == share_mb() << 20
+    assert made.options["cache_bytes"] == made.options["budget_bytes"] // 2
     assert made.options["grant_ttl_s"] == Settings().grant_timeout_s
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(None, 4), ("0", 0), ("9", 9)])
+def test_half_of_the_budget_is_for_what_may_come_again(start, monkeypatch, kept, expected):
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "8")
+    monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
+    if kept is not None:
+        monkeypatch.setenv("SGLANG_EPD_EMBEDDING_CACHE_MB", kept)
+    assert start().options["cache_bytes"] == expected << 20
+
+
+def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "8")
+    monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
+    monkeypatch.setenv("SGLANG_EMBEDDING_POOL_SIZE_MB", "4096")
+    with caplog.at_level("INFO"):
+        start(trust_mm_content_hashes=True)
+    assert "budget 8 MiB, 4 of it to keep" in caplog.text
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "SGLANG_EMBEDDING_POOL_SIZE_MB (instead: SGLANG_EPD_RECEIVE" in warning.message
+    assert "--trust-mm-content-hashes" in warning.message
 
 
 def test_it_counts_for_prometheus_where_the_server_has_metrics(start):

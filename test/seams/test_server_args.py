@@ -101,6 +101,30 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
 
 
 @pytest.mark.parametrize(
+    ("server", "name", "value", "passes"),
+    [
+        (ENCODER, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "1", False),
+        (ENCODER, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "0", True),
+        ({}, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "1", True),
+        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "grpc", False),
+        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "carrier", False),
+        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "http", True),
+        # It is not an encoder's to read; the environment is often one for all servers.
+        (ENCODER, "SGLANG_ENCODER_MM_RECEIVER_MODE", "grpc", True),
+    ],
+)
+def test_variables_that_would_be_missed_are_refused_by_name(
+    check, monkeypatch, server, name, value, passes
+):
+    monkeypatch.setenv(name, value)
+    if passes:
+        check(**server)
+    else:
+        with pytest.raises(ConfigError, match=rf"^{name}\b.*SGLANG_EPD=off"):
+            check(**server)
+
+
+@pytest.mark.parametrize(
     ("model", "named"),
     [
         ({"vision_config": {"num_attention_heads": 16}}, "16 attention heads of vision_config"),

@@ -41,17 +41,22 @@ class Pace:
     most: float = 2.0
 
 
+class _Tower(msgspec.Struct):
+    alive: bool = True
+
+
 class _Status(msgspec.Struct):
     """What counts of `GET /v1/status`."""
 
     namespace: str
     state: str
+    towers: list[_Tower] = []
     patches_queued: float = 0.0
     patches_per_s: float = 0.0
 
 
 class _BadStatusError(Exception):
-    """What was answered is not an encoder's status; says why."""
+    """What was answered is not the status of an encoder that can work; says why."""
 
 
 class Prober:
@@ -162,7 +167,7 @@ def read_status(body: bytes) -> Report:
     """An encoder's answer.
 
     Raises:
-        _BadStatusError: it is none.
+        _BadStatusError: it is none, or says that no tower works.
     """
     try:
         status = msgspec.json.decode(body, type=_Status)
@@ -172,4 +177,6 @@ def read_status(body: bytes) -> Report:
     sensible = all(math.isfinite(one) and one >= 0 for one in figures)
     if status.state not in ("ready", "draining") or not sensible or len(status.namespace) > 256:
         raise _BadStatusError("its status makes no sense: is it a sglang-epd encoder?")
+    if status.towers and not any(tower.alive for tower in status.towers):
+        raise _BadStatusError("none of its towers works")
     return Report(status.namespace, status.state == "draining", *figures)

@@ -2,7 +2,7 @@
 
 POST /v1/encode            encode and deliver (msgpack body, see `wire.http`)
 DELETE /v1/encode/{id}     cancel a live request
-GET /health                200 while the server takes work, 503 while it drains
+GET /health                200 while the server takes work; 503 while it drains, or no tower works
 GET /v1/status             queues, rates, cache, JSON; with the token the last items too
 GET /v1/cache              what the embedding cache holds, JSON
 DELETE /v1/cache[/{key}]   forget all of it, or one embedding
@@ -108,7 +108,7 @@ def create_app(
     @app.get("/health")
     @app.get("/health_generate")
     async def health() -> Response:
-        return Response(status_code=503 if service.admission.draining else 200)
+        return Response(status_code=200 if service.healthy else 503)
 
     @app.get("/v1/status")
     async def status(request: Request) -> JSONResponse:

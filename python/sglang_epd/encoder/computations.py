@@ -40,6 +40,9 @@ _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
+# A batch that runs for longer does not end by itself. Towers in processes of their own are
+# ended and started again then (`workers.Times.forward_s`).
+_STUCK_S = 300.0
 _SHUTTING_DOWN = "this encoder is shutting down"
 _ONE = Bounds(patches=1, items=1)
 
@@ -151,8 +154,11 @@ class Computations:
             "wait_s": round(self.expected_wait_s(), 3),
             "utilisation": round(self.utilisation(), 3),
             "towers": [
-                {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
+                {"alive": self._works_now(lane), "patches": int(lane.patches)}
+                for lane in self._lanes
             ],
+            "staged_bytes": self._in_use(),
+            "max_staged_bytes": self._limits.staged_bytes,
             "cache": {
                 "entries": len(cache),
                 "bytes": cache.nbytes,
@@ -161,6 +167,16 @@ class Computations:
             },
             **({"store": self.store.status()} if self.store is not None else {}),
         }
+
+    @property
+    def able(self) -> bool:
+        """Whether any tower can work now."""
+        return any(self._works_now(lane) for lane in self._lanes)
+
+    @staticmethod
+    def _works_now(lane: Lane) -> bool:
+        """Whether its tower is there and its batch is not stuck."""
+        return lane.tower.alive and lane.busy_for_s(time.monotonic()) < _STUCK_S
 
     def expected_wait_s(self) -> float:
         """How long something new would wait, as far as is known; 0 where it is not."""
@@ -419,9 +435,7 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        # What is kept for the unwanting has a bound of its own: they may be long in
-        # coming, and others are not to wait for them.
-        in_use = self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
+        in_use = self._in_use()
         room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
         jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
         works: list[Work] = [job.content for job in jobs]
@@ -429,11 +443,21 @@ class Computations:
             return False
         for work in works:
             work.enter(State.RUNNING)
+        if not lane.batches:
+            lane.busy_since = now
         lane.batches += 1
         lane.running.update(works)
         self._running_bytes += sum(job.nbytes for job in jobs)
         self._spawn(self._run(lane, works), list(works))
         return True
+
+    def _in_use(self) -> int:
+        """Bytes of embeddings that are being made or used.
+
+        What is kept for the unwanting has a bound of its own: they may be long in coming, and
+        others are not to wait for them.
+        """
+        return self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         batch = list(works)

@@ -37,7 +37,24 @@ from sglang_epd.wire.tensors import tensor_spec
 
 logger = logging.getLogger(__name__)
 
-_DECODE_THREADS = 4
+# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set: each
+# may be a video whose frames take 3 GB.
+_THREADS = 4
+
+
+def preparing_threads() -> int:
+    """How many items a tower prepares side by side.
+
+    Raises:
+        ConfigError: SGLang's variable says less than one.
+    """
+    from sglang.srt.environ import envs
+
+    told = envs.SGLANG_ENCODER_PREPROC_WORKERS
+    threads = told.get() if told.is_set() else _THREADS
+    if threads < 1:
+        raise ConfigError(f"SGLANG_ENCODER_PREPROC_WORKERS={threads} is no number of threads")
+    return threads
 
 
 class Engine:
@@ -65,6 +82,8 @@ class Engine:
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
+        # SGLang has as many, and would not say whose number is wrong.
+        self._threads = preparing_threads()
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
@@ -87,7 +106,7 @@ class Engine:
             self._preparer = Preparer(self._encoder, self.dtype, limits)
         else:
             self._preparer = self._adapted_preparer(architecture, family, limits)
-        self._decoders = ThreadPoolExecutor(_DECODE_THREADS, "epd-decode")
+        self._decoders = ThreadPoolExecutor(self._threads, "epd-decode")
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
         self._tower.submit(self._bind_device).result()
@@ -102,7 +121,7 @@ class Engine:
 
     @property
     def preparers(self) -> int:
-        return _DECODE_THREADS
+        return self._threads
 
     @property
     def modalities(self) -> tuple[str, ...]:

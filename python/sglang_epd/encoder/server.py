@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -37,6 +36,7 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.machine import share_mb
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -47,6 +47,7 @@ from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
+from sglang_epd.unread import announce
 from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
@@ -72,12 +73,12 @@ def launch(server_args: Any) -> None:
 
     started = time.monotonic()
     settings = Settings.from_env()
-    limits = MediaLimits.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
-    if get_mm().allowed_media_domains and not limits.allowed_domains:
-        limits = replace(limits, allowed_domains=tuple(get_mm().allowed_media_domains))
-
+    announce("encoder", {"--extra-metric-labels": get_observability().extra_metric_labels})
+    limits = MediaLimits.from_env(
+        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
+    )
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
@@ -108,11 +109,15 @@ def launch(server_args: Any) -> None:
                 await store.connect()
             patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
             batch = Bounds(patches, settings.encoder_batch_items)
+            # As much of each as half of what a language server holds.
+            half_mb = share_mb() // 2
+            queue_mb = settings.encoder_queue_mb or half_mb
+            bounds = Limits(batch=batch, staged_bytes=half_mb << 20)
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, Limits(batch=batch), store),
+                computations=Computations(towers, cache, metrics, bounds, store),
                 fetcher=fetcher,
                 sender=sender,
-                admission=Admission(settings.encoder_max_items, settings.encoder_queue_mb << 20),
+                admission=Admission(settings.encoder_max_items, queue_mb << 20),
                 metrics=metrics,
                 namespace=identity,
                 name=name,
@@ -149,10 +154,13 @@ def launch(server_args: Any) -> None:
                 **tls_options(trust),
             )
             logger.info(
-                "Encoder ready in %.1f s at %s: namespace %s",
+                "Encoder ready in %.1f s at %s: namespace %s, up to %d MiB of media and %d MiB of "
+                "embeddings in work",
                 time.monotonic() - started,
                 name,
                 identity,
+                queue_mb,
+                half_mb,
             )
             registration = Registration(
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls

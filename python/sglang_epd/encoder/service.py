@@ -30,7 +30,7 @@ from sglang_epd.errors import (
     EpdError,
     NamespaceError,
 )
-from sglang_epd.media import MediaFetcher, MediaSource
+from sglang_epd.media import MediaFetcher, MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
@@ -197,6 +197,11 @@ class EncoderService:
                 self._idle.set()
 
     @property
+    def healthy(self) -> bool:
+        """Whether it takes new work and has a tower for it."""
+        return not self.admission.draining and self.computations.able
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is in work."""
         return not self._live
@@ -336,10 +341,14 @@ class EncoderService:
                 # All of a request or nothing of it: what it has is free when it ends.
                 room.fetching = True
             if item.data is None and self.urls is not None:
-                content = await self.urls.read(source, deadline, at_hand)
+                # What is to be compared with a hash has to be here.
+                enough = (lambda _digest: False) if item.content_hash else at_hand
+                content = await self.urls.read(source, deadline, enough)
             else:
                 media = await self._fetcher.fetch(source, deadline)
                 content = Content(media.digest, media.data)
+            if item.content_hash and content.data is not None:
+                await asyncio.to_thread(check_content_hash, content.data, item.content_hash)
         except EpdError as error:
             reason = getattr(error, "reason", "") or error.code
             self._metrics.fetch_failures.labels(reason).inc()

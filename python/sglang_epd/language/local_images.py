@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from PIL import Image
 
 from sglang_epd.errors import EpdError, MediaTypeError
-from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, decode_image
+from sglang_epd.media import (
+    MediaFetcher,
+    MediaLimits,
+    MediaSource,
+    check_content_hash,
+    decode_image,
+)
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 
@@ -80,6 +86,7 @@ class LocalImages:
                 raise MediaTypeError("only encoders take it")
             source = MediaSource(data=item.data, url=item.url)
             media = await self._fetcher.fetch(source, deadline)
+            await asyncio.to_thread(check_content_hash, media.data, item.content_hash)
             key = embedding_key(self._namespace, media.digest, item.modality, item.options)
             async with self._decoding:
                 image = await asyncio.to_thread(decode_image, media.data, self._limits)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from sglang_epd.errors import MediaError, ProtocolError
-from sglang_epd.media import digest, parse_source
+from sglang_epd.media import check_content_hash, digest, parse_content_hash, parse_source
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
@@ -31,10 +31,11 @@ class MultimodalRequest(Protocol):
 
 
 def plan(request: MultimodalRequest) -> list[EncodeItem]:
-    """List the request's items; inline media are decoded from base64 here.
+    """List the request's items; inline media are decoded from base64 here, and compared with
+    the content hashes that the request has of them.
 
     Raises:
-        MediaError: an entry is unreadable; the message names it.
+        MediaError: an entry is unreadable, or another than its hash says; the message names it.
     """
     entries = _entries(request)
     if not entries:
@@ -46,12 +47,15 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     totals = {modality: 0 for modality, _ in entries}
     for modality, _ in entries:
         totals[modality] += 1
+    hashes = _content_hashes(request, totals.get("IMAGE", 0))
     seen = dict.fromkeys(totals, 0)
     items = []
     for index, (modality, entry) in enumerate(entries):
         seen[modality] += 1
         label = f"{modality.lower()} {seen[modality]} of {totals[modality]}"
-        items.append(_item(index, modality, label, entry))
+        # Images come first, and only they have hashes.
+        told = hashes[index] if index < len(hashes) else None
+        items.append(_item(index, modality, label, entry, told))
     return items
 
 
@@ -86,9 +90,43 @@ def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:
     ]
 
 
-def _item(index: int, modality: str, label: str, entry: Any) -> EncodeItem:
+def _content_hashes(request: MultimodalRequest, images: int) -> list[Any]:
+    """The hashes that stand beside the request's images, one an image.
+
+    Raises:
+        MediaError: they are not that many.
+    """
+    told = getattr(request, "mm_content_hashes", None)
+    if told is None:
+        return [None] * images
+    if not isinstance(told, list) or len(told) != images:
+        count = len(told) if isinstance(told, list) else 1
+        raise MediaError(f"mm_content_hashes has {count} entries for {images} images")
+    return told
+
+
+def _content_hash(entry: Any, told: Any) -> str:
+    """The hash that a request has of one image: in it, or beside it.
+
+    Raises:
+        MediaError: it is none, or there are two of them.
+    """
+    within = entry.get("content_hash") if isinstance(entry, Mapping) else None
+    within = getattr(entry, "content_hash", within)
+    found = {parse_content_hash(one) for one in (told, within)} - {""}
+    if len(found) > 1:
+        raise MediaError("it has two content hashes")
+    return found.pop() if found else ""
+
+
+def _item(index: int, modality: str, label: str, entry: Any, told: Any) -> EncodeItem:
     try:
         source = parse_source(entry)
+        content_hash = _content_hash(entry, told) if modality == "IMAGE" else ""
+        if source.data is not None:
+            # Here, because what is known already is sent to no encoder.
+            check_content_hash(source.data, content_hash)
+            content_hash = ""
     except MediaError as error:
         raise type(error)(f"{label}: {error.message}") from None
     return EncodeItem(
@@ -98,6 +136,7 @@ def _item(index: int, modality: str, label: str, entry: Any) -> EncodeItem:
         data=source.data,
         url=source.url,
         options=_options(entry),
+        content_hash=content_hash,
     )
 
 

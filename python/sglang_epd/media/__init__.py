@@ -9,6 +9,7 @@ message: `display` is the only way a source is shown.
 from sglang_epd.media.address import AddressPolicy
 from sglang_epd.media.audio import check_audio
 from sglang_epd.media.container import check_container
+from sglang_epd.media.content_hash import check_content_hash, parse_content_hash
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
 from sglang_epd.media.freshness import Step, Trail
@@ -29,12 +30,14 @@ __all__ = [
     "VideoFacts",
     "check_audio",
     "check_container",
+    "check_content_hash",
     "check_frames_read",
     "check_video",
     "decode_image",
     "digest",
     "display",
     "image_size",
+    "parse_content_hash",
     "parse_source",
     "reading_until",
 ]

@@ -120,6 +120,8 @@ class MediaFetcher:
         self._limits = limits
         self._policy = AddressPolicy(limits.allowed_networks)
         self._domains = tuple(map(_canonical_host, limits.allowed_domains))
+        self._hosts_allowed = frozenset(map(_canonical_host, limits.allowed_hosts))
+        self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._per_host = per_host
@@ -168,7 +170,7 @@ class MediaFetcher:
         Raises:
             MediaForbiddenError: the URL leads to an address, domain or file that may
                 not be read.
-            MediaTooLargeError: there are more bytes than `limits.max_bytes`.
+            MediaTooLargeError: there are more bytes than the limits say.
             MediaError: the host, or its answer, is at fault; or it took longer than
                 `limits.total_timeout_s`.
             DeadlineError: the deadline passed first.
@@ -224,8 +226,8 @@ class MediaFetcher:
                 raise MediaForbiddenError(f"host {host} is not at a public address")
         if len(trail.steps) > self._limits.max_redirects + 1:
             raise self._too_many_redirects(host)
-        if nbytes > self._limits.max_bytes:
-            raise self._too_large(f"media of {nbytes} bytes from {host}")
+        if nbytes > self._max_url_bytes:
+            raise _too_large(f"media of {nbytes} bytes from {host}", self._max_url_bytes)
 
     @asynccontextmanager
     async def _turn(self, source: MediaSource) -> AsyncIterator[None]:
@@ -262,7 +264,7 @@ class MediaFetcher:
         if not data:
             raise MediaError("the media is empty", reason="empty")
         if len(data) > self._limits.max_bytes:
-            raise self._too_large(f"inline media of {len(data)} bytes")
+            raise _too_large(f"inline media of {len(data)} bytes", self._limits.max_bytes)
         return data
 
     async def _follow(self, url: URL, known: Trail | None) -> tuple[bytes | None, Trail]:
@@ -325,11 +327,16 @@ class MediaFetcher:
         name = host.lower().rstrip(".")
         if len(name) > 253:
             raise MediaError("the media URL's host name is too long")
-        if self._domains and not any(
-            name == domain or name.endswith("." + domain) for domain in self._domains
-        ):
+        if not self._allows(name):
             raise MediaForbiddenError(f"host {host} is not in the allowed domains")
         return host
+
+    def _allows(self, name: str) -> bool:
+        if not self._domains and not self._hosts_allowed:
+            return True
+        return name in self._hosts_allowed or any(
+            name == domain or name.endswith("." + domain) for domain in self._domains
+        )
 
     def _guarded_socket(self, address: Any) -> socket.socket:
         """Make the socket for one address, or refuse.
@@ -343,14 +350,14 @@ class MediaFetcher:
         return socket.socket(family, kind, protocol)
 
     async def _read_body(self, response: aiohttp.ClientResponse, host: str) -> bytes:
-        limit = self._limits.max_bytes
+        limit = self._max_url_bytes
         if response.content_length is not None and response.content_length > limit:
-            raise self._too_large(f"media of {response.content_length} bytes from {host}")
+            raise _too_large(f"media of {response.content_length} bytes from {host}", limit)
         body = bytearray()  # a list of chunks costs fifty times their size if they are tiny
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) > limit:
-                raise self._too_large(f"media from {host}")
+                raise _too_large(f"media from {host}", limit)
         return bytes(body)
 
     async def _unpack(self, body: bytes, encoding: str, host: str) -> bytes:
@@ -362,7 +369,7 @@ class MediaFetcher:
         return await asyncio.to_thread(self._decompress, body, encoding, host)
 
     def _decompress(self, body: bytes, encoding: str, host: str) -> bytes:
-        limit = self._limits.max_bytes
+        limit = self._max_url_bytes
         # "deflate" means zlib (RFC 9110), but some servers send it bare.
         is_bare = encoding == "deflate" and not (
             len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
@@ -373,7 +380,7 @@ class MediaFetcher:
         except zlib.error:
             raise MediaError(f"{host} sent a damaged {encoding} body") from None
         if len(data) > limit:
-            raise self._too_large(f"unpacked media from {host}")
+            raise _too_large(f"unpacked media from {host}", limit)
         if not stream.eof:
             raise MediaError(f"{host} sent a truncated {encoding} body")
         return data
@@ -384,12 +391,13 @@ class MediaFetcher:
             reason="redirects",
         )
 
-    def _too_large(self, what: str) -> MediaTooLargeError:
-        return MediaTooLargeError(f"{what} is over the limit of {self._limits.max_bytes} bytes")
-
 
 class _AddressRefused(OSError):
     """Raised to aiohttp, which tries a host's other addresses on any OSError."""
+
+
+def _too_large(what: str, limit: int) -> MediaTooLargeError:
+    return MediaTooLargeError(f"{what} is over the limit of {limit} bytes")
 
 
 def _check_not_empty(data: bytes, source: MediaSource) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from sglang_epd.errors import ConfigError
 
 _PREFIX = "SGLANG_EPD_MEDIA_"
 _SERVERS = "encoders; language with `--enable-adaptive-dispatch-to-encoder`"
+# More bytes than a process can hold.
+NO_LIMIT = 1 << 62
 _POSITIVE = (
     "max_bytes",
     "max_pixels",
@@ -31,6 +33,7 @@ class MediaLimits:
 
     Attributes:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
+        max_url_bytes: the same of media behind http and https URLs; `max_bytes` where None.
         max_pixels: width times height that an image's header may claim. 100
             megapixels take 300 MB as RGB (700 MB while an alpha channel is dropped)
             and are eight times what the largest vision processors keep; the photographs
@@ -39,14 +42,16 @@ class MediaLimits:
         max_video_pixels: of one frame of a video; 4096 x 2304 fit.
         max_video_total_pixels: of those frames of a video that the model is shown (two a
             second, mostly), before they are made smaller: each pixel takes 3 bytes, of
-            four videos at a time. Four minutes of 1080p fit.
+            as many videos at a time as a tower prepares. Four minutes of 1080p fit.
         max_audio_s: how long an audio clip may last.
         max_redirects: followed for one URL.
         connect_timeout_s: for one TCP connection; slower hosts count as down.
         total_timeout_s: for everything that a fetch does: name resolution, TLS,
             redirects and the body, so that a URL that drips ends here too.
-        allowed_domains: hosts that may be asked, each with its subdomains; empty for
-            all. It opens no private address: those need `allowed_networks`.
+        allowed_domains: hosts that may be asked, each with its subdomains.
+        allowed_hosts: hosts that may be asked, without their subdomains. Where both lists
+            are empty, all may be. Neither opens a private address: those need
+            `allowed_networks`.
         allowed_networks: CIDRs that are open although private (10.1.0.0/16, say).
         allowed_local_root: folder beneath which local files may be read; None for none.
 
@@ -55,6 +60,7 @@ class MediaLimits:
     """
 
     max_bytes: int = 64 << 20
+    max_url_bytes: int | None = None
     max_pixels: int = 100_000_000
     max_video_frames: int = 18_000
     max_video_pixels: int = 4096 * 2304
@@ -64,6 +70,7 @@ class MediaLimits:
     connect_timeout_s: float = 3.0
     total_timeout_s: float = 10.0
     allowed_domains: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allowed_networks: tuple[str, ...] = ()
     allowed_local_root: Path | None = None
 
@@ -79,7 +86,9 @@ class MediaLimits:
                 ipaddress.ip_network(network)
             except ValueError as error:
                 raise ConfigError(f"allowed_networks: {error}") from None
-        for domain in self.allowed_domains:
+        for domain in (*self.allowed_domains, *self.allowed_hosts):
+            if _is_address(domain):
+                continue
             if not domain.strip(".") or any(c in "/:@*? " for c in domain):
                 raise ConfigError(f"allowed_domains: {domain!r} is not a host name")
         root = self.allowed_local_root
@@ -87,11 +96,19 @@ class MediaLimits:
             raise ConfigError(f"allowed_local_root: {str(root)!r} is not an absolute folder")
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> MediaLimits:
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        hosts: Sequence[str] = (),
+        url_mb: int | None = None,
+    ) -> MediaLimits:
         """Read `SGLANG_EPD_MEDIA_*`; what is unset or empty keeps its default.
 
         Args:
             environ: instead of the process's environment.
+            hosts: of `--allowed-media-domains`, unless `ALLOWED_DOMAINS` is set.
+            url_mb: of `--media-url-max-file-size-mb`, 0 for no limit, unless `MAX_MB` is set.
 
         Raises:
             ConfigError: a value cannot be read or is out of range, or the variable is
@@ -115,6 +132,12 @@ class MediaLimits:
             except (ValueError, OverflowError):
                 raise ConfigError(f"{name}={value!r}: expected {variable.values}") from None
             fields |= update
+        if hosts and "allowed_domains" not in fields:
+            fields["allowed_hosts"] = tuple(hosts)
+        if url_mb is not None and "max_bytes" not in fields:
+            most = url_mb << 20 or NO_LIMIT
+            # What may be fetched may be decoded; inline media are not the flag's.
+            fields |= {"max_url_bytes": most, "max_bytes": max(most, cls.max_bytes)}
         return cls(**fields)
 
 
@@ -124,6 +147,14 @@ def declared() -> list[Declared]:
         Declared(_PREFIX + name, one.values, one.default, _SERVERS, one.text)
         for name, one in _VARIABLES.items()
     ]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _read_timeout(text: str) -> dict[str, Any]:
@@ -158,7 +189,8 @@ _VARIABLES: dict[str, _Variable] = {
         lambda raw: {"max_bytes": int(float(raw) * (1 << 20))},
         "a number of MiB",
         str(MediaLimits.max_bytes >> 20),
-        "Of one item's encoded media, also after a Content-Encoding is undone.",
+        "Of one item's encoded media, also after a Content-Encoding is undone. Where it is not "
+        "set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no limit).",
     ),
     "MAX_PIXELS": _whole("max_pixels", "Width times height that an image's header may claim."),
     "MAX_VIDEO_FRAMES": _whole("max_video_frames", "Frames in a video file, read or not."),
@@ -184,8 +216,8 @@ _VARIABLES: dict[str, _Variable] = {
         lambda raw: {"allowed_domains": _read_list(raw)},
         "host names, with commas between",
         "",
-        "Hosts that may be asked, each with its subdomains; all unless given. Opens no private "
-        "address.",
+        "Hosts that may be asked, each with its subdomains; all unless given. Where it is not "
+        "set, `--allowed-media-domains` counts, whose hosts are exact. Opens no private address.",
     ),
     "ALLOWED_NETWORKS": _Variable(
         lambda raw: {"allowed_networks": _read_list(raw)},

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
-from sglang_epd.media.limits import MediaLimits
+from sglang_epd.media.limits import NO_LIMIT, MediaLimits
 
 
 def read_local(url: str, limits: MediaLimits) -> bytes:
@@ -47,7 +47,8 @@ def read_local(url: str, limits: MediaLimits) -> bytes:
                 raise MediaTooLargeError(
                     f"the file has {status.st_size} bytes, limit {limits.max_bytes}"
                 )
-            data = file.read(limits.max_bytes + 1)
+            bounded = limits.max_bytes < NO_LIMIT
+            data = file.read(limits.max_bytes + 1 if bounded else -1)
     except FileNotFoundError:
         raise MediaError("no such file") from None
     except (OSError, ValueError) as error:

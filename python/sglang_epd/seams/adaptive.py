@@ -215,6 +215,9 @@ class Adaptive:
             raise HTTPException(error.status, error.message) from None
         self._frontend.encoded_here(len(read))
         prompt.image_data = [one.image for one in read]
+        if getattr(prompt, "mm_content_hashes", None) is not None:
+            # Compared with the media already; SGLang would compare them with the pixels.
+            prompt.mm_content_hashes = None
         tokenized = await original(manager, prompt)
         found = tokenized.mm_inputs.mm_items if tokenized.mm_inputs else []
         places = sum(len(item.offsets or ()) for item in found)
@@ -351,15 +354,18 @@ def create(
     Args:
         chosen: as `headers.chooser` makes it.
     """
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.runtime_context import get_disagg, get_mm
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
         return None
     from sglang_epd.observability.decisions import DecisionMetrics
 
+    limits = MediaLimits.from_env(
+        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
+    )
     adaptive = Adaptive(
         frontend=frontend,
-        images=LocalImages(pool.namespace, MediaLimits.from_env()),
+        images=LocalImages(pool.namespace, limits),
         snapshot=pool.snapshot,
         chosen=chosen,
         estimate=costs.estimate,

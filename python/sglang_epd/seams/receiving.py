@@ -13,10 +13,12 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
+from sglang_epd.machine import share_mb
 from sglang_epd.seams import rundir
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.unread import announce
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def start(readers: int) -> None:
     Raises:
         ConfigError: the transfer engine cannot be used here.
     """
-    from sglang.srt.runtime_context import get_disagg, get_observability, get_serving
+    from sglang.srt.runtime_context import get_disagg, get_mm, get_observability, get_serving
 
     settings = Settings.from_env()
     tally = Tally()
@@ -77,14 +79,17 @@ def start(readers: int) -> None:
     if get_disagg().encoder_transfer_backend == "mooncake":
         engine = _shared_engine()
     rundir.claim()
+    budget_mb = settings.receive_budget_mb or share_mb()
+    kept_mb = settings.embedding_cache_mb
+    kept_mb = budget_mb // 2 if kept_mb is None else kept_mb
     address = _reachable_address(get_serving().host, get_disagg().encoder_urls)
     try:
         receiver = Receiver(
             address,
             address,
             rundir.control_path(),
-            budget_bytes=settings.receive_budget_mb << 20,
-            cache_bytes=settings.embedding_cache_mb << 20,
+            budget_bytes=budget_mb << 20,
+            cache_bytes=kept_mb << 20,
             readers=readers,
             grant_ttl_s=settings.grant_timeout_s,
             engine=engine,
@@ -93,11 +98,14 @@ def start(readers: int) -> None:
     except OSError as error:
         raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
     receiver.start()
+    hashes = {"--trust-mm-content-hashes": get_mm().trust_mm_content_hashes}
+    announce("language", hashes)
     logger.info(
-        "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d readers)",
+        "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d of it to keep, %d readers)",
         receiver.endpoint,
         get_disagg().encoder_transfer_backend,
-        settings.receive_budget_mb,
+        budget_mb,
+        kept_mb,
         readers,
     )
 

@@ -66,6 +66,8 @@ def check(server_args: Any) -> None:
             raise ConfigError(f"{flag} {value} with {side} is not in this version; {_RIVAL}")
     if args.encoder_only:
         _check_encoder(args, model_config_of(server_args).hf_config)
+    if args.language_only:
+        _check_mode()
     if args.language_only and args.tokenizer_worker_num > 1:
         _check_workers(args)
         tokenizer_workers.announce()
@@ -100,8 +102,10 @@ def _check_family(server_args: Any, architecture: str) -> None:
 def _check_encoder(args: Any, hf_config: Any) -> None:
     """
     Raises:
-        ConfigError: a flag that SGLang's own encoder honours, and ours does not.
+        ConfigError: a flag or variable that SGLang's own encoder honours, and ours does not.
     """
+    from sglang.srt.environ import envs
+
     if args.grpc_mode or args.smg_grpc_mode:
         raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
     if args.enable_ssl_refresh:
@@ -111,8 +115,28 @@ def _check_encoder(args: Any, hf_config: Any) -> None:
             "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
             f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
         )
+    if envs.SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU.get():
+        raise ConfigError(
+            "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU is not served by sglang-epd: pixels would be "
+            f"made on one stream of the device and read on another; unset it, or {_RIVAL}"
+        )
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         _check_heads(hf_config, args.tp_size)
+
+
+def _check_mode() -> None:
+    """
+    Raises:
+        ConfigError: encoders are to be asked otherwise than over HTTP.
+    """
+    from sglang.srt.environ import envs
+
+    mode = envs.SGLANG_ENCODER_MM_RECEIVER_MODE.get()
+    if mode != "http":
+        raise ConfigError(
+            f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is not served by sglang-epd, which asks "
+            f"encoders over HTTP; unset it, or {_RIVAL}"
+        )
 
 
 def _check_workers(args: Any) -> None:

@@ -101,7 +101,8 @@ class Language(Data, frozen=True):
         kv_tokens: what its KV cache holds.
         prefix_cache: what was prefilled stays, as far as there is room, for prompts that
             begin alike.
-        receive_mb: embeddings that wait or are read there (`SGLANG_EPD_RECEIVE_BUDGET_MB`).
+        receive_mb: embeddings that wait or are read there (`SGLANG_EPD_RECEIVE_BUDGET_MB`);
+            unless given, the least that a server takes by itself.
     """
 
     prefill_token_s: Cost

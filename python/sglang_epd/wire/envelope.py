@@ -11,7 +11,7 @@ from sglang_epd.errors import ProtocolError
 
 MAGIC = b"EPD"
 MAJOR = 1
-MINOR = 1
+MINOR = 2
 _HEADER = MAGIC + bytes((MAJOR, MINOR))
 
 

@@ -30,6 +30,9 @@ class EncodeItem(msgspec.Struct, frozen=True):
         label: what a person calls it ("image 2 of 3"), for error messages.
         data: the encoded media (JPEG, PNG, ...), or None when `url` says where it is.
         options: per-item preprocessing options of the request (`detail`, ...).
+        content_hash: what is behind the URL has this SHA-256, by the caller (`sha256:` and
+            64 hexadecimal digits); empty where nobody says. Encoders before minor version 2
+            do not compare it.
     """
 
     item: int
@@ -38,6 +41,7 @@ class EncodeItem(msgspec.Struct, frozen=True):
     data: bytes | None = None
     url: str | None = None
     options: dict[str, Any] = {}
+    content_hash: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.item < MAX_ITEMS:

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +46,8 @@ def check(launcher: argparse.ArgumentParser) -> Callable[[list[str]], None]:
         elif head.startswith("scripts/"):
             script(head, rest)
         elif head.startswith(".venv/bin/"):
-            # Installed by scripts/install.
-            assert (ROOT / head).exists(), head
+            # Installed by scripts/install, into the environment of this Python.
+            assert (Path(sys.prefix) / "bin" / Path(head).name).exists(), head
         else:
             assert head in OTHERS, head
 

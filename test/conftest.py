@@ -9,21 +9,25 @@ from hypothesis import HealthCheck, settings
 
 # How long one example takes says more of the machine's other work than of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("shared"), max_examples=25)
+settings.register_profile("fast", settings.get_profile("shared"), max_examples=15)
 settings.load_profile("shared")
 
 
-# Folders of tests that import most of SGLang, which takes ten processor seconds.
-_IMPORTING = ("seams", "families")
+# Folders of tests that import most of SGLang, which takes ten processor seconds, and a file whose
+# tests import a part of it.
+_IMPORTING = {"seams", "families", "test_one_server"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, one process runs a file's tests, and one all that import SGLang, which begins
     with them: they take longest."""
-    items.sort(key=lambda item: item.path.parent.name not in _IMPORTING)
+
+    def imports(item: pytest.Item) -> bool:
+        return not _IMPORTING.isdisjoint({item.path.parent.name, item.path.stem})
+
+    items.sort(key=lambda item: not imports(item))
     for item in items:
-        folder = item.path.parent.name
-        group = "sglang" if folder in _IMPORTING else str(item.path)
+        group = "sglang" if imports(item) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -26,9 +26,9 @@ from types import FrameType
 STEP = Path(__file__).with_name("suite_step.py")
 # So many failures have one cause, which is not chance.
 MOST_AGAIN = 20
-# One more process than cores: some tests wait. Groups of tests in the order of test/conftest.py.
+# One more process than cores: some tests wait. test/conftest.py says which runs what.
 PROCESSES = str((os.cpu_count() or 1) + 1)
-PARALLEL = ["-n", PROCESSES, "--dist", "loadgroup", "--no-loadscope-reorder"]
+PARALLEL = ["-n", PROCESSES, "--no-loadscope-reorder"]
 WIDTH = 80
 
 

@@ -42,8 +42,8 @@ if "%d.%d" % sys.version_info[:2] not in sys.argv[1:]:
 print(sys._base_executable)
 END
     done
-    die "${PYTHON:+PYTHON=$PYTHON will not do: }needs Python ${PYTHONS[*]/%/,} with venv and pip" \
-        "(set PYTHON to it if it is not in PATH)"
+    die "${PYTHON:+PYTHON=$PYTHON will not do: }needs Python (one of ${PYTHONS[*]}) with venv" \
+        "and pip; set PYTHON to it if it is not in PATH"
 }
 
 # Prints the path of uv: the one in PATH if it has the pinned version, else one that is

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from open_loop import ANSWER_TIMEOUT_S, Answer
@@ -183,12 +184,7 @@ def summary_rows(results: dict[str, Result]) -> list[list[str]]:
     row("requests, calm", lambda r: f"{len(r.calm.answers)}, {len(r.calm.failed)} failed")
     row("requests, with faults", lambda r: f"{len(r.chaos.answers)}, {len(r.chaos.failed)} failed")
     for at, name in ((0.5, "p50"), (0.99, "p99")):
-        row(
-            f"TTFT {name} (ms): calm, with faults, ratio",
-            lambda r, at=at: (
-                f"{r.calm.ttft_ms(at):.0f}, {r.chaos.ttft_ms(at):.0f}, {_ratio(r, at):.2f}"
-            ),
-        )
+        row(f"TTFT {name} (ms): calm, with faults, ratio", partial(_ttft, at=at))
     row("slowest TTFT (ms): calm, with faults", lambda r: _pair(r, lambda one: one.ttft_ms(1.0)))
     row(
         "disturbed seconds: calm, with faults",
@@ -197,6 +193,11 @@ def summary_rows(results: dict[str, Result]) -> list[list[str]]:
     row("longest recovery (s)", longest_recovery)
     row("encoder work lost (images)", _lost)
     return rows
+
+
+def _ttft(result: Result, at: float) -> str:
+    calm, chaos = result.calm.ttft_ms(at), result.chaos.ttft_ms(at)
+    return f"{calm:.0f}, {chaos:.0f}, {_ratio(result, at):.2f}"
 
 
 def _pair(result: Result, of: Callable[[Run], float], unit: str = "") -> str:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "test")]
 
 import tokenizers  # noqa: E402
-from comparison import plots, report, schedule  # noqa: E402
+from comparison import report, schedule  # noqa: E402
 from comparison.arms import Arm  # noqa: E402
 from comparison.clients import ClientError  # noqa: E402
 from comparison.files import read_all  # noqa: E402
@@ -174,6 +174,8 @@ def dry_run(options: argparse.Namespace) -> str:
 def write(results: Results, out: Path) -> None:
     """The raw results, and their page; plots, which take seconds, once they are complete."""
     results.save(out.with_suffix(".json"))
+    from comparison import plots  # matplotlib takes a second
+
     drawn = plots.draw(results, out.parent / out.stem) if results.finished else []
     out.write_text(report.page(results, [path.relative_to(out.parent) for path in drawn]))
 

@@ -170,10 +170,10 @@ class Bench:
         servers = servers[turn:] + servers[:turn]
         pictures = self.pictures(BARE_PICTURES[size], size, load, number, "bare")
         limit = 0.0
-        for arm in loops[: 1 if load == "hot" else 2]:
-            run = await arm.run(pictures, 1)
+        for loop in loops[: 1 if load == "hot" else 2]:
+            run = await loop.run(pictures, 1)
             limit = limit or run.rate
-            self._add(Case(number, load, size, 1, arm.name, run, run.rate / limit))
+            self._add(Case(number, load, size, 1, loop.name, run, run.rate / limit))
         few = self.pictures(HOT_SET, size, "hot")
         if load == "hot" and number == 0:
             for arm in servers:

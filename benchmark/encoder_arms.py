@@ -425,7 +425,7 @@ def _language_server(pipe: Connection) -> None:
     """Claims the tickets it is told, looks at each embedding where it landed, lets it go."""
     from sglang_epd.transfer.claims import Claims
     from sglang_epd.transfer.receiver import Receiver
-    from sglang_epd.wire import Expect
+    from sglang_epd.wire import Expect, Settled
 
     control = Path(tempfile.mkdtemp(prefix="sglang-epd-bench-")) / "control"
     receiver = Receiver(HOST, HOST, control, budget_bytes=_BUDGET_BYTES)
@@ -437,7 +437,9 @@ def _language_server(pipe: Connection) -> None:
     def take() -> int:
         landed = 0
         for settled in claims.take():
+            assert isinstance(settled, Settled), settled
             for item in settled.items:
+                assert item is not None, settled
                 embedding = arena.read(item, 0)
                 assert embedding.shape == item.layout.embedding.shape
                 assert embedding[-1].isfinite().all()

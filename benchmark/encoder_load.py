@@ -197,13 +197,13 @@ async def neighbours(arm: Ours, rounds: int) -> tuple[list[list[str]], dict[str,
                 (None, jpeg("448", ("neighbours", seed, number))) for number in range(GOOD)
             ]
             if disturbed:
-                for place, kind in enumerate(bad):
-                    work.insert(5 * place, (kind, f"{media}/{kind}"))
+                for place, name in enumerate(bad):
+                    work.insert(5 * place, (name, f"{media}/{name}"))
             tickets = arm.tickets([1] * len(work))
             answers = await asyncio.gather(
                 *(post(http, arm, t, [item]) for t, (_, item) in zip(tickets, work, strict=True))
             )
-            fine = []
+            fine: list[Answer] = []
             for ticket, (kind, _), answer in zip(tickets, work, answers, strict=True):
                 if kind is None:
                     fine.append(answer)
@@ -310,10 +310,10 @@ class Soak:
         self._done += 1
 
     def _items(self, media: str, number: int) -> list[bytes | str]:
-        items = [self._picture(number) for _ in range(self._draw.randint(1, 4))]
+        items: list[bytes | str] = [self._picture(number) for _ in range(self._draw.randint(1, 4))]
         if self._draw.random() < BAD:
-            bad = self._draw.choice([*self._broken, f"{media}/truncated"])
-            items[self._draw.randrange(len(items))] = bad
+            bad: list[bytes | str] = [*self._broken, f"{media}/truncated"]
+            items[self._draw.randrange(len(items))] = self._draw.choice(bad)
         elif self._draw.random() < BAD:
             items[0] = f"{media}/good"
         return items

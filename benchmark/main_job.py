@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -107,7 +108,7 @@ def first_token_s(url: str, pictures: list[str]) -> float:
     parts = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
     # A distinct text in front keeps the prefix cache out of it.
     text = {"type": "text", "text": f"Question {time.monotonic_ns()}: "}
-    body = {
+    body: Any = {
         "model": "default",
         "messages": [{"role": "user", "content": [text, *parts]}],
         "max_tokens": 1,

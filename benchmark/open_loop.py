@@ -136,7 +136,8 @@ async def open_loop(
         begin: when the load begins, on the clock of `time.monotonic`.
     """
     draw = random.Random(repr(seed))
-    due, tasks = begin, []
+    due = begin
+    tasks: list[asyncio.Task[Answer]] = []
     async with session() as http:
         while True:
             due += draw.expovariate(rate)

@@ -35,7 +35,6 @@ from sglang_epd.sim.topology import parse
 from sglang_epd.sim.workload import Workload
 
 HERE = Path(__file__).parent / "simulated"
-PAGE = RESULTS / "simulator.md"
 replace = msgspec.structs.replace
 
 SGLANG = "https://lmsys.org/blog/2026-01-12-epd"
@@ -547,7 +546,7 @@ def page(figures: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def draw(figures: dict[str, Any]) -> None:
+def draw(figures: dict[str, Any], folder: Path) -> None:
     if "sglang" in figures:
         series = {
             f"{arm}, prefill at {peak:.0%} of peak": [
@@ -561,7 +560,7 @@ def draw(figures: dict[str, Any]) -> None:
             for arm in ARMS[1:]
             for peak in PREFILL_PEAKS
         }
-        path = RESULTS / "simulator-sglang.svg"
+        path = folder / "simulator-sglang.svg"
         plots.lines(path, series, "seconds a picture takes in the tower, TTFT of 1EPD by it")
     if "vllm" in figures:
         groups = {}
@@ -574,7 +573,7 @@ def draw(figures: dict[str, Any]) -> None:
                 "1E3PD, published": float(apart),
                 "1E3PD, fitted": fitted["1E3PD"],
             }
-        plots.bars(RESULTS / "simulator-vllm.svg", groups, "goodput (requests/s)")
+        plots.bars(folder / "simulator-vllm.svg", groups, "goodput (requests/s)")
 
 
 def main() -> None:
@@ -585,6 +584,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--cells", type=int, default=400, help="of scale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=RESULTS / "simulator.md")
     options = parser.parse_args()
     unknown = set(options.parts) - {"sglang", "vllm", "scale"}
     if unknown:
@@ -592,7 +592,7 @@ def main() -> None:
     if options.fit:
         fit()
         return
-    kept = PAGE.with_suffix(".json")
+    kept = options.out.with_suffix(".json")
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "sglang": sglang, "vllm": vllm, "scale": lambda: scale(options.cells, options.jobs),
@@ -607,9 +607,9 @@ def main() -> None:
             current[part] = figures[part]
         kept.write_text(json.dumps(current, indent=1) + "\n")
         figures = current
-    draw(figures)
-    PAGE.write_text(page(figures))
-    print(PAGE)
+    draw(figures, options.out.parent)
+    options.out.write_text(page(figures))
+    print(options.out)
 
 
 if __name__ == "__main__":

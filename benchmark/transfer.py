@@ -39,7 +39,7 @@ from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, Sender
 from sglang_epd.transfer.writers import RemoteWriter
-from sglang_epd.wire import Expect, Layout, Offer, Settled, TensorSpec
+from sglang_epd.wire import Expect, Laid, Layout, Offer, Settled, TensorSpec
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -74,7 +74,7 @@ class RawSocket:
         self._socket = socket.create_connection((HOST, self._child.get()))
 
     def transfer(self, payload: torch.Tensor) -> float:
-        raw = memoryview(payload.numpy()).cast("B")
+        raw = payload.numpy().data.cast("B")
         self._child.put(raw.nbytes)
         begin = time.monotonic()
         self._socket.sendall(raw)
@@ -117,7 +117,7 @@ class InTree:
         grid = torch.tensor([[1, 2, 2]])
         data = EmbeddingData("rid", 1, 0, grid, Modality.IMAGE, payload)
         header = pickle.dumps(data.copy_without_embedding())
-        self._socket.send_multipart([header, memoryview(payload.numpy()).cast("B")], copy=False)
+        self._socket.send_multipart([header, payload.numpy().data.cast("B")], copy=False)
         return float(self._child.get()) - begin
 
 
@@ -174,7 +174,7 @@ class Child:
 
 
 def _socket_receiver(pipe: Connection, largest: int) -> None:
-    target = memoryview(np.zeros(largest, np.uint8))
+    target = np.zeros(largest, np.uint8).data
     with socket.create_server((HOST, 0)) as server:
         pipe.send(server.getsockname()[1])
         peer, _ = server.accept()
@@ -224,11 +224,13 @@ def _our_receiver(pipe: Connection, largest: int, landing: str) -> None:
         ticket = pipe.recv()
         claims.claim(ticket, Expect(ticket, 1, 1, 60.0))
         pipe.send("claimed")
-        settled: list[Settled] = []
-        while not settled:
+        told: list[Settled | Laid] = []
+        while not told:
             claims.socket.poll(1000)
-            settled = claims.take()
-        embedding = arena.read(settled[0].items[0], 0)
+            told = claims.take()
+        settled = told[0]
+        assert isinstance(settled, Settled) and settled.items[0] is not None, settled
+        embedding = arena.read(settled.items[0], 0)
         ready = time.monotonic()
         assert embedding[-1, -1] == 1.0
         del embedding

@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ OWNERS = {
     "http_out": "answer written and read",
 }
 # What other work on the machine makes slower is above the lowest ones.
-QUANTILES = {
+QUANTILES: dict[str, Callable[[list[float]], float]] = {
     "median": statistics.median,
     "lowest quarter": lambda values: sorted(values)[len(values) // 4],
     "lowest": min,

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -38,7 +39,6 @@ START_TIMEOUT_S = 400.0
 BOUND = 1.3
 # The KV cache is not what is weighed.
 LANGUAGE = ("--max-total-tokens", "512", "--max-running-requests", "1", "--enable-metrics")
-RESULTS = Path(__file__).parent / "results" / "weights.md"
 
 
 @dataclass
@@ -50,7 +50,9 @@ class Weighed:
 
 
 @contextmanager
-def server(role: str, model: str, arm: str, logs: Path, *flags: str):
+def server(
+    role: str, model: str, arm: str, logs: Path, *flags: str
+) -> Iterator[tuple[ServerProcess, str]]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(ensure(model))]
@@ -121,6 +123,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--in-tree", action="store_true", help="next to SGLang's own")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/weights.md")
     options = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-weights-"))
     heavy, tiny = tensors_mb(HEAVY), tensors_mb(TINY)
@@ -151,7 +154,7 @@ def main() -> int:
             "",
         ]
     )
-    RESULTS.write_text(page)
+    options.out.write_text(page)
     print(page)
     return 1 if failed else 0
 

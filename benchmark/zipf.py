@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,16 @@ class Outcome:
 # Two policies that `affinity` was chosen over.
 
 
+def in_order(key: bytes, urls: Iterable[str]) -> list[str]:
+    """The encoders as the key ranks them, the first one first."""
+    ranks = rendezvous(key, urls)
+    return sorted(ranks, key=ranks.__getitem__, reverse=True)
+
+
 def only_rendezvous(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
     """Each key to the first in its order, whatever there is to do."""
     urls = [view.url for view in snapshot.encoders]
-    return [rendezvous(item.key, urls)[0] for item in items]
+    return [in_order(item.key, urls)[0] for item in items]
 
 
 def bound_each_time(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
@@ -102,7 +108,7 @@ def bound_each_time(items: Sequence[Work], snapshot: Snapshot, _rng: random.Rand
     for item in items:
         mean = (sum(loads.values()) + item.patches) / len(loads)
         bound = max(1.25 * mean, mean + item.patches)
-        order = rendezvous(item.key, list(loads))
+        order = in_order(item.key, loads)
         url = next(url for url in order if loads[url] + item.patches <= bound)
         loads[url] += item.patches
         chosen.append(url)

@@ -10,18 +10,40 @@ UV_VERSION=0.13.8
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# The Python that environments are made from: 3.11, which requirements.lock is for.
+# The versions of Python that requirements.lock is for; the first that is found is taken.
+PYTHONS=(3.11 3.12)
+VENV=$ROOT/.venv
+LAYER=()
+# `--python 3.12` in front of a script's other arguments takes that one, in .venv-3.12.
+if [[ ${1:-} == --python ]]; then
+    [[ " ${PYTHONS[*]} " == *" ${2:-} "* ]] || die "--python takes one of ${PYTHONS[*]}"
+    LAYER=(--python "$2")
+    PYTHONS=("$2")
+    VENV=$ROOT/.venv-$2
+    unset PYTHON
+    shift 2
+fi
+
+# The Python that environments are made from: PYTHON, the one that VENV was made from, or
+# one from PATH or pyenv.
 find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" python3.11 python3 python; do
-        if [[ -n $candidate ]] && "$candidate" -c \
-            'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            # The base interpreter, should this one belong to an activated .venv.
-            "$candidate" -c 'import sys; print(sys._base_executable)'
-            return
-        fi
+    local version candidate candidates=("$VENV/bin/python")
+    for version in "${PYTHONS[@]}"; do
+        candidates+=("python$version" "${PYENV_ROOT:-${HOME:?}/.pyenv}/versions/$version".*/bin/python)
     done
-    die "needs Python 3.11 with venv and pip (set PYTHON to it if it is not in PATH)"
+    candidates+=(python3 python)
+    if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        # The base interpreter, should this one belong to an activated .venv.
+        "$candidate" - "${PYTHONS[@]}" 2>/dev/null <<'END' && return
+import sys
+if "%d.%d" % sys.version_info[:2] not in sys.argv[1:]:
+    sys.exit(1)
+print(sys._base_executable)
+END
+    done
+    die "${PYTHON:+PYTHON=$PYTHON will not do: }needs Python (one of ${PYTHONS[*]}) with venv" \
+        "and pip; set PYTHON to it if it is not in PATH"
 }
 
 # Prints the path of uv: the one in PATH if it has the pinned version, else one that is

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
-from torchcodec.encoders import VideoEncoder
 
 import photographs
 import sounds
@@ -30,6 +29,8 @@ def moving_crop(
 
 def encode(frames: torch.Tensor, rate: float = 8.0, container: str = "mp4") -> bytes:
     """A video file (H.264 in MP4, VP9 in WebM) of uint8 frames [n, 3, height, width]."""
+    from torchcodec.encoders import VideoEncoder  # a second, with what it imports of torch
+
     return VideoEncoder(frames, frame_rate=rate).to_tensor(format=container).numpy().tobytes()
 
 

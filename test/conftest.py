@@ -3,26 +3,43 @@
 import ctypes
 import gc
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # How long one example takes says more of the machine's other work than of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("shared"), max_examples=25)
+settings.register_profile("fast", settings.get_profile("shared"), max_examples=15)
 settings.load_profile("shared")
 
 
-# Folders of tests that import most of SGLang, which takes ten processor seconds.
-_IMPORTING = ("seams", "families")
+# Folders of tests that import most of SGLang, which takes ten processor seconds, and a file whose
+# tests import a part of it.
+_IMPORTING = {"seams", "families", "test_one_server"}
+
+
+def _imports_sglang(path: Path) -> bool:
+    return not _IMPORTING.isdisjoint({path.parent.name, path.stem})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests are run by one process, and those that import SGLang too."""
-    for item in items:
-        folder = item.path.parent.name
-        group = "sglang" if folder in _IMPORTING else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Those that import SGLang come first: in one process they take longest."""
+    items.sort(key=lambda item: not _imports_sglang(item.path))
+
+
+class ByFile(LoadScopeScheduling):
+    """With `-n`, one process runs a file's tests, and one all that import SGLang."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, _ = nodeid.partition("::")
+        return "SGLang" if _imports_sglang(Path(path)) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

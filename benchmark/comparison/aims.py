@@ -104,7 +104,10 @@ def _interference(results: Results) -> Iterator[Aim]:
         results,
         "interference: p99 TPOT of text-only requests at most half of one server's",
         ("interference", _OURS, _ONE),
-        **{"most": 0.5, "share": 0.99, "kind": "text", "tpot": True},
+        most=0.5,
+        share=0.99,
+        kind="text",
+        tpot=True,
     )
 
 

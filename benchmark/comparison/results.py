@@ -121,7 +121,8 @@ class Results(msgspec.Struct):
     @property
     def rounds(self) -> int:
         """That have begun."""
-        return 1 + max((one.round for one in (*self.starts, *self.runs)), default=0)
+        begun = [one.round for one in self.starts] + [one.round for one in self.runs]
+        return 1 + max(begun, default=0)
 
     def forget_unfinished(self) -> None:
         """Drop what was measured of arms that were not run to the end of a round."""

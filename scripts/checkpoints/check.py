@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor
 
 import photographs
 import sounds
@@ -55,6 +54,8 @@ class Subject:
     """A loaded checkpoint and the few questions that are asked of it."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoProcessor
+
         self.processor = AutoProcessor.from_pretrained(folder)
         family = FAMILIES[AutoConfig.from_pretrained(folder).model_type]
         self.modalities = frozenset(family.marks)

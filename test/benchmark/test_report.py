@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from compare import arguments, core_list, dry_run, empty, ordered, resumed
-from comparison import aims, plots, report, schedule
+from comparison import aims, report, schedule
 from comparison.arms import Arm, Server
 from comparison.figures import Goodput, Limits, Outcome, Run
 from comparison.results import Question, Results, Search, Start, load
@@ -211,6 +211,8 @@ def test_limits_are_multiples_of_the_unloaded_baseline(results: Results) -> None
 
 
 def test_plots_of_what_has_rates(results: Results, tmp_path: Path) -> None:
+    from comparison import plots
+
     drawn = plots.draw(results, tmp_path / "plots")
     assert [path.name for path in drawn] == ["interference.png", "goodput.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from sglang_epd.cli.main import app
 
 SCRIPTS = [block for page in PAGES for block in blocks(page) if block.language == "sh"]
 # Whose flags are their own; that they are called in the pages is known here.
-OTHERS = {"apt-get", "cat", "curl", "export", "kill", "openssl", "source"}
+OTHERS = {"apt-get", "cat", "curl", "export", "grep", "kill", "openssl", "source"}
 # Click's, which typer brings along without a name for it.
 UsageError: Any = typer.BadParameter.__base__
 PYTHON = {"python", ".venv/bin/python"}
@@ -45,8 +46,8 @@ def check(launcher: argparse.ArgumentParser) -> Callable[[list[str]], None]:
         elif head.startswith("scripts/"):
             script(head, rest)
         elif head.startswith(".venv/bin/"):
-            # Installed by scripts/install.
-            assert (ROOT / head).exists(), head
+            # Installed by scripts/install, into the environment of this Python.
+            assert (Path(sys.prefix) / "bin" / Path(head).name).exists(), head
         else:
             assert head in OTHERS, head
 
@@ -90,9 +91,16 @@ def script(path: str, rest: list[str]) -> None:
 
 
 def pip(rest: list[str]) -> None:
+    if rest[:1] == ["freeze"]:
+        return
     assert rest[0] == "install"
+    if "--constraint" in rest:
+        place = rest.index("--constraint")
+        rest = rest[:place] + rest[place + 2 :]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in rest[1:]:
+        if word == "--dry-run":
+            continue
         asked = re.fullmatch(r"(?:\.|sglang-epd)(?:\[([\w,-]+)\])?", word)
         assert asked, word
         for extra in filter(None, (asked[1] or "").split(",")):
@@ -145,6 +153,7 @@ def test_a_script_is_one(block: Block, check: Callable[[list[str]], None]) -> No
         "scripts/demo --dp",
         "scripts/no-such",
         'pip install ".[mooncacke]"',
+        "pip install --constraint kept.txt --dry-rum .",
         "docker compose -f compose.yaml up",
         "kubectl apply -k docker/kubernetes",
         "no-such-command",

@@ -21,7 +21,7 @@ from sglang_epd.cli.main import app
 PACKAGE = Path(sglang_epd.__file__).parent
 SOURCES = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
 # Of other programs than SGLang, its router and ours.
-OTHER_FLAGS = {"--build", "--from-literal"}
+OTHER_FLAGS = {"--build", "--constraint", "--from-literal"}
 # Of other programs; those that this package leaves to them.
 OTHER_VARIABLES = {
     "GRAFANA_PASSWORD",

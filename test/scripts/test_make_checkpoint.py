@@ -12,8 +12,6 @@ import pytest
 from jinja2.exceptions import TemplateError
 from PIL import Image
 from safetensors import safe_open
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.video_utils import VideoMetadata
 
 import checkpoints.build
 import make_checkpoint
@@ -126,6 +124,8 @@ def test_any_text_survives_the_tokenizer(subject: Subject) -> None:
 
 
 def test_video_reaches_the_model(subject: Subject) -> None:
+    from transformers.video_utils import VideoMetadata
+
     frames = np.zeros((8, 3, 112, 112), dtype=np.uint8)
     metadata = VideoMetadata(total_num_frames=8, fps=2.0, frames_indices=list(range(8)))
     inputs = subject.processor(
@@ -193,6 +193,8 @@ def test_shards_and_their_index_have_the_published_names(tmp_path: Path) -> None
 def test_a_familys_answers_depend_on_its_media(family: Family) -> None:
     if isinstance(family, Unweighted):
         pytest.skip("SGLang stops before it reads a weight, so there is none")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     if family.carried or family.name not in CONFIG_MAPPING_NAMES:
         pytest.skip(
             "in its makers' form, which `transformers` does not read by itself: its servers "

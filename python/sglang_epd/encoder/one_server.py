@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.image_utils import SizeDict
-from transformers.video_utils import VideoMetadata
-
 # Frames a second that a whole model's processor takes for its default, where that is not
 # the one of `VideoMetadata`.
 _FRAMES_PER_SECOND = {"qwen3_omni_moe": 1.0}
@@ -30,6 +27,8 @@ def follow_one_server(preprocessor: Any, model_type: str) -> None:
         preprocessor.vision_config["audio"]["truncation"] = True
     size = _video_size(preprocessor.audio_processor)
     if size is not None:
+        from transformers.image_utils import SizeDict  # two seconds, with torchvision
+
         # One server asks the whole model's processor, which has a size for frames of its
         # own; the encoder asks the video processor alone.
         preprocessor.video_processor.size = SizeDict(**size)
@@ -41,6 +40,8 @@ def seconds_per_grid(preprocessor: Any, model_type: str) -> float:
     One server hands frames to the processor without their rate, which then takes its
     default for it.
     """
+    from transformers.video_utils import VideoMetadata
+
     patch: int = getattr(preprocessor.video_processor, "temporal_patch_size", 2)
     return patch / (_FRAMES_PER_SECOND.get(model_type) or VideoMetadata(0).sampled_fps)
 

@@ -246,7 +246,7 @@ def up(
         return
     open_to_all = host not in (LOOPBACK, "localhost", "::1")
     if open_to_all and not any("--api-key" in typed for typed in shape.flags.values()):
-        out.print(f"Whoever reaches {host} may send requests: there is no --api-key in --flags.")
+        out.print(f"Chat requests on {host} need no key: the flags have no --api-key.")
     _run(
         made,
         out,

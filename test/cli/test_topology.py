@@ -100,6 +100,7 @@ def test_what_makes_no_topology_is_refused_by_its_flag(asked, named):
         ("--tp 2", 2),
         ("--tp-size=2 --dp-size 3", 6),
         ("--tp 4 --dp 4 --enable-dp-attention", 4),
+        ("--tp-size 4 --pp-size 2", 8),
     ],
 )
 def test_a_server_has_as_many_devices_as_ranks(flags, devices):

@@ -9,6 +9,7 @@ import socket
 import pytest
 from typer.testing import CliRunner, Result
 
+from docs.conftest import launcher  # noqa: F401
 from sglang_epd.cli import up as module
 from sglang_epd.cli.main import app
 from sglang_epd.errors import ConfigError, EpdError
@@ -35,6 +36,35 @@ def test_a_dry_run_for_machines():
     assert language["env"] == {"CUDA_VISIBLE_DEVICES": "3"}
     assert made["api_url"] == language["url"]
     assert encoder["url"] in language["argv"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        (
+            "--encoders 4 --language-flags '--tp-size 4'",
+            "encoder tp 1 on 0; encoder tp 1 on 1; encoder tp 1 on 2; encoder tp 1 on 3; "
+            "language tp 4 on 4,5,6,7",
+        ),
+        (
+            "--encoders 2 --prefill 1 --decode 1 --prefill-flags '--tp-size 2' "
+            "--decode-flags '--tp-size 4'",
+            "encoder tp 1 on 0; encoder tp 1 on 1; prefill tp 2 on 2,3; decode tp 4 on 4,5,6,7",
+        ),
+    ],
+)
+def test_eight_gpus_are_dealt_by_the_ranks_of_each_role(typed, wanted, launcher):  # noqa: F811
+    made = json.loads(dry("--json", "--gpus", "0,1,2,3,4,5,6,7", *shlex.split(typed)).stdout)
+    dealt = []
+    for server in made["servers"]:
+        if server["role"] != "router":
+            start = server["argv"].index("sglang.launch_server") + 1
+            given = launcher.parse_args(server["argv"][start:])
+            assert given.encoder_only is (server["role"] == "encoder")
+            assert given.language_only is (server["role"] in ("language", "prefill"))
+            gpus = server["env"]["CUDA_VISIBLE_DEVICES"]
+            dealt.append(f"{server['role']} tp {given.tp_size} on {gpus}")
+    assert "; ".join(dealt) == wanted
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ _ASK_TIMEOUT_S = 20.0
 # With fewer each, servers that take turns are better off with all of them.
 _LEAST_CORES = 2
 _TENSOR = ("--tp", "--tp-size", "--tensor-parallel-size")
+_PIPELINE = ("--pp-size", "--pipeline-parallel-size")
 _DATA = ("--dp", "--dp-size", "--data-parallel-size")
 
 
@@ -38,7 +39,7 @@ def devices_of(flags: Sequence[str]) -> int:
     Raises:
         ConfigError: a number is none.
     """
-    ranks = _number(flags, _TENSOR)
+    ranks = _number(flags, _TENSOR) * _number(flags, _PIPELINE)
     # With data-parallel attention the replicas are among the tensor-parallel ranks.
     return ranks if "--enable-dp-attention" in flags else ranks * _number(flags, _DATA)
 

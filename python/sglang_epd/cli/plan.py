@@ -1,7 +1,7 @@
 """`sglang-epd plan`: how many encoders, prefills and decodes, at what cost, and what gives way
 first; or, with `--topology`, what a given deployment does.
 
-Needs the `plan` extra (`pip install "sglang-epd[plan]"`).
+Needs the `plan` extra (`pip install ".[plan]"` in a clone).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def plan(
     try:
         import simpy  # noqa: F401
     except ImportError as error:
-        raise ConfigError('the planner needs: pip install "sglang-epd[plan]"') from error
+        raise ConfigError(
+            'the planner needs: pip install ".[plan]" in a clone of sglang-epd'
+        ) from error
     from sglang_epd.sim.model import parse_failure
     from sglang_epd.sim.profile import load_profile
     from sglang_epd.sim.report import Slo

@@ -116,7 +116,8 @@ def up(
     flags: Annotated[
         str,
         typer.Option(
-            help='SGLang flags for every server with a model: --flags "--dtype bfloat16".',
+            help="SGLang flags for every server with a model, encoders too: "
+            '--flags "--dtype bfloat16". A --tp-size belongs into the flags of one role.',
             rich_help_panel="SGLang's flags",
         ),
     ] = "",
@@ -124,7 +125,11 @@ def up(
         str, typer.Option(help="For encoders alone.", rich_help_panel="SGLang's flags")
     ] = "",
     language_flags: Annotated[
-        str, typer.Option(help="For language servers alone.", rich_help_panel="SGLang's flags")
+        str,
+        typer.Option(
+            help='For language servers alone: --language-flags "--tp-size 4".',
+            rich_help_panel="SGLang's flags",
+        ),
     ] = "",
     prefill_flags: Annotated[
         str, typer.Option(help="For prefill servers alone.", rich_help_panel="SGLang's flags")
@@ -139,7 +144,8 @@ def up(
         str,
         typer.Option(
             help="GPUs to deal out, in the order encoders, language or prefill, decode: "
-            "0,1,2; one that is listed twice is shared; none for the CPU. All that the "
+            "0,1,2. Each server gets as many as its flags have ranks (--tp-size, --dp-size, "
+            "--pp-size); one that is listed twice is shared; none for the CPU. All that the "
             "machine has, unless given.",
             rich_help_panel=_RUNNING,
         ),
@@ -219,7 +225,7 @@ def up(
     if apart and importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
             "--prefill and --decode hand KV over by Mooncake, which is not installed: "
-            'pip install "sglang-epd[mooncake]" (mooncake-cpu without CUDA)'
+            'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
         )
     env = _environment(config, settings or [])
     # What servers would refuse is refused here, before any of them starts.
@@ -240,7 +246,7 @@ def up(
         return
     open_to_all = host not in (LOOPBACK, "localhost", "::1")
     if open_to_all and not any("--api-key" in typed for typed in shape.flags.values()):
-        out.print(f"Whoever reaches {host} may send requests: there is no --api-key in --flags.")
+        out.print(f"Chat requests on {host} need no key: the flags have no --api-key.")
     _run(
         made,
         out,

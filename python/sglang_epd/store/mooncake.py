@@ -42,8 +42,8 @@ class MooncakeStore:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError(
-                'SGLANG_EPD_STORE names a Mooncake master: pip install "sglang-epd[mooncake]" '
-                "(mooncake-cpu without CUDA)"
+                'SGLANG_EPD_STORE names a Mooncake master: pip install ".[mooncake]" in a clone '
+                "of sglang-epd (mooncake-cpu without CUDA)"
             ) from error
         self._make = MooncakeDistributedStore
         self._url = url

@@ -35,7 +35,8 @@ class RedisStore:
             from redis.exceptions import RedisError
         except ImportError as error:
             raise ConfigError(
-                'SGLANG_EPD_STORE names a Redis server: pip install "sglang-epd[redis]"'
+                'SGLANG_EPD_STORE names a Redis server: pip install ".[redis]" in a clone of '
+                "sglang-epd"
             ) from error
         pool = BlockingConnectionPool(
             host=url.host,

@@ -252,8 +252,8 @@ def _start(hostname: str, protocol: str, device_name: str) -> Any:
         module = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError:
         raise ConfigError(
-            "the mooncake backend needs Mooncake: pip install 'sglang-epd[mooncake]', or "
-            "'sglang-epd[mooncake-cpu]' without CUDA"
+            'the mooncake backend needs Mooncake: pip install ".[mooncake]" in a clone of '
+            "sglang-epd (mooncake-cpu without CUDA)"
         ) from None
     except ImportError as error:
         raise ConfigError(f"Mooncake cannot be loaded: {error}. It needs {_LIBRARIES}") from error

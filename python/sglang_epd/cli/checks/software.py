@@ -132,7 +132,7 @@ def libraries() -> Iterator[Finding]:
         if not tried.returncode:
             yield ok("Mooncake", "loads")
         elif "ModuleNotFoundError" in last:
-            mend = 'pip install "sglang-epd[mooncake]" (mooncake-cpu without CUDA)'
+            mend = 'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
             yield note("Mooncake", f"is not installed; it is needed {wanted}", mend)
         else:
             mend = _APT if "lib" in last else "reinstall it"

@@ -140,7 +140,9 @@ def server(sglang, monkeypatch, tmp_path):
     def set_up(architecture: str = "Qwen2VLForConditionalGeneration", **flags: bool) -> bool:
         disagg = {"language_only": False, "encoder_only": False, **flags}
         monkeypatch.setattr(context, "get_disagg", lambda: SimpleNamespace(**disagg))
-        model = SimpleNamespace(model_path=str(tmp_path), revision=None)
+        model = SimpleNamespace(
+            model_path=str(tmp_path), revision=None, load_format="dummy", download_dir=None
+        )
         monkeypatch.setattr(context, "get_model", lambda: model)
         config = SimpleNamespace(architectures=[architecture], to_dict=dict)
         processor = SimpleNamespace(process_mm_data_async="SGLang's own")

@@ -139,7 +139,7 @@ def test_what_fails_twice_fails(tmp_path: Path) -> None:
     assert suite.tries("tries_of_fast") == 1 and suite.tries("twice") == 2
 
 
-@pytest.mark.servers  # of pytest, twelve
+@pytest.mark.servers  # each case starts pytest once or twice
 @pytest.mark.parametrize(
     ("fast", "servers", "said"),
     [

@@ -33,7 +33,13 @@ def test_this_environment_is_the_one_that_the_package_is_for():
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"), [("0.5.23", Verdict.OK), ("0.5.24", Verdict.FAIL), (None, Verdict.FAIL)]
+    ("found", "verdict"),
+    [
+        ("0.5.23", Verdict.OK),
+        ("0.5.23+cu129", Verdict.OK),
+        ("0.5.24", Verdict.FAIL),
+        (None, Verdict.FAIL),
+    ],
 )
 def test_another_version_of_sglang_is_named_with_the_right_one(monkeypatch, found, verdict):
     def version(name: str) -> str:

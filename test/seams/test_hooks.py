@@ -184,6 +184,11 @@ def test_another_version_is_refused_with_both_and_the_ways_out(monkeypatch):
     )
 
 
+def test_how_a_version_was_built_makes_no_difference(monkeypatch):
+    monkeypatch.setattr(contract, "version", lambda name: "0.5.23+cu129")
+    assert misfit() == ""
+
+
 @pytest.mark.parametrize(("parent", "read"), [(None, True), (object(), False)])
 def test_the_launcher_reads_sglangs_sources_and_its_children_do_not(monkeypatch, parent, read):
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)

@@ -258,9 +258,12 @@ def pinned() -> dict[str, str]:
 
 
 def versions() -> tuple[str, str]:
-    """Of SGLang: the one that is installed, and the one that this package is for."""
+    """Of SGLang: the one that is installed, and the one that this package is for.
+
+    Without a local part ("+cu129"), which says how a version was built.
+    """
     try:
-        installed = version("sglang")
+        installed = version("sglang").partition("+")[0]
     except PackageNotFoundError:
         installed = "without a version"
     return installed, pinned()["sglang"]

@@ -3,10 +3,10 @@
     suite.py [--marks EXPRESSION] [pytest's arguments]
     suite.py --fast [pytest's arguments]
 
-A test marked `servers` that failed is run once more, alone, in a fresh pytest process. If it
-passes then, it is reported as FLAKY with the log of its failure, and the suite passes. A fast
-test that fails, and a pytest that does not reach its summary, fail the suite at once. The last
-lines name every failure and count the tests of all steps.
+A test that failed is run once more, alone, in a fresh pytest process. If it passes then, it is
+reported as FLAKY with the log of its failure, and the suite passes. A pytest that does not
+reach its summary fails the suite at once. The last lines name every failure and count the
+tests of all steps.
 """
 
 from __future__ import annotations
@@ -74,17 +74,18 @@ def run(name: str, arguments: list[str]) -> Outcomes:
     return Outcomes(name, status, ended, failures, passed - failures.keys(), skipped)
 
 
-def flaky_in(servers: Outcomes, extra: list[str]) -> dict[str, str]:
+def flaky_in(steps: list[Outcomes], extra: list[str]) -> dict[str, str]:
     """The failures that do not happen again, with their logs."""
-    if not servers.failures:
+    failures = {name: log for step in steps for name, log in step.failures.items()}
+    if not failures or not all(step.ended for step in steps):
         return {}
-    if len(servers.failures) > MOST_AGAIN:
+    if len(failures) > MOST_AGAIN:
         print(f"more than {MOST_AGAIN} tests failed: they are not run again")
         return {}
-    again = run("failures, once more", [*extra, *servers.failures])
+    again = run("failures, once more", [*extra, *failures])
     if not again.ended:
         return {}
-    return {name: log for name, log in servers.failures.items() if name in again.passed}
+    return {name: log for name, log in failures.items() if name in again.passed}
 
 
 def report(steps: list[Outcomes], flaky: dict[str, str], seconds: float) -> int:
@@ -121,13 +122,10 @@ def main() -> int:
     if options.fast:
         fast += ["--hypothesis-profile", "fast"]
     steps = [run("fast tests", fast)]
-    flaky: dict[str, str] = {}
     if steps[0].ended and not options.fast:
         marks = f"servers and ({options.marks})" if options.marks else "servers"
         steps.append(run("tests with servers", ["-m", marks, *extra]))
-        if steps[1].ended:
-            flaky = flaky_in(steps[1], extra)
-    return report(steps, flaky, time.monotonic() - begin)
+    return report(steps, flaky_in(steps, extra), time.monotonic() - begin)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,13 @@ def test_fast():
 """
 FAST_FAILS = """
 def test_fast_fails():
-    open("tries_of_fast", "a").write("x")
     assert False
+"""
+FAST_FAILS_ONCE = """
+def test_fast_fails_once():
+    with open("fast", "a+") as file:
+        file.write("x")
+        assert file.tell() > 1
 """
 SERVER = """
 import os, signal, pytest
@@ -118,10 +123,11 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 
 def test_what_fails_once_is_flaky_and_no_failure(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, FAST, SERVER + FAILS_ONCE + TEARDOWN_FAILS_ONCE)
+    suite = Suite(tmp_path, FAST + FAST_FAILS_ONCE, SERVER + FAILS_ONCE + TEARDOWN_FAILS_ONCE)
     done = suite.run()
-    assert (done.returncode, last(done)) == (0, "2 passed, 2 flaky"), done.stdout
-    assert told(done, "FLAKY") == [ONCE, "test_servers.py::test_teardown"]
+    assert (done.returncode, last(done)) == (0, "2 passed, 3 flaky"), done.stdout
+    fast = "test_fast.py::test_fast_fails_once"
+    assert told(done, "FLAKY") == [fast, ONCE, "test_servers.py::test_teardown"]
     assert not told(done, "FAILED")
     log = done.stdout.partition(f"failed once: {ONCE}")[2]
     assert "said before the failure" in log and "assert tried(" in log
@@ -135,8 +141,7 @@ def test_what_fails_twice_fails(tmp_path: Path) -> None:
     assert told(done, "FLAKY") == [ONCE]
     failed = ["test_fast.py::test_fast_fails", "test_servers.py::test_fails_twice"]
     assert told(done, "FAILED") == [*failed, "test_servers.py::test_skips"]
-    # A fast test has no second chance.
-    assert suite.tries("tries_of_fast") == 1 and suite.tries("twice") == 2
+    assert suite.tries("twice") == 2
 
 
 @pytest.mark.servers  # each case starts pytest once or twice

@@ -130,9 +130,11 @@ class Control:
         await self._tell(wire.Cancel(ticket))
 
     def close(self) -> None:
+        """Close the socket, and the mapping of the arena once no item is read from it."""
         if self._reader is not None:
             self._reader.cancel()
         self._context.destroy(linger=0)
+        self._arena = None
 
     async def _welcomed(self, timeout_s: float) -> wire.Welcome:
         self._listen()

@@ -115,9 +115,7 @@ class Topology:
             self.end(role)
         for role in roles:
             logs = self.servers[role].log_path.parent
-            self.servers[role] = self._server(
-                role, self.served_as or checkpoint(self.model), logs, env
-            )
+            self.servers[role] = self._server(role, logs, env)
             self.servers[role].start()
         self._wait(list(roles))
 

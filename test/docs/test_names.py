@@ -25,6 +25,8 @@ OTHER_FLAGS = {"--build", "--constraint", "--from-literal"}
 # Of other programs; those that this package leaves to them.
 OTHER_VARIABLES = {
     "GRAFANA_PASSWORD",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
     "API_ADDRESS",
     "ENCODER_0_GPU",
     "ENCODER_1_GPU",

@@ -123,6 +123,7 @@ def test_another_version(sglang, output_of):
     assert f"pip install sglang==0.5.23, or set {WAY_BACK}" in told
 
 
+@pytest.mark.extended
 def test_a_role_from_a_file_where_the_flags_are_resolved_elsewhere(sglang, output_of, tmp_path):
     """Neither the command line nor the hook on the flags says so; the last guard does."""
     for file in ("pd_disaggregation_hook", "pipeline", "resolution_hooks"):
@@ -134,6 +135,7 @@ def test_a_role_from_a_file_where_the_flags_are_resolved_elsewhere(sglang, outpu
     assert "pd_disaggregation_hook.handle_encoder_disaggregation, and" in told
 
 
+@pytest.mark.extended
 def test_a_scheduler_in_which_another_plugin_has_overtaken(sglang, output_of):
     """In the processes that the launcher starts alone, so that the launcher cannot see it."""
     sglang.add(

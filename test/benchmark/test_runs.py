@@ -78,6 +78,7 @@ def test_its_page_is_written(out: Path, name: str, said: str) -> None:
     assert said in (out / name).read_text()
 
 
+@pytest.mark.extended
 @pytest.mark.servers  # six processes that import torch, and one that imports SGLang
 def test_embeddings_travel_by_every_way(tmp_path: Path) -> None:
     page = tmp_path / "transfer.md"

@@ -55,6 +55,7 @@ class Topology:
         flags: added to the command lines of a role, or of one server.
         own_env: added to one server's environment.
         forks: what servers are forks of; None starts each as a user does.
+        typed: roles that are started as a user does in any case.
         served_as: `--model-path`, where that is not the checkpoint's folder.
     """
 
@@ -64,6 +65,7 @@ class Topology:
     flags: dict[str, str] = field(default_factory=dict)
     own_env: dict[str, dict[str, str]] = field(default_factory=dict)
     forks: ForkServer | None = None
+    typed: tuple[str, ...] = ()
     served_as: str = ""
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
@@ -124,7 +126,8 @@ class Topology:
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
         cache = {} if encoder else _NO_IMAGE_CACHE
-        make = partial(ForkedServer, self.forks) if self.forks else ServerProcess
+        forked = self.forks is not None and role not in self.typed
+        make = partial(ForkedServer, self.forks) if forked else ServerProcess
         return make(
             role,
             self.command(role, self.served_as or checkpoint(self.model)),
@@ -228,7 +231,11 @@ def _backend(name: str) -> dict[str, str]:
 TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
-        _TINY, _FULL, _NOTHING_KEPT, {"language": "--enable-metrics", "encoder": _CACHE}
+        _TINY,
+        _FULL,
+        _NOTHING_KEPT,
+        {"language": "--enable-metrics", "encoder": _CACHE},
+        typed=_TOGETHER,
     ),
     "qwen3": lambda: Topology(
         "tiny-qwen3-vl", _FULL, {"SGLANG_EPD_TOKEN": TOKEN}, {"encoder": _CACHE}
@@ -390,9 +397,8 @@ for _one in FAMILIES.values():
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
 
-# Started as users start them: the main job's servers, and those that end as they look for a
-# driver, because a fork would be told that it is one.
-_NOT_FORKED = {"qwen2_5"} | {
+# Those that end as they look for a driver, because a fork would be told that it is one.
+_NOT_FORKED = {
     f"{family.name}, one server"
     for family in FAMILIES.values()
     if "no NVIDIA driver" in " ".join(family.stopped)

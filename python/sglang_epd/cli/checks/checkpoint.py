@@ -51,7 +51,8 @@ def _cached(model: str) -> Path | Finding:
     try:
         found = try_to_load_from_cache(model, "config.json")
     except HFValidationError as error:
-        return fail(subject, f"{model} is neither a folder nor a name on a hub: {error}", "mend it")
+        found = f"{model} is neither a folder nor a name on a hub: {error}"
+        return fail(subject, found, "give a folder, or a name such as Qwen/Qwen2.5-VL-7B-Instruct")
     if isinstance(found, str):
         return Path(found).parent
     missing = f"{model} is neither a folder nor in the cache of the hub"

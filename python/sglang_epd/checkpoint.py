@@ -73,6 +73,8 @@ def served() -> Checkpoint:
     # First: without a network the loader says best what is missing.
     weights = _weights(path, revision, model.load_format, model.download_dir)
     configs = {}
+    # A file that cannot be had, for want of a network or at all, was not read by SGLang's
+    # processor either, which is made before: it keeps in the same cache what it reads.
     for name in (CONFIG, *PROCESSOR_CONFIGS):
         found = cached_file(
             path,

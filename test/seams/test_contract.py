@@ -128,7 +128,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("flags", "arg_groups.fields.mm", "Mm"): (
         "enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains"
     ),
-    ("flags", "arg_groups.fields.model", "Model"): "model_path revision",
+    ("checkpoint", "configs.load_config", "LoadFormat"): "AUTO DUMMY MISTRAL NPCACHE PT",
+    ("checkpoint", "configs.load_config", "LoadConfig"): "load_format download_dir",
+    ("flags", "arg_groups.fields.model", "Model"): ("model_path revision load_format download_dir"),
     ("flags", "arg_groups.fields.observability", "Observability"): (
         "log_level_http enable_metrics"
     ),

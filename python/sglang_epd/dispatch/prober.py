@@ -56,7 +56,7 @@ class _Status(msgspec.Struct):
 
 
 class _BadStatusError(Exception):
-    """What was answered is not the status of an encoder that can work; says why."""
+    """An answer is not the status of an encoder that can work; says why."""
 
 
 class Prober:

@@ -65,9 +65,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ),
     ("families/films", "utils.common", "load_video"): "video_file use_gpu",
     ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
-    ("families/reading", "model_loader.loader", "DefaultModelLoader._prepare_weights"): (
-        "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides"
-    ),
+    (
+        "checkpoint and families/reading",
+        "model_loader.loader",
+        "DefaultModelLoader._prepare_weights",
+    ): "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides",
     ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
         "self model_config model"
     ),

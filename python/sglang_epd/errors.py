@@ -11,7 +11,7 @@ EpdError
 ├── DuplicateError      409  the request id is live already
 ├── OverloadedError     503  over a budget; try again later or elsewhere
 ├── UnavailableError    503  the peer is down, draining or out of reach
-│   └── EncoderLostError 503  an encoder went away while it had the request
+│   └── EncoderLostError 503  an encoder went away, or broke, while it had the request
 ├── NamespaceError      503  the two servers do not hold the same encoder
 ├── RequestCancelledError 499  nobody waits for the result any more
 ├── DeadlineError       504  the request's deadline passed

@@ -13,6 +13,7 @@ from sglang_epd.dispatch.pool import Pool, Report, State
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
+    EncoderLostError,
     MediaError,
     MediaTooLargeError,
     MediaTypeError,
@@ -292,6 +293,15 @@ async def test_an_item_that_ends_encoders_does_not_have_them_all(start, client):
     one = dispatcher(client, ready(*(encoder.url for encoder in encoders)))
     with pytest.raises(EncodeError, match=r"^image 1 of 1: 3 encoders ended while they had it$"):
         await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    assert sum(len(encoder.items) for encoder in encoders) == 3
+
+
+async def test_an_item_that_breaks_encoders_does_not_have_them_all(start, dispatch):
+    encoders = [await start() for _ in range(5)]
+    for encoder in encoders:
+        encoder.says(ItemOutcome(0, "failed", EncoderLostError.__name__, "its tower is broken"))
+    with pytest.raises(EncodeError, match="3 encoders ended while they had it"):
+        await dispatch([encoder.url for encoder in encoders], 1)
     assert sum(len(encoder.items) for encoder in encoders) == 3
 
 

@@ -15,7 +15,6 @@ import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import app as app_module
-from sglang_epd.encoder import computations
 from sglang_epd.encoder.app import create_app
 from sglang_epd.errors import (
     DuplicateError,
@@ -308,9 +307,7 @@ async def test_the_health_probe_never_waits_for_the_work(serve, http, fakes, ask
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-async def test_without_a_tower_that_works_it_is_not_healthy(
-    serve, http, fakes, asking, monkeypatch, path
-):
+async def test_without_a_tower_that_works_it_is_not_healthy(serve, http, fakes, monkeypatch, path):
     url = await serve()
 
     async def seen() -> tuple[int, bool]:
@@ -319,19 +316,8 @@ async def test_without_a_tower_that_works_it_is_not_healthy(
             return health.status, tower["alive"]
 
     assert await seen() == (200, True)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(fakes), "alive", property(lambda _: False))
-        assert await seen() == (503, False)
-    monkeypatch.setattr(computations, "_STUCK_S", 0.2)
-    fakes.forwarded.hold()
-    call = asyncio.create_task(post(http, url, encode_body(asking(b"x"))))
-    await entered(fakes.forwarded)
-    assert await seen() == (200, True)
-    await asyncio.sleep(0.25)
+    monkeypatch.setattr(type(fakes), "alive", property(lambda _: False))
     assert await seen() == (503, False)
-    fakes.forwarded.go_on()
-    assert (await call)[0] == 200
-    assert await seen() == (200, True)
 
 
 async def test_no_pages_of_documentation_are_served(serve, http):

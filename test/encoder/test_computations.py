@@ -13,7 +13,14 @@ from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds
-from sglang_epd.errors import DeadlineError, EncodeError, MediaError, UnavailableError
+from sglang_epd.encoder.tower import TowerBrokenError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EncoderLostError,
+    MediaError,
+    UnavailableError,
+)
 
 BATCH = Bounds(patches=100, items=4)
 ROOMY = 1 << 30
@@ -771,23 +778,51 @@ async def test_one_tower_that_works_is_enough(computations, towers):
     assert computations.able
 
 
-async def test_a_tower_that_ends_one_batch_after_another_is_not_stuck(
-    computations, tower, ask, monkeypatch
+# A tower that is broken for good
+
+
+async def test_a_broken_tower_ends_everything_and_names_those_who_may_have_done_it(
+    computations, tower, ask
 ):
-    tower.depth = 2
+    tower.bad_batch[b"a0"] = TowerBrokenError("it fails at everything")
     tower.hold(forward=True)
-    first, second = ask(b"a"), ask(b"b")
-    await until(lambda: len(tower.batches) == 2)
-    (lane,) = computations._lanes
-    begun = lane.busy_since
-    assert lane.busy_for_s(begun + 7) == 7
+    holds = [ask(b"a%d" % n) for n in range(4)]
+    await until(lambda: tower.running)
+    others = [ask(b"b%d" % n) for n in range(12)]
+    await until(lambda: states(computations).get("ready") == 4)
+    running = {name for batch in tower.batches for name in batch}
     tower.go_on()
-    await asyncio.gather(value(first), value(second))
-    await settle()
-    assert lane.busy_for_s(begun + 7) == 0
+    for hold in (*holds, *others):
+        with pytest.raises(UnavailableError, match="broken") as raised:
+            await hold.embedding()
+        assert isinstance(raised.value, EncoderLostError) == (hold.key in running)
+    assert computations.broken.is_set()
+    with pytest.raises(UnavailableError, match="broken"):
+        await ask(b"later").layout()
+    assert not any(computations.status()["queue"].values())
+
+
+async def test_a_tower_may_be_found_broken_as_it_prepares(computations, tower, ask):
+    tower.bad_media[b"x"] = TowerBrokenError("it fails at everything")
+    with pytest.raises(EncoderLostError):
+        await ask(b"x").layout()
+    assert computations.broken.is_set()
+
+
+async def test_what_was_being_prepared_when_the_tower_broke_goes_elsewhere(
+    computations, tower, ask
+):
     tower.hold(forward=True)
-    third = ask(b"c")
-    await until(lambda: len(tower.batches) == 3)
-    assert lane.busy_since > begun
+    first = ask(b"x")
+    await until(lambda: tower.running)
+    tower.hold(prepare=True)
+    late = ask(b"late")
+    await until(lambda: tower.preparing)
+    tower.bad_batch[b"x"] = TowerBrokenError("it fails at everything")
+    tower._forward_gate.set()
+    with pytest.raises(EncoderLostError):
+        await first.embedding()
     tower.go_on()
-    await value(third)
+    with pytest.raises(UnavailableError) as raised:
+        await late.embedding()
+    assert type(raised.value) is UnavailableError

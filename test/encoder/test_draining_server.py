@@ -20,7 +20,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
-from sglang_epd.encoder.server import _DrainingServer, _run
+from sglang_epd.encoder import server as server_module
+from sglang_epd.encoder.server import _DrainingServer, _run, _serve
 
 PATIENCE_S = 10.0
 
@@ -50,7 +51,7 @@ class FakeService:
             self.idle.set()
 
 
-def serve(listening: socket.socket, told: Connection) -> None:
+def serve(listening: socket.socket, told: Connection, hangs: bool) -> None:
     async def run() -> None:
         service = FakeService()
 
@@ -58,6 +59,8 @@ def serve(listening: socket.socket, told: Connection) -> None:
         async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
             told.send("started")
             yield
+            if hangs:
+                await asyncio.Event().wait()
             told.send("stopped")
 
         app = FastAPI(lifespan=lifespan)
@@ -80,7 +83,15 @@ def serve(listening: socket.socket, told: Connection) -> None:
             return Response(status_code=503 if service.admission.draining else 200)
 
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
-        await _DrainingServer(config, service).serve([listening])
+        # As a server's own: `_serve` has no sockets to hand on.
+        config.fd = listening.fileno()
+        broken = asyncio.Event()
+
+        @app.get("/break")
+        async def break_it() -> None:
+            broken.set()
+
+        await _serve(_DrainingServer(config, service), broken)
 
     # It ends by the signal it was sent, as it would by itself.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,12 +99,12 @@ def serve(listening: socket.socket, told: Connection) -> None:
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, *, hangs: bool = False) -> None:
         context = multiprocessing.get_context("fork")  # all that it needs is imported
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.told, telling = context.Pipe(duplex=False)
-        self.process = context.Process(target=serve, args=(listening, telling))
+        self.process = context.Process(target=serve, args=(listening, telling, hangs))
         self.process.start()
         listening.close()
         telling.close()
@@ -186,6 +197,30 @@ def test_ctrl_c_is_an_end_and_no_error(server, work, times):
         server.signal(signal.SIGINT)
     assert server.ended()
     assert server.process.exitcode == 0
+
+
+def test_with_a_broken_tower_it_finishes_what_it_has_and_ends_with_an_error(server, work):
+    server.get("/break")
+    until(lambda: server.get("/health")[0] == 503)
+    assert not work
+    server.get("/finish")
+    assert server.ended()
+    assert server.process.exitcode == 1
+    until(lambda: work == [(200, b"done")])
+
+
+def test_with_a_broken_tower_it_ends_although_something_hangs(monkeypatch):
+    monkeypatch.setattr(server_module, "_DRAIN_S", 0.1)
+    monkeypatch.setattr(server_module, "_CLOSE_S", 0.1)
+    server = Server(hangs=True)  # has the bounds of this process, whose fork it is
+    try:
+        server.get("/break")
+        server.process.join(PATIENCE_S)
+        assert server.process.exitcode == 1
+        with pytest.raises(EOFError):
+            server.told.recv()  # it did not come to its usual end
+    finally:
+        server.close()
 
 
 class FakeRegistration:

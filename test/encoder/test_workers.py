@@ -213,6 +213,17 @@ async def test_ranks_that_may_be_out_of_step_are_started_again(make):
     assert tower.restarts == 3
 
 
+async def test_a_worker_whose_tower_is_broken_is_started_again(make):
+    tower = await make()
+    before = tower.pids
+    prepared = await tower.prepare("IMAGE", b"breaks")
+    with pytest.raises(TowerLostError, match="it fails at everything"):
+        async with asyncio.timeout(WAIT_S):
+            await tower.forward([prepared])
+    await alive_again(tower)
+    assert all(map(gone, before))
+
+
 async def test_ranks_that_prepare_differently_are_an_error(tower):
     if len(tower.pids) == 1:
         return

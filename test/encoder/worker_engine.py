@@ -5,6 +5,7 @@ bad, broken     prepare raises MediaError, RuntimeError
 stuck           prepare never ends
 slow=S          forward takes S seconds
 fails, refused  forward raises RuntimeError, EncodeError
+breaks          forward finds the engine broken
 fails@R         the same on rank R only; the other ranks meet it in vain and hang
 hangs           forward never ends
 odd@R           rank R lays it out differently
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.wire import Layout, TensorSpec
 
@@ -68,6 +69,8 @@ class FakeEngine:
         for prepared in batch:
             wishes, length = prepared.content
             time.sleep(float(wishes.get("slow", "0")))
+            if "breaks" in wishes:
+                raise TowerBrokenError("it fails at everything")
             if "refused" in wishes:
                 raise EncodeError("the layouts say another shape")
             if "fails" in wishes or f"fails@{self._rank}" in wishes:

@@ -334,6 +334,8 @@ class Dispatcher:
                 raise failure
             self._retried(1, failure)
             self._note_fault(run, url, [item], failure)
+            if isinstance(failure, EncoderLostError):
+                _note_loss(run, [item])
             if len(run.progress[item.item].faults) >= _MAX_FAULTS:
                 raise failure
             logger.warning("Trying %s elsewhere: %s", item.label, failure)

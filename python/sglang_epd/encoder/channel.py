@@ -126,7 +126,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Worker: a call failed, or (call 0) the start.
+    """Worker: a call failed, or (call 0) the start, or whatever else it may be asked.
 
     Attributes:
         code, message: of the error, as `errors.from_code` takes them.

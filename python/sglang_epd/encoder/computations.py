@@ -24,10 +24,16 @@ from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
-from sglang_epd.encoder.tower import Tower, TowerLostError
+from sglang_epd.encoder.tower import Tower, TowerBrokenError, TowerLostError
 from sglang_epd.encoder.utilisation import Utilisation
 from sglang_epd.encoder.work import UNDER_WAY, Lane, State, Work
-from sglang_epd.errors import DeadlineError, EncodeError, EpdError, UnavailableError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    EncoderLostError,
+    EpdError,
+    UnavailableError,
+)
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
 from sglang_epd.wire import Layout
@@ -40,10 +46,8 @@ _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
-# A batch that runs for longer does not end by itself. Towers in processes of their own are
-# ended and started again then (`workers.Times.forward_s`).
-_STUCK_S = 300.0
 _SHUTTING_DOWN = "this encoder is shutting down"
+_BROKEN = "this encoder's vision tower is broken"
 _ONE = Bounds(patches=1, items=1)
 
 
@@ -69,6 +73,10 @@ class Computations:
         metrics: counts what happens.
         limits: see there.
         store: asked before an embedding is made, and filled behind it, if there is one.
+
+    Attributes:
+        broken: set when a tower is broken that nobody starts again: this process is of no use
+            any more.
     """
 
     def __init__(
@@ -93,7 +101,9 @@ class Computations:
         self._kept_bytes = 0
         self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
-        self._closed = False
+        # Why nothing is made any more; empty while there is no such reason.
+        self._refusal = ""
+        self.broken = asyncio.Event()
         self._utilisation = Utilisation(len(towers))
 
     def at_hand(self, key: bytes, *, looked: bool = False) -> bool:
@@ -154,8 +164,7 @@ class Computations:
             "wait_s": round(self.expected_wait_s(), 3),
             "utilisation": round(self.utilisation(), 3),
             "towers": [
-                {"alive": self._works_now(lane), "patches": int(lane.patches)}
-                for lane in self._lanes
+                {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
             ],
             "staged_bytes": self._in_use(),
             "max_staged_bytes": self._limits.staged_bytes,
@@ -171,12 +180,7 @@ class Computations:
     @property
     def able(self) -> bool:
         """Whether any tower can work now."""
-        return any(self._works_now(lane) for lane in self._lanes)
-
-    @staticmethod
-    def _works_now(lane: Lane) -> bool:
-        """Whether its tower is there and its batch is not stuck."""
-        return lane.tower.alive and lane.busy_for_s(time.monotonic()) < _STUCK_S
+        return any(lane.tower.alive for lane in self._lanes)
 
     def expected_wait_s(self) -> float:
         """How long something new would wait, as far as is known; 0 where it is not."""
@@ -189,15 +193,28 @@ class Computations:
 
     async def close(self) -> None:
         """Fail what is in work and wait until the towers have let go of it."""
-        self._closed = True
+        self._refuse(_SHUTTING_DOWN)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _refuse(self, why: str) -> None:
+        """Make nothing any more, and fail what waits; what is under way ends by itself, and
+        has `_pump` look again."""
+        self._refusal = self._refusal or why
         if self._look_again is not None:
             self._look_again.cancel()
         for work in list(self._works.values()):
             if work.state not in UNDER_WAY:
-                self._fail(work, UnavailableError(_SHUTTING_DOWN))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for work in list(self._works.values()):  # prepared meanwhile
-            self._fail(work, UnavailableError(_SHUTTING_DOWN))
+                self._fail(work, UnavailableError(self._refusal))
+
+    def _break(self, reason: str, works: Sequence[Work]) -> None:
+        """The tower was broken when it had these, one of which may have done it."""
+        for work in works:
+            if work.state in UNDER_WAY:
+                self._fail(work, EncoderLostError(_BROKEN))
+        self._refuse(_BROKEN)
+        if not self.broken.is_set():
+            logger.critical("The vision tower is broken: %s", reason)
+            self.broken.set()
 
     # Askers
 
@@ -207,8 +224,8 @@ class Computations:
             hold.source = "cached"
             self._give(hold, entry)
             return
-        if self._closed:
-            self._tell(hold, UnavailableError(_SHUTTING_DOWN))
+        if self._refusal:
+            self._tell(hold, UnavailableError(self._refusal))
             return
         work = self._works.get(hold.key)
         if work is None:
@@ -329,7 +346,8 @@ class Computations:
 
     def _pump(self) -> None:
         """Begin whatever may be begun now."""
-        if self._closed:
+        if self._refusal:
+            self._refuse(self._refusal)
             return
         now = time.monotonic()
         for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
@@ -405,6 +423,9 @@ class Computations:
             self._lost(work)
             self._take_back(lane)
             return
+        except TowerBrokenError as error:
+            self._break(str(error), [work])
+            return
         except Exception as error:
             self._fail(work, _said(error, work))
             return
@@ -443,8 +464,6 @@ class Computations:
             return False
         for work in works:
             work.enter(State.RUNNING)
-        if not lane.batches:
-            lane.busy_since = now
         lane.batches += 1
         lane.running.update(works)
         self._running_bytes += sum(job.nbytes for job in jobs)
@@ -469,6 +488,8 @@ class Computations:
                 if work.state is State.RUNNING:
                     self._lost(work)
             self._take_back(lane)
+        except TowerBrokenError as error:
+            self._break(str(error), works)
         finally:
             lane.batches -= 1
             lane.running.difference_update(batch)
@@ -480,7 +501,7 @@ class Computations:
         began = time.monotonic()
         try:
             embeddings = await lane.tower.forward([one for one in batch if one is not None])
-        except TowerLostError:
+        except (TowerLostError, TowerBrokenError):
             raise
         except Exception as error:
             self._note_busy(lane, began)
@@ -560,7 +581,7 @@ class Computations:
         work.losses += 1
         work.prepared, work.lane = None, None
         self._metrics.lost.inc()
-        if work.losses > _MAX_LOSSES or not work.holds or self._closed:
+        if work.losses > _MAX_LOSSES or not work.holds or self._refusal:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
             return
         work.enter(State.WAITING)

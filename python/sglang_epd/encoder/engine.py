@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from sglang_epd.encoder.adapted import AdaptedPreparer
+from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.copyout import CopyOut
 from sglang_epd.encoder.loading import without_language_model
 from sglang_epd.encoder.preparing import Preparer
@@ -114,10 +115,12 @@ class Engine:
         if str(self._encoder.device).startswith("cuda"):
             self._copies = CopyOut(torch.device("cuda", self._encoder.gpu_id))
             self._lander = ThreadPoolExecutor(1, "epd-land")
+        probed = server_args.tp_size == 1 and "IMAGE" in self.modalities
+        self._breakage = Breakage(self._run_own_picture if probed else None)
 
     @property
     def alive(self) -> bool:
-        return True
+        return not self._breakage.reason
 
     @property
     def preparers(self) -> int:
@@ -129,8 +132,10 @@ class Engine:
         return self._preparer.modalities
 
     async def prepare(self, modality: str, data: bytes) -> Prepared:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._decoders, self._preparer.prepare, modality, data
+        return await self._breakage.watch(
+            asyncio.get_running_loop().run_in_executor(
+                self._decoders, self._preparer.prepare, modality, data
+            )
         )
 
     @property
@@ -140,6 +145,9 @@ class Engine:
         return 1 if self._copies is None else 2
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        return await self._breakage.watch(self._forward_once(batch), STUCK_S)
+
+    async def _forward_once(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         loop = asyncio.get_running_loop()
         if self._copies is None:
             return await loop.run_in_executor(self._tower, self._forward, batch)
@@ -158,8 +166,12 @@ class Engine:
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
         if "IMAGE" in self.modalities:
-            picture = Image.new("RGB", (112, 112))
-            await self.forward([await asyncio.to_thread(self._preparer.prepare_image, picture)])
+            await self._run_own_picture()
+
+    async def _run_own_picture(self) -> None:
+        picture = Image.new("RGB", (112, 112))
+        prepared = await asyncio.to_thread(self._preparer.prepare_image, picture)
+        await self._forward_once([prepared])
 
     def _adapted_preparer(
         self, architecture: str, family: Family, limits: MediaLimits

@@ -11,13 +11,15 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -165,8 +167,9 @@ def launch(server_args: Any) -> None:
             registration = Registration(
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls
             )
+            server = _DrainingServer(config, service, registration)
             try:
-                await _DrainingServer(config, service, registration).serve()
+                await _serve(server, service.computations.broken)
             finally:
                 await registration.leave()
 
@@ -186,6 +189,33 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(serving)
+
+
+async def _serve(server: _DrainingServer, broken: asyncio.Event) -> None:
+    ending = asyncio.create_task(_end_if_broken(server, broken))
+    try:
+        await server.serve()
+    finally:
+        ending.cancel()
+    if server.broken:
+        _end(1)
+
+
+async def _end_if_broken(server: _DrainingServer, broken: asyncio.Event) -> NoReturn:
+    """A process with a broken tower is of no use: whoever supervises it starts a new one."""
+    await broken.wait()
+    logger.critical("This encoder ends, because its vision tower is broken")
+    server.leave_broken()
+    await asyncio.sleep(_DRAIN_S + 2 * _CLOSE_S)
+    _end(1)  # something hangs that the device has to do with
+
+
+def _end(status: int) -> NoReturn:
+    """At once: a thread that is stuck in a forward pass would be waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _configure_logs(server_args: Any, settings: Settings) -> None:
@@ -273,6 +303,9 @@ class _DrainingServer(uvicorn.Server):
     Meanwhile it answers /health with 503, so that whoever balances load looks elsewhere.
     Told again, it waits no longer.
 
+    Attributes:
+        broken: it stops because its tower is broken.
+
     Args:
         registration: begins when it listens, and ends when it is told to stop.
     """
@@ -289,6 +322,7 @@ class _DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._told = False
+        self.broken = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -307,6 +341,11 @@ class _DrainingServer(uvicorn.Server):
 
         self._loop.call_soon_threadsafe(begin)
 
+    def leave_broken(self) -> None:
+        """As if told to stop, with what it has going elsewhere, and an error for its end."""
+        self.broken = True
+        self.handle_exit(signal.SIGTERM, None)
+
     async def _drain(self, sig: int, frame: FrameType | None) -> None:
         self._service.drain()
         logger.info("Draining: %d requests in work", self._service.admission.live)
@@ -317,7 +356,10 @@ class _DrainingServer(uvicorn.Server):
                 await self._service.wait_idle()
         except TimeoutError:
             logger.warning("%d requests given up", self._service.admission.live)
-        super().handle_exit(sig, frame)
+        if self.broken:
+            self.should_exit = True  # a signal would be how it ends
+        else:
+            super().handle_exit(sig, frame)
 
 
 def advertised_url(typed: str, scheme: str) -> str:

@@ -21,6 +21,10 @@ class TowerLostError(Exception):
     """What held the model is gone, with all that was prepared there: prepare it again."""
 
 
+class TowerBrokenError(Exception):
+    """What holds the model fails at everything, until the process that it lives in is new."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """An item ready to be run.
@@ -64,7 +68,7 @@ class Tower(Protocol):
         Raises:
             MediaError: the media cannot be decoded or preprocessed.
             MediaTypeError: the model does not take this modality.
-            TowerLostError: see there.
+            TowerLostError, TowerBrokenError: see there.
         """
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
@@ -75,7 +79,7 @@ class Tower(Protocol):
 
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.
-            TowerLostError: see there.
+            TowerLostError, TowerBrokenError: see there.
             Exception: whatever the model raises; the same items may do better apart.
         """
 

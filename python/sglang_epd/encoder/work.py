@@ -119,9 +119,8 @@ class Lane:
         self.preparing = 0
         self.batches = 0
         self.running: set[Work] = set()
-        # When the last batch ended, and when one came to a tower that had none.
+        # When the last batch ended.
         self.free_at = 0.0
-        self.busy_since = 0.0
         # Was there when a tower was lost, and gets a tower to itself.
         self.suspect: Work | None = None
         # Patches a second, bytes of media a second, and patches an item; averages over the
@@ -135,10 +134,6 @@ class Lane:
         """What is on its way, as far as can be known."""
         running = sum(work.job.cost for work in self.running)
         return self.ready.cost + running + self.preparing * self.typical
-
-    def busy_for_s(self, now: float) -> float:
-        """How long its batch has run; 0 while it has none."""
-        return now - max(self.busy_since, self.free_at) if self.batches else 0.0
 
     @property
     def empty(self) -> bool:

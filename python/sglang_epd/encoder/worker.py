@@ -42,7 +42,7 @@ from sglang_epd.encoder.channel import (
     send_now,
     write_tensor,
 )
-from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import EncodeError, EpdError
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,12 @@ class Worker:
 
 
 def _failure(call: int, error: Exception) -> Failed:
-    """What the front is told: an error of ours as it is, of any other only its kind."""
+    """What the front is told: an error of ours as it is, of any other only its kind.
+
+    Of a broken tower: it ends this process when it hears of that.
+    """
+    if isinstance(error, TowerBrokenError):
+        return Failed(0, type(error).__name__, str(error))
     if isinstance(error, EpdError):
         return Failed(call, error.code, error.message, foreseen=True)
     logger.error("Call %d failed", call, exc_info=error)

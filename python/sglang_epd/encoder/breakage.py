@@ -1,0 +1,107 @@
+"""Tells a tower that is broken from an item that a sound tower fails at.
+
+After some errors a device fails at every later call until its process ends: CUDA's
+"sticky" errors (an illegal memory access, an uncorrectable memory error, a lost device).
+Which exceptions are of that kind differs by device and driver, so none is recognised here.
+Whenever an item fails in a way that nobody foresaw, a picture of our own is run in its
+place. If that fails too, the tower is broken, and the item is not known to be at fault.
+
+Owns the verdict. Neither runs items nor ends anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from sglang_epd.encoder.tower import TowerBrokenError
+from sglang_epd.errors import EpdError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# A batch that runs for longer does not end by itself.
+STUCK_S = 300.0
+# An accelerator that others use may be out of memory for a moment.
+_ATTEMPTS = 2
+_PAUSE_S = 1.0
+
+
+class Breakage:
+    """Watches the calls of one tower.
+
+    Args:
+        probe: runs something that a sound tower succeeds at. None where a probe would be no
+            answer: of several ranks one alone would wait for the others inside it.
+        pause_s: between the attempts of a probe.
+
+    Attributes:
+        reason: why the tower is broken; empty while it is not known to be.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[], Awaitable[None]] | None,
+        *,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        self.reason = ""
+        self._probe = probe
+        self._pause_s = pause_s
+        self._turn = asyncio.Lock()
+
+    async def watch(self, call: Awaitable[_T], limit_s: float | None = None) -> _T:
+        """The call's result.
+
+        Args:
+            limit_s: a call that takes longer is stuck in a broken tower.
+
+        Raises:
+            TowerBrokenError: the tower is broken, whatever the call failed with.
+            Exception: the call's own; the tower is sound.
+        """
+        try:
+            async with asyncio.timeout(limit_s) as patience:
+                return await call
+        except EpdError:
+            raise
+        except Exception as error:
+            if patience.expired():
+                self.reason = f"a batch takes longer than {limit_s:g} s"
+            else:
+                logger.error("The tower failed:\n%s", "".join(traceback.format_exception(error)))
+                _drop_frames(error)
+                await self._judge(error)
+            if self.reason:
+                raise TowerBrokenError(self.reason) from error
+            raise
+
+    async def _judge(self, failure: Exception) -> None:
+        if self._probe is None:
+            return
+        async with self._turn:  # one verdict does for all who failed meanwhile
+            for attempt in range(_ATTEMPTS):
+                if self.reason:
+                    return
+                if attempt:
+                    await asyncio.sleep(self._pause_s)
+                try:
+                    async with asyncio.timeout(STUCK_S):
+                        await self._probe()
+                    return
+                except Exception as error:
+                    _drop_frames(error)
+                    logger.error("The tower fails at a picture of its own, too: %s", error)
+            said = str(failure).partition("\n")[0]
+            self.reason = f"it fails at everything ({type(failure).__name__}: {said})"
+
+
+def _drop_frames(error: BaseException) -> None:
+    """They hold what the call had on the device, which a probe may need the memory of."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__

@@ -30,8 +30,11 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 from multiprocessing import spawn
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import setproctitle
 
@@ -47,6 +50,8 @@ _IMPORTED = (
 )
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = "environment"
+# An encoder with this variable has a tower that fails from when the file of that name is there.
+BREAKS = "TEST_BREAKS_TOWER"
 
 
 def main(number: int) -> None:
@@ -119,7 +124,25 @@ def _serve(request: dict[str, Any]) -> None:
     sys.argv = [SERVER, *request["arguments"]]
     sys.path[0] = os.getcwd()
     _fork_what_is_spawned()
+    if BREAKS in os.environ:
+        waiting = threading.Thread(target=_break_tower, args=[Path(os.environ[BREAKS])])
+        waiting.daemon = True
+        waiting.start()
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def _break_tower(told: Path) -> None:
+    """As after a device error that every later call fails with."""
+    while not told.exists():
+        time.sleep(0.01)
+    engine = importlib.import_module("sglang_epd.encoder.engine")
+    (tower,) = [one for one in gc.get_objects() if type(one) is engine.Engine]
+
+    def fail(_module: Any, _inputs: Any) -> NoReturn:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for module in tower._encoder.model.modules():
+        module.register_forward_pre_hook(fail)
 
 
 def _take_environment(environment: dict[str, str]) -> None:

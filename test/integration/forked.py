@@ -20,7 +20,12 @@ from sglang_epd.cli.processes import Process, ServerError, ServerProcess
 
 # SGLang reads many of its variables while it is imported, so these alone may differ
 # between the server and the process that it is a fork of.
-_READ_LATE = ("SGLANG_EPD", "SGLANG_VLM_CACHE_SIZE_MB", "SGLANG_RADIX_FORCE_MISS")
+_READ_LATE = (
+    "SGLANG_EPD",
+    "SGLANG_VLM_CACHE_SIZE_MB",
+    "SGLANG_RADIX_FORCE_MISS",
+    fork_server.BREAKS,
+)
 _IMPORT_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 

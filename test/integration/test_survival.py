@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,8 +19,10 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.fork_server import BREAKS
 from integration.listener import QuietHandler, listening, url_of
 from integration.topology import START_TIMEOUT_S, TOKEN, Machine, Topology
+from sglang_epd.cli.processes import ServerError
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,31 @@ def test_a_killed_encoder_costs_no_request(topology: Topology, message: dict) ->
     assert max(distances) < 1e-3
     # And with the dead one still in the list of URLs.
     assert language.generation(message).distance(expected) < 1e-3
+
+
+@pytest.mark.extended  # an encoder starts twice more
+def test_an_encoder_whose_device_breaks_ends_and_costs_no_request(
+    topology: Topology, message: dict, tmp_path: Path
+) -> None:
+    language = Client(topology.urls["language"])
+    expected = language.generation(message)
+    breaks = tmp_path / "now"
+    topology.restart("registering", **{BREAKS: str(breaks)})
+    _wait_until_used(topology, "registering", message)
+    server = topology.servers["registering"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        breaks.touch()
+        answers = [pool.submit(language.generation, message) for _ in range(20)]
+        assert max(answer.result().distance(expected) for answer in answers) < 1e-3
+    end = time.monotonic() + 40
+    while server.running:
+        assert time.monotonic() < end, "an encoder that is of no use stays"
+        time.sleep(0.1)
+    with pytest.raises(ServerError, match="status 1"):
+        server.check_running()
+    assert "illegal memory access" in server.log_path.read_text()
+    topology.restart("registering")
+    _wait_until_used(topology, "registering", message)
 
 
 def test_with_no_encoder_left_the_request_fails_and_the_server_lives(

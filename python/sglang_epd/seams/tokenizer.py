@@ -52,6 +52,7 @@ from sglang_epd.seams import (
     rundir,
     tracing,
 )
+from sglang_epd.seams.leaving import aborted_when_left
 from sglang_epd.seams.options import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
@@ -181,11 +182,14 @@ class TokenizerSeam:
     def tell_sources(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
     ) -> Any:
-        """Around `_wait_one_response`: answers say where a request's media came from."""
+        """Around `_wait_one_response`: answers say where a request's media came from, and
+        are given up when the client leaves."""
         answers = original(manager, obj, *args, **options)
         if not obj.contains_mm_input():
             return answers
-        return _with_sources(answers, self.frontend, obj.rid)
+        http = args[0] if args else options.get("request")
+        attended = aborted_when_left(manager, obj, http)
+        return _with_sources(answers, attended, self.frontend, obj.rid)
 
     async def answer_before_streaming(
         self, original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
@@ -316,9 +320,12 @@ def _dispatcher(
 
 
 async def _with_sources(
-    answers: AsyncGenerator[dict[str, Any]], frontend: Frontend, rid: str
+    answers: AsyncGenerator[dict[str, Any]],
+    attended: contextlib.AbstractAsyncContextManager[None],
+    frontend: Frontend,
+    rid: str,
 ) -> AsyncGenerator[dict[str, Any]]:
-    async with contextlib.aclosing(answers):
+    async with contextlib.aclosing(answers), attended:
         async for answer in answers:
             account = frontend.account(rid)
             if account is not None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from encoder.towers import ROW_BYTES, FakeTower, settle, until
+from media.samples import encoded, picture
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
@@ -125,7 +126,7 @@ async def test_who_comes_later_learns_the_layout_at_once(tower, ask):
 async def test_others_get_it_although_the_first_asker_left(tower, computations, ask, stage):
     if stage == "waiting":
         tower.hold(prepare=True)
-        others = [ask(bytes([n]), "other") for n in range(4)]
+        others = [ask(bytes([n]), "other") for n in range(3)]
     elif stage == "ready":
         tower.hold(forward=True)
         others = [ask(b"busy", "other")]
@@ -231,6 +232,41 @@ async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask)
     tower.go_on()
     await asyncio.gather(*map(value, holds))
     assert max(map(len, tower.batches)) <= BATCH.items
+
+
+async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, computations, ask):
+    """Whose size is not told may be anything, and is large."""
+    small = [encoded(picture(448, 448 - n), "JPEG") for n in range(3)]
+    tower.hold(prepare=True)
+    for n in range(6):
+        ask(b"large%d" % n, f"hostile{n}")
+    await settle()
+    assert tower.preparing == tower.preparers - 1
+    holds = [ask(data, f"honest{n}") for n, data in enumerate(small)]
+    await settle()
+    assert tower.preparing == tower.preparers
+    assert tower.preparations[-1] == small[0]
+    # No place was free before: the small ones have no more than all that large ones leave.
+    assert states(computations)["waiting"] == 3 + 2
+    tower.go_on()
+    for hold in holds:
+        await hold.embedding()
+
+
+async def test_small_items_may_have_every_place(tower, ask):
+    tower.hold(prepare=True)
+    holds = [ask(encoded(picture(64, 64 - n), "JPEG"), f"r{n}") for n in range(4)]
+    await settle()
+    assert tower.preparing == tower.preparers
+    tower.go_on()
+    for hold in holds:
+        await hold.embedding()
+
+
+async def test_a_tower_with_one_place_prepares_large_items_too(towers, ask):
+    (tower,) = towers
+    tower.preparers = 1
+    assert await value(ask(b"large")) == sum(b"large")
 
 
 async def test_single_images_need_not_wait_for_all_of_a_large_request(tower, ask):

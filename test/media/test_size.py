@@ -20,6 +20,8 @@ FORMATS = [
     ("WEBP", {}),
     ("WEBP", {"lossless": True}),
     ("WEBP", {"exif": b"Exif\0\0II*\0" + bytes(20)}),
+    ("JPEG2000", {}),
+    ("JPEG2000", {"no_jp2": True}),
 ]
 
 

@@ -22,6 +22,7 @@ import torch
 
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
+from sglang_epd.encoder.claims import SMALL_PIXELS, claimed_pixels
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Tower, TowerBrokenError, TowerLostError
@@ -48,7 +49,6 @@ _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
 _SHUTTING_DOWN = "this encoder is shutting down"
 _BROKEN = "this encoder's vision tower is broken"
-_ONE = Bounds(patches=1, items=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,13 +292,15 @@ class Computations:
             self._let_wait(work)
 
     def _let_wait(self, work: Work) -> None:
-        """Its turn to be prepared, measured in bytes as that of all who wait for it."""
+        """Its turn to be prepared, measured in pixels as that of all who wait for it."""
         old = work.job
+        work.pixels = work.pixels or claimed_pixels(work.modality, work.media)
         work.job = Job(
             old.owner,
-            len(work.media),
+            work.pixels,
             old.deadline,
             alone=work.losses > 0,
+            large=work.pixels > SMALL_PIXELS,
             parked=old.parked,
             content=work,
         )
@@ -359,25 +361,34 @@ class Computations:
             else:
                 while lane.batches < lane.tower.depth and self._begin_running(lane, now):
                     pass
-        # What waits is measured in bytes, until it has been prepared.
-        byte_rate = sum(lane.byte_rate for lane in self._lanes)
-        while (first := self._waiting.first(now, byte_rate)) is not None:
-            preparer = self._preparer(first)
-            if preparer is None:
-                break
-            (job,) = self._waiting.take(now, _ONE, byte_rate, float("inf"))
-            assert job is first
-            work: Work = job.content
-            work.enter(State.PREPARING)
-            work.lane = preparer
-            preparer.preparing += 1
-            if job.alone:
-                preparer.suspect = work
-            self._spawn(self._prepare(work, preparer), [work])
+        while self._begin_preparing(now):
+            pass
         if self._works and not all(lane.tower.alive for lane in self._lanes):
             self._pump_later()
         self._metrics.patches_queued.set(self._patches())
         self._metrics.items_queued.set(len(self._works))
+
+    def _begin_preparing(self, now: float) -> bool:
+        """Hand a tower the next item to prepare; False if there is none, or no place."""
+        # What waits is measured in pixels, until it has been prepared.
+        rate = sum(lane.pixel_rate for lane in self._lanes)
+        job = self._waiting.first(now, rate)
+        lane = self._preparer(job) if job is not None else None
+        if lane is None and job is not None and job.large:
+            job = self._waiting.first(now, rate, large=False)
+            lane = self._preparer(job) if job is not None else None
+        if job is None or lane is None:
+            return False
+        self._waiting.begin(job)
+        work: Work = job.content
+        work.enter(State.PREPARING)
+        work.lane = lane
+        lane.preparing += 1
+        lane.preparing_large += job.large
+        if job.alone:
+            lane.suspect = work
+        self._spawn(self._prepare(work, lane, large=job.large), [work])
+        return True
 
     def _pump_later(self) -> None:
         """Nobody says when a tower that was lost is back."""
@@ -396,7 +407,7 @@ class Computations:
             lane
             for lane in self._lanes
             if lane.tower.alive
-            and lane.preparing < lane.tower.preparers
+            and lane.has_place(large=job.large)
             and not lane.isolated
             and not lane.full(batch)
             and (lane.empty or not job.alone)
@@ -416,7 +427,7 @@ class Computations:
             self._discard(work)
             work.enter(State.DORMANT)
 
-    async def _prepare(self, work: Work, lane: Lane) -> None:
+    async def _prepare(self, work: Work, lane: Lane, *, large: bool) -> None:
         try:
             prepared = await lane.tower.prepare(work.modality, work.media)
         except TowerLostError:
@@ -431,6 +442,7 @@ class Computations:
             return
         finally:
             lane.preparing -= 1
+            lane.preparing_large -= large
         work.prepared = prepared
         lane.typical += 0.2 * (prepared.patches - lane.typical)
         if not work.holds:
@@ -526,9 +538,9 @@ class Computations:
         self._metrics.batch_items.observe(len(works))
         if elapsed_s > 0:
             weight = 0.2 if lane.rate else 1.0
-            nbytes = sum(len(work.media) for work in works)
+            pixels = sum(work.pixels for work in works)
             lane.rate += (patches / elapsed_s - lane.rate) * weight
-            lane.byte_rate += (nbytes / elapsed_s - lane.byte_rate) * weight
+            lane.pixel_rate += (pixels / elapsed_s - lane.pixel_rate) * weight
         while works:
             work = works.pop(0)
             lane.running.discard(work)

@@ -50,6 +50,7 @@ class Job:
         nbytes: memory that it will take when it has run.
         group: only jobs of equal groups are run together.
         alone: never to be run with others.
+        large: `first` may be asked for one that is not.
         parked: not to be returned now.
         content: the asker's own.
     """
@@ -60,6 +61,7 @@ class Job:
     nbytes: int = 0
     group: Hashable = None
     alone: bool = False
+    large: bool = False
     parked: bool = False
     content: Any = None
     number: int = field(default=0, repr=False)
@@ -132,13 +134,21 @@ class FairQueue:
     def _turn(self, job: Job) -> tuple[tuple[float, int], int]:
         return self._ends[job.owner], job.number
 
-    def first(self, now: float, rate: float) -> Job | None:
-        """The job that `take` would take first; None if none may run now."""
-        jobs = [job for job in self._jobs if not job.parked and job.deadline > now]
+    def first(self, now: float, rate: float, *, large: bool = True) -> Job | None:
+        """The job that `take` would take first; None if none may run now.
+
+        Args:
+            large: whether it may be a large one.
+        """
+        jobs = self._runnable(now, large=large)
         if rate > 0 and any(job.deadline < now + self.cost / rate for job in jobs):
-            return self._order(now, rate)[0]
+            return self._order(jobs, now, rate)[0]
         # Whatever the order, nobody will be late.
         return min(jobs, key=self._turn, default=None)
+
+    def begin(self, job: Job) -> None:
+        """Take out one job, which is done now."""
+        self._begin([job])
 
     def take_expired(self, now: float) -> list[Job]:
         """Take out the jobs whose deadline has passed."""
@@ -160,7 +170,7 @@ class FairQueue:
         """
         batch: list[Job] = []
         cost, nbytes = 0.0, 0
-        for job in self._order(now, rate):
+        for job in self._order(self._runnable(now), now, rate):
             first = batch[0] if batch else None
             if first is not None and (
                 job.alone or job.group != first.group or cost + job.cost > bounds.patches
@@ -174,16 +184,25 @@ class FairQueue:
             nbytes += job.nbytes
             if job.alone or len(batch) == bounds.items:
                 break
+        self._begin(batch)
+        return batch
+
+    def _begin(self, batch: list[Job]) -> None:
         owners = len({job.owner for job in self._jobs})
         for job in batch:
             self._take_out(job)
         if self._jobs and batch:
-            self._advance(cost, owners)
-        return batch
+            self._advance(sum(job.cost for job in batch), owners)
 
-    def _order(self, now: float, rate: float) -> list[Job]:
-        """The jobs that may run, the next first."""
-        jobs = [job for job in self._jobs if not job.parked and job.deadline > now]
+    def _runnable(self, now: float, *, large: bool = True) -> list[Job]:
+        return [
+            job
+            for job in self._jobs
+            if not job.parked and job.deadline > now and (large or not job.large)
+        ]
+
+    def _order(self, jobs: list[Job], now: float, rate: float) -> list[Job]:
+        """The next first."""
         jobs.sort(key=self._turn)
         if rate <= 0:
             return jobs

@@ -65,6 +65,8 @@ class Work:
     holds: list[Hold] = field(default_factory=list)
     state: State = State.WAITING
     lane: Lane | None = None
+    # What its media claim to be, since they are here.
+    pixels: int = 0
     prepared: Prepared | None = None
     losses: int = 0
     ms: dict[str, float] = field(default_factory=dict)
@@ -117,16 +119,18 @@ class Lane:
         self.tower = tower
         self.ready = FairQueue()
         self.preparing = 0
+        # Of these, large ones.
+        self.preparing_large = 0
         self.batches = 0
         self.running: set[Work] = set()
         # When the last batch ended.
         self.free_at = 0.0
         # Was there when a tower was lost, and gets a tower to itself.
         self.suspect: Work | None = None
-        # Patches a second, bytes of media a second, and patches an item; averages over the
+        # Patches a second, claimed pixels a second, and patches an item; averages over the
         # recent past.
         self.rate = 0.0
-        self.byte_rate = 0.0
+        self.pixel_rate = 0.0
         self.typical = 1.0
 
     @property
@@ -134,6 +138,17 @@ class Lane:
         """What is on its way, as far as can be known."""
         running = sum(work.job.cost for work in self.running)
         return self.ready.cost + running + self.preparing * self.typical
+
+    def has_place(self, *, large: bool) -> bool:
+        """Whether its tower can prepare one more.
+
+        Large items leave one place of several free, or a few would hold up everybody for as
+        long as they are decoded.
+        """
+        places = self.tower.preparers
+        if large and self.preparing_large >= max(1, places - 1):
+            return False
+        return self.preparing < places
 
     @property
     def empty(self) -> bool:

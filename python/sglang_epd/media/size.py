@@ -11,12 +11,16 @@ from typing import Literal
 # Segments of a JPEG before its frame header: cameras write ten, profiles and
 # thumbnails of some megabytes a few dozen.
 _MAX_JPEG_SEGMENTS = 256
+_JPEG_2000_BOX = b"\0\0\0\x0cjP  \r\n\x87\n"
+_JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
+# What stands before a JPEG 2000's codestream: a profile is some kilobytes.
+_MAX_JPEG_2000_HEADER = 64 << 10
 # Start-of-frame markers: 0xC0 to 0xCF but for tables (DHT, JPG, DAC).
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def image_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height that a JPEG, PNG, WebP, GIF or BMP file claims.
+    """Width and height that a JPEG, PNG, WebP, GIF, BMP or JPEG 2000 file claims.
 
     Returns:
         None for any other format and for what is cut off or claims no size.
@@ -33,6 +37,8 @@ def image_size(data: bytes) -> tuple[int, int] | None:
     elif data.startswith(b"BM"):
         # A negative height says that rows go from top to bottom.
         size = _number(data, 18, 4), abs(_number(data, 22, 4, signed=True))
+    elif data.startswith((_JPEG_2000_BOX, _JPEG_2000_STREAM)):
+        size = _jpeg_2000(data)
     return size if size and min(size) > 0 else None
 
 
@@ -65,6 +71,15 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
             return None
         at += 2 + length
     return None
+
+
+def _jpeg_2000(data: bytes) -> tuple[int, int] | None:
+    """Of the codestream, which is what is decoded, whatever the file says around it."""
+    at = data.find(_JPEG_2000_STREAM, 0, _MAX_JPEG_2000_HEADER)
+    if at < 0:
+        return None
+    right, bottom, left, top = (_number(data, at + place, 4, "big") for place in (8, 12, 16, 20))
+    return max(right - left, 0), max(bottom - top, 0)
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:

@@ -10,7 +10,9 @@ way. `--dynamic`: the encoders register themselves (--encoder-register-urls).
 
 On one machine, so a server that starts again takes processor time from those that serve,
 which it would not in a cluster: it starts at a lower priority (`--restart-nice`) and gets
-its own back when it is ready.
+its own back when it is ready. `--forks`: our servers are forks of a process that has
+imported SGLang, so that a start is short of the seconds that a cluster's takes on cores of
+its own.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +37,9 @@ from open_loop import Bodies, closed_loop, open_loop
 from encoder import RESULTS, write
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "test"))
+from integration.forked import ForkedServer, ForkServer
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -62,10 +69,13 @@ _AFTER_S = 15.0
 class Servers:
     """The servers of one arm; start and stop them from the main thread."""
 
-    def __init__(self, arm: str, options: argparse.Namespace, logs: Path) -> None:
+    def __init__(
+        self, arm: str, options: argparse.Namespace, logs: Path, forks: ForkServer | None
+    ) -> None:
         self._arm = arm
         self._logs = logs
-        self._nice = options.restart_nice
+        self._forks = forks
+        self._nice = 0 if forks else options.restart_nice
         self.notes: list[str] = []
         model = str(ensure(options.model))
         ports = [free_port() for _ in range(ENCODERS)]
@@ -93,7 +103,8 @@ class Servers:
         self._lives = [0] * ENCODERS
 
     def _server(self, name: str, command: list[str], url: str) -> ServerProcess:
-        return ServerProcess(
+        make = ServerProcess if self._forks is None else partial(ForkedServer, self._forks)
+        return make(
             name,
             command,
             log_path=self._logs / f"{self._arm.replace(' ', '-')}-{name}.log",
@@ -372,9 +383,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--dynamic", action="store_true", help="encoders register themselves")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--forks", action="store_true", help="our servers start as forks")
     parser.add_argument("--restart-nice", type=int, default=19, metavar="PRIORITY")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="default: results/chaos.md, chaos_dynamic.md")
+    parser.add_argument(
+        "--out", type=Path, help="default: results/chaos.md, chaos_dynamic.md, _forks"
+    )
     options = parser.parse_args()
     if options.calm_minutes is None:
         options.calm_minutes = options.minutes / 3
@@ -386,14 +400,16 @@ def main() -> None:
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-chaos-"))
     print(f"logs: {logs}", flush=True)
     results: dict[str, Result] = {}
-    for arm in options.arms:
-        servers = Servers(arm, options, logs)
-        try:
-            servers.start()
-            results[arm] = asyncio.run(measure(arm, servers, options))
-        finally:
-            servers.stop()
+    with closing(ForkServer()) as forks:
+        for arm in options.arms:
+            servers = Servers(arm, options, logs, forks if options.forks and arm == OURS else None)
+            try:
+                servers.start()
+                results[arm] = asyncio.run(measure(arm, servers, options))
+            finally:
+                servers.stop()
     name = "chaos_dynamic.md" if options.dynamic else "chaos.md"
+    name = "chaos_forks.md" if options.forks else name
     write(options.out or RESULTS / name, page(options, results), figures(options, results))
 
 

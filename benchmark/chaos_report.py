@@ -25,6 +25,11 @@ FAULTS = ("kill -9", "SIGSTOP", "SIGTERM")
 ENCODERS = 3
 CAPACITY_CLIENTS = 16
 _NEVER = "not before the next fault"
+_ORDER = """ The arms ran one after the other:
+in-tree EPD started when our servers had ended."""
+_NICE = "encoders start again at a lower priority (nice {}) until they are ready."
+_FORKS = """encoders start again as forks of a process that has imported SGLang: importing is most
+of what a start costs, and would take processor time from those that serve."""
 
 
 @dataclass
@@ -240,8 +245,7 @@ def page(options: argparse.Namespace, results: dict[str, Result]) -> str:
 {setting(options)} {ENCODERS} encoders, which {way}, and one language server. One
 {options.size} px picture and {options.tokens} tokens a request, streamed, at random (Poisson)
 moments, {options.load:.0%} of what the arm answered to {CAPACITY_CLIENTS} clients just before. No
-picture comes twice, no cache is on. The arms ran one after the other: in-tree EPD started
-when our servers had ended.
+picture comes twice, no cache is on.{_ORDER if len(results) > 1 else ""}
 
 Times count from the moment a request was to be sent at; quantiles are of those that were
 answered. A request without its answer in {ANSWER_TIMEOUT_S:.0f} s has failed. A second is
@@ -249,7 +253,7 @@ disturbed if a request that arrived in it failed, or a tenth of them waited more
 {SLOWER:.0f} times the calm p50 for the first token; recovered is who has seen the last of them
 before the next event (a slow second by itself, later on, does not count: there are such in
 peace). All servers share the machine's cores, which they would not in a cluster, so
-encoders start again at a lower priority (nice {options.restart_nice}) until they are ready.
+{_FORKS if options.forks else _NICE.format(options.restart_nice)}
 
 {table(summary_rows(results))}
 

@@ -11,7 +11,7 @@ from sglang_epd.dispatch.pool import Pool, State
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.trust import Trust
 
-PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.1, most=0.1)
+PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.1, doubtful_timeout=0.07, most=0.1)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
     server.freeze()
     await until(lambda: pool.state(server.url) is State.OPEN)
     assert seen == [State.JOINING, State.READY, State.SUSPECT, State.OPEN]
-    assert described(pool)["why"] == "no answer within 0.1 s"
+    assert described(pool)["why"] == "no answer within 0.07 s"
     server.thaw()
     await until(lambda: pool.state(server.url) is State.READY)
 

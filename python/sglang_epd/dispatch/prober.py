@@ -31,13 +31,15 @@ class Pace:
         doubtful: while it is not known how it is.
         least: between any two questions, however many doubts there are.
         timeout: an answer that has not come by then does not count.
+        doubtful_timeout: the same of one that failed the question before.
         most: the pause grows up to this while it is out of reach.
     """
 
     steady: float = 1.0
-    doubtful: float = 0.25
+    doubtful: float = 0.1
     least: float = 0.05
     timeout: float = 1.0
+    doubtful_timeout: float = 0.5
     most: float = 2.0
 
 
@@ -129,12 +131,13 @@ class Prober:
         return self._pace.doubtful
 
     async def _probe(self, url: str) -> None:
-        pace = self._pace
+        doubted = self._pool.state(url) is State.SUSPECT
+        limit_s = self._pace.doubtful_timeout if doubted else self._pace.timeout
         try:
-            async with asyncio.timeout(pace.timeout):
+            async with asyncio.timeout(limit_s):
                 report = await self._ask(url)
         except TimeoutError:
-            self._pool.failed(url, f"no answer within {pace.timeout:g} s")
+            self._pool.failed(url, f"no answer within {limit_s:g} s")
         except _BadStatusError as error:
             self._pool.failed(url, str(error))
         except aiohttp.ClientConnectorDNSError:

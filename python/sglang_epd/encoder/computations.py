@@ -48,7 +48,6 @@ _KEPT_BYTES = 64 << 20
 _MAX_LOSSES = 2
 _LOOK_AGAIN_S = 0.2
 _SHUTTING_DOWN = "this encoder is shutting down"
-_BROKEN = "this encoder's vision tower is broken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +207,10 @@ class Computations:
 
     def _break(self, reason: str, works: Sequence[Work]) -> None:
         """The tower was broken when it had these, one of which may have done it."""
+        self._refuse("this encoder's vision tower is broken")
         for work in works:
             if work.state in UNDER_WAY:
-                self._fail(work, EncoderLostError(_BROKEN))
-        self._refuse(_BROKEN)
+                self._fail(work, EncoderLostError(self._refusal))
         if not self.broken.is_set():
             logger.critical("The vision tower is broken: %s", reason)
             self.broken.set()

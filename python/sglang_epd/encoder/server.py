@@ -31,6 +31,7 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.heads import PromptHeads
 from sglang_epd.encoder.memory import give_back
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.scheduling import Bounds
@@ -150,6 +151,7 @@ def launch(server_args: Any) -> None:
                 log_level=(get_observability().log_level_http or "warning"),
                 access_log=False,
                 loop="uvloop",
+                http=PromptHeads,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_CLOSE_S,
                 lifespan="on",

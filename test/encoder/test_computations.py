@@ -253,6 +253,19 @@ async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, co
         await hold.embedding()
 
 
+async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(tower, ask):
+    small = encoded(picture(64, 64), "JPEG")
+    tower.hold(prepare=True)
+    # Of one request, which goes in its own order.
+    for n in range(6):
+        ask(b"large%d" % n, "r")
+    hold = ask(small, "r")
+    await settle()
+    assert tower.preparations[-1] == small
+    tower.go_on()
+    await hold.embedding()
+
+
 async def test_small_items_may_have_every_place(tower, ask):
     tower.hold(prepare=True)
     holds = [ask(encoded(picture(64, 64 - n), "JPEG"), f"r{n}") for n in range(4)]

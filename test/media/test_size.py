@@ -37,6 +37,13 @@ def test_a_bitmap_that_goes_from_top_to_bottom():
     assert image_size(bytes(data)) == (6, 4)
 
 
+def test_a_jpeg_2000_that_begins_elsewhere_on_its_canvas():
+    data = bytearray(encoded(picture(40, 30), "JPEG2000", no_jp2=True))
+    for at, value in ((8, 140), (12, 230), (16, 100), (20, 200)):
+        data[at : at + 4] = struct.pack(">I", value)
+    assert image_size(bytes(data)) == (40, 30)
+
+
 @pytest.mark.parametrize("kind", ["TIFF", "PPM"])
 def test_other_formats_have_no_size_here(kind):
     assert image_size(encoded(picture(), kind)) is None

@@ -13,7 +13,7 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.scheduling import Bounds, FairQueue
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import (
     DeadlineError,
@@ -245,12 +245,28 @@ async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, co
     holds = [ask(data, f"honest{n}") for n, data in enumerate(small)]
     await settle()
     assert tower.preparing == tower.preparers
-    assert tower.preparations[-1] == small[0]
+    assert tower.preparations[-1] in small
     # No place was free before: the small ones have no more than all that large ones leave.
     assert states(computations)["waiting"] == 3 + 2
     tower.go_on()
     for hold in holds:
         await hold.embedding()
+
+
+async def test_what_comes_and_goes_together_is_one_look_at_the_queue(tower, ask, monkeypatch):
+    looks = []
+    look = FairQueue.take_expired
+    monkeypatch.setattr(
+        FairQueue, "take_expired", lambda queue, now: looks.append(len(queue)) or look(queue, now)
+    )
+    tower.hold(prepare=True)
+    holds = [ask(b"a%d" % n) for n in range(200)]
+    await asyncio.sleep(0)
+    assert [length for length in looks if length] == [200]
+    for hold in holds:
+        hold.release()
+    await asyncio.sleep(0)
+    assert len(looks) == 4, "of two queues, twice"
 
 
 async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(tower, ask):

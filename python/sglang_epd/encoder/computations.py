@@ -100,6 +100,7 @@ class Computations:
         self._kept_bytes = 0
         self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
+        self._pumping = False
         # Why nothing is made any more; empty while there is no such reason.
         self._refusal = ""
         self.broken = asyncio.Event()
@@ -145,7 +146,7 @@ class Computations:
         # What a store is being asked for is counted when it has answered.
         if hold.source != "computed" or looked or self.store is None:
             self._metrics.lookups.labels(hold.source).inc()
-        self._pump()
+        self._pump_soon()
         return hold
 
     def status(self) -> dict[str, Any]:
@@ -194,6 +195,7 @@ class Computations:
         """Fail what is in work and wait until the towers have let go of it."""
         self._refuse(_SHUTTING_DOWN)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._refuse(_SHUTTING_DOWN)  # what was prepared meanwhile
 
     def _refuse(self, why: str) -> None:
         """Make nothing any more, and fail what waits; what is under way ends by itself, and
@@ -265,7 +267,7 @@ class Computations:
         elif hold._wanted and not (hold._done.done() and hold._done.exception()):
             hold._done = asyncio.get_running_loop().create_future()
             self._attach(hold)
-        self._pump()
+        self._pump_soon()
 
     def _release(self, hold: Hold) -> None:
         work, entry = hold._work, hold._entry
@@ -281,7 +283,7 @@ class Computations:
                 self._consider(work)
             elif work.state not in UNDER_WAY:
                 self._end(work, State.FAILED)
-        self._pump()
+        self._pump_soon()
 
     def _consider(self, work: Work) -> None:
         """Act upon whether anybody wants it now."""
@@ -345,8 +347,16 @@ class Computations:
             for hold in holds:
                 hold.ms.update(work.ms)
 
+    def _pump_soon(self) -> None:
+        """Once for all that changes in one turn of the event loop: a look at a long queue
+        takes a fraction of a millisecond, and a request may have a thousand items."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
         """Begin whatever may be begun now."""
+        self._pumping = False
         if self._refusal:
             self._refuse(self._refusal)
             return
@@ -648,7 +658,7 @@ class Computations:
             for work in works:
                 if work.state in UNDER_WAY:
                     self._fail(work, EncodeError("the encoder failed on this item"))
-        self._pump()
+        self._pump_soon()
 
 
 def _said(error: Exception, work: Work) -> EpdError:

@@ -891,3 +891,30 @@ async def test_what_was_being_prepared_when_the_tower_broke_goes_elsewhere(
     with pytest.raises(UnavailableError) as raised:
         await late.embedding()
     assert type(raised.value) is UnavailableError
+
+
+async def test_large_items_in_preparation_are_no_batch_for_small_ones(tower, computations, ask):
+    (lane,) = computations._lanes
+    tower.hold(prepare=True)
+    lane.typical = BATCH.patches  # one of them would be a batch
+    ask(b"large")
+    await until(lambda: tower.preparing)
+    small = encoded(picture(64, 64), "JPEG")
+    hold = ask(small, "honest")
+    await settle()
+    assert tower.preparations == [b"large", small]
+    tower.go_on()
+    await hold.embedding()
+
+
+async def test_what_waits_is_done_at_the_speed_of_preparing(tower, computations, ask):
+    (lane,) = computations._lanes
+    tower.hold(forward=True)
+    hold = ask(b"x")
+    await until(lambda: tower.running)
+    assert lane.pixel_rate > 0, "no batch has ended"
+    rate = lane.pixel_rate
+    await asyncio.sleep(0.05)
+    tower.go_on()
+    await value(hold)
+    assert lane.pixel_rate == rate

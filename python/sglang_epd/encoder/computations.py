@@ -418,7 +418,7 @@ class Computations:
             if lane.tower.alive
             and lane.has_place(large=job.large)
             and not lane.isolated
-            and not lane.full(batch)
+            and not lane.full(batch, large=job.large)
             and (lane.empty or not job.alone)
         ]
         lane = min(able, key=lambda lane: lane.patches, default=None)
@@ -437,6 +437,7 @@ class Computations:
             work.enter(State.DORMANT)
 
     async def _prepare(self, work: Work, lane: Lane, *, large: bool) -> None:
+        began = time.monotonic()
         try:
             prepared = await lane.tower.prepare(work.modality, work.media)
         except TowerLostError:
@@ -452,6 +453,7 @@ class Computations:
         finally:
             lane.preparing -= 1
             lane.preparing_large -= large
+            lane.note_prepared(work.pixels, time.monotonic() - began)
         work.prepared = prepared
         lane.typical += 0.2 * (prepared.patches - lane.typical)
         if not work.holds:
@@ -547,9 +549,7 @@ class Computations:
         self._metrics.batch_items.observe(len(works))
         if elapsed_s > 0:
             weight = 0.2 if lane.rate else 1.0
-            pixels = sum(work.pixels for work in works)
             lane.rate += (patches / elapsed_s - lane.rate) * weight
-            lane.pixel_rate += (pixels / elapsed_s - lane.pixel_rate) * weight
         while works:
             work = works.pop(0)
             lane.running.discard(work)

@@ -150,6 +150,13 @@ class Lane:
             return False
         return self.preparing < places
 
+    def note_prepared(self, pixels: int, elapsed_s: float) -> None:
+        """One of its places took so long for an item."""
+        if elapsed_s > 0:
+            weight = 0.2 if self.pixel_rate else 1.0
+            rate = self.tower.preparers * pixels / elapsed_s
+            self.pixel_rate += (rate - self.pixel_rate) * weight
+
     @property
     def empty(self) -> bool:
         """Whether nothing that anybody wants now is on its way."""
@@ -164,13 +171,15 @@ class Lane:
         waits = work.state is State.READY and not work.job.parked
         return waits or work.state in (State.PREPARING, State.RUNNING)
 
-    def full(self, batch: Bounds, *, parked: bool = False) -> bool:
+    def full(self, batch: Bounds, *, parked: bool = False, large: bool = True) -> bool:
         """Whether a batch is on its way to the tower.
 
         Args:
             parked: count what nobody wants now as well.
+            large: count large items that are being prepared as well.
         """
+        preparing = self.preparing - (0 if large else self.preparing_large)
         ready = [job.cost for job in self.ready if parked or not job.parked]
-        items = len(ready) + self.preparing
-        patches = sum(ready) + self.preparing * self.typical
+        items = len(ready) + preparing
+        patches = sum(ready) + preparing * self.typical
         return items >= batch.items or patches >= batch.patches

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -421,3 +422,21 @@ async def test_any_other_stream_ends_as_sglang_ends_it(finish, finished):
 
 async def test_a_request_that_is_not_streamed_is_left_alone(finish):
     assert await finish(413, is_stream=False) == [("manager", 413, False)]
+
+
+async def test_the_tokenizer_says_how_late_its_event_loop_is(sglang, hooked, frontend, collector):
+    hooked("TokenizerManager.auto_create_handle_loop")
+    lags: list[float] = []
+    manager = sglang("managers.tokenizer_manager").TokenizerManager.__new__(
+        sglang("managers.tokenizer_manager").TokenizerManager
+    )
+    manager.event_loop = asyncio.get_running_loop()
+    manager.mm_receiver = TokenizerSeam(frontend, collector, 60.0, observe_lag=lags.append)
+    for _ in range(2):  # as at each request
+        manager.auto_create_handle_loop()
+    await asyncio.sleep(0.15)
+    time.sleep(0.5)  # noqa: ASYNC251 - this is what is measured
+    async with asyncio.timeout(10):
+        while max(lags, default=0.0) < 0.3:
+            await asyncio.sleep(0.05)
+    manager.mm_receiver.lag.stop()

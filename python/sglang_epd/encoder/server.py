@@ -36,6 +36,7 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.lag import LoopLag
 from sglang_epd.machine import share_mb
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import namespace
@@ -138,7 +139,7 @@ def launch(server_args: Any) -> None:
                 info,
                 trust=trust,
                 max_body_bytes=settings.max_body_mb << 20,
-                lifespan=_housekeeping(service, sender, towers),
+                lifespan=_housekeeping(service, sender, towers, metrics),
                 begin_span=begin_span,
             )
             config = uvicorn.Config(
@@ -379,7 +380,12 @@ def cache_bytes(*, enabled: bool) -> int:
     return int(raw) << 20
 
 
-def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[ServedTower]) -> Any:
+def _housekeeping(
+    service: EncoderService,
+    sender: Sender,
+    towers: Sequence[ServedTower],
+    metrics: EncoderMetrics,
+) -> Any:
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
@@ -392,9 +398,12 @@ def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[Serv
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(keep_house())
+        lag = LoopLag(metrics.loop_lag_seconds.observe)
+        lag.start()
         try:
             yield
         finally:
+            lag.stop()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await service.computations.close()

@@ -79,6 +79,9 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "publish",
     ): "server_args role hf_config ranks",
     ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.auto_create_handle_loop"): (
+        "self"
+    ),
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
         "self rid abort_all"
     ),

@@ -2,7 +2,8 @@
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
-`send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
+`auto_create_handle_loop()` at each request, in its event loop; `send_encode_request(obj, ...)`
+for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
 yields its answers; and `_handle_abort_finish_reason(out, state, is_stream)` when the
@@ -34,6 +35,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.families import family_of
+from sglang_epd.lag import LoopLag
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
@@ -72,8 +74,11 @@ class TokenizerSeam:
         *,
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
+        observe_lag: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self.frontend = frontend
+        # Of the event loop that all of a tokenizer process runs in.
+        self.lag = LoopLag(observe_lag)
         # Where a prompt may be encoded here: decides, and does it.
         self.adaptive: adaptive.Adaptive | None = None
         self._collector = collector
@@ -277,7 +282,13 @@ def create_frontend(
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
     planner = plan if family_of(architecture) is None else plan_without_options
     seam = TokenizerSeam(
-        frontend, Collector(control), timeout_s, chosen, lays_out=lay_out, plan=planner
+        frontend,
+        Collector(control),
+        timeout_s,
+        chosen,
+        lays_out=lay_out,
+        plan=planner,
+        observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
     )
     control.on_again = seam.send_again
     seam.adaptive = adaptive.create(
@@ -296,7 +307,7 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move
-    discovery.start(pool)
+    discovery.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 
 

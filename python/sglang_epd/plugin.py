@@ -82,6 +82,8 @@ HOOKS = (
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
     Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", discovery.BootstrapPlace),
+    # ... tokenizer process: large media are read in a thread, before the request is begun.
+    Hook(_TOKENIZER, "TokenizerManager.generate_request", "around", requests.around("read_first")),
     # ... tokenizer process: how late its event loop is.
     Hook(
         _TOKENIZER,

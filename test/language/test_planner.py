@@ -127,7 +127,7 @@ def test_an_error_names_the_entry_and_not_its_content(bad):
 
 
 def test_an_error_keeps_its_class(monkeypatch):
-    def too_large(_entry):
+    def too_large(_entry, _escapes):
         raise MediaTypeError("no")
 
     monkeypatch.setattr(planner, "parse_source", too_large)

@@ -19,7 +19,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from sglang_epd.language import manifest
+from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.seams import rundir
@@ -130,16 +130,16 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
     assert expect == Expect("ticket of rid", 2, 1, 60.0)
 
 
-def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
+async def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     request = Request(images=[b"1", b"2"])
     live = {"rid": SimpleNamespace(obj=request)}
     seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
     expect = Expect("another ticket", 2, 1, 60.0)
-    seam.send_again("rid", expect)
+    await seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]
     del live["rid"]
     with pytest.raises(RequestCancelledError):
-        seam.send_again("rid", expect)
+        await seam.send_again("rid", expect)
     assert len(frontend.sent_again) == 1
 
 
@@ -193,6 +193,63 @@ def test_what_cannot_be_planned_has_failed_for_the_decode_server_too(seam):
         reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
         assert reply.error.code == "MediaError"
         assert "image 1 of 1" in reply.error.message
+
+
+def test_whatever_goes_wrong_nobody_waits_for_the_rest(seam, frontend, monkeypatch):
+    seam.layouts = Board()
+    prompts = [Request(name, [b"1"], bootstrap_room=n) for n, name in enumerate("ab")]
+    start = frontend.start
+
+    def second_fails(rid, *args, **options):
+        if rid == "b":
+            raise OSError("no file descriptors are left")
+        return start(rid, *args, **options)
+
+    monkeypatch.setattr(frontend, "start", second_fails)
+    with pytest.raises(OSError, match="no file descriptors"):
+        seam.send_encode_request(Batch(*prompts))
+    assert frontend.cancelled == ["a"]
+    for room in (0, 1):
+        reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
+        assert reply.error.code == "EncodeError"
+        assert "descriptors" not in reply.error.message
+
+
+def test_media_in_lists_within_lists_are_refused(seam):
+    """SGLang takes lists of any depth."""
+    images = [b"1"]
+    for _ in range(2000):
+        images = [images]
+    seam.layouts = Board()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        seam.send_encode_request(Request("a", images, bootstrap_room=5))
+    assert seam.layouts.look(5).settled
+
+
+async def test_a_large_request_is_read_before_it_is_begun(
+    seam, frontend, monkeypatch, hooked, sglang
+):
+    """Around SGLang's own `generate_request`, whose answers begin when all of it is done."""
+    managers = sglang("managers.tokenizer_manager")
+    large, small = [bytes(2 << 20)], [b"1"]
+    begun = []
+
+    async def generate_request(self, obj, request=None):
+        begun.append(reading.find(obj.image_data[0]) is not None)
+        seam.send_encode_request(obj)
+        assert reading.find(obj.image_data[0]) is None  # it is planned, and nothing is kept
+        for number in range(3):
+            yield {"number": number, "request": request}
+
+    monkeypatch.setattr(managers.TokenizerManager, "generate_request", generate_request)
+    hooked("TokenizerManager.generate_request")
+    manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
+    manager.mm_receiver = seam
+    for images in (large, small):
+        answers = manager.generate_request(Request("a", images), "http")
+        assert [answer["number"] async for answer in answers] == [0, 1, 2]
+    assert begun == [True, False]
+    assert [len(data) for _, (data,), _ in frontend.started] == [2 << 20, 1]
 
 
 def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):

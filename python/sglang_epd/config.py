@@ -157,6 +157,14 @@ class Settings:
         "language",
         "Whether a request may name its encoders (`x-encoder-hosts-ports: host:port,...`).",
     )
+    tell_sources: bool = _setting(
+        switch,
+        True,
+        "language",
+        "Whether answers of `/generate` say where their media came from "
+        "(`meta_info.media_sources`). A user learns from it whether somebody with the same cache "
+        "salt has sent the same media before.",
+    )
     encode: bool = _setting(
         switch,
         True,

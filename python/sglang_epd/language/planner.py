@@ -7,8 +7,11 @@ them: images, then videos, then audio, each in the order of the prompt.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
+
+from blake3 import blake3
 
 from sglang_epd.errors import MediaError, ProtocolError
 from sglang_epd.language import reading
@@ -19,6 +22,9 @@ from sglang_epd.wire.messages import MAX_ITEMS
 
 # Fields of SGLang's media objects that say where the media is, not how to read it.
 _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
+# Among an item's options: what keeps its request apart in the prefix cache. No entry may say it.
+SALT = "cache_salt"
+_SALTS = ("cache_salt", "extra_key")
 # A batch has a list a prompt.
 _MOST_NESTED = 8
 # A value that asks for nothing unusual, and must not make two equal images differ.
@@ -38,6 +44,10 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     done beforehand (`reading`), and compared with the content hashes that the request has of
     them.
 
+    What keeps a request apart from others in the prefix cache (`cache_salt`, `extra_key`) is
+    an option of each of its items, and so a part of its key: in every cache, in stores and on
+    encoders of any version the request shares embeddings with its like only.
+
     Raises:
         MediaError: an entry is unreadable, or another than its hash says; the message names it.
     """
@@ -53,6 +63,7 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
         totals[modality] += 1
     hashes = _content_hashes(request, totals.get("IMAGE", 0))
     seen = dict.fromkeys(totals, 0)
+    salt = _salt(request)
     escapes = EscapeBudget()
     items = []
     for index, (modality, entry) in enumerate(entries):
@@ -60,7 +71,7 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
         label = f"{modality.lower()} {seen[modality]} of {totals[modality]}"
         # Images come first, and only they have hashes.
         told = hashes[index] if index < len(hashes) else None
-        items.append(_item(index, modality, label, entry, told, escapes=escapes))
+        items.append(_item(index, modality, label, entry, told, salt=salt, escapes=escapes))
     return items
 
 
@@ -147,7 +158,14 @@ def _within(entry: Any) -> Any:
 
 
 def _item(
-    index: int, modality: str, label: str, entry: Any, told: Any, *, escapes: EscapeBudget
+    index: int,
+    modality: str,
+    label: str,
+    entry: Any,
+    told: Any,
+    *,
+    salt: str,
+    escapes: EscapeBudget,
 ) -> EncodeItem:
     read = reading.find(entry)
     try:
@@ -167,12 +185,20 @@ def _item(
         label=label,
         data=source.data,
         url=source.url,
-        options=_options(entry),
+        options=_options(entry) | ({SALT: salt} if salt else {}),
         content_hash=content_hash,
     )
     if read is not None and read.digest:
         vars(item)["digest"] = read.digest
     return item
+
+
+def _salt(request: MultimodalRequest) -> str:
+    """A digest of what keeps the request apart in the prefix cache; empty where nothing does."""
+    told = [getattr(request, name, None) or "" for name in _SALTS]
+    if not any(told):
+        return ""
+    return blake3(json.dumps(told).encode(errors="surrogatepass")).hexdigest()
 
 
 def _flatten(data: Any, depth: int = 0) -> Iterator[Any]:
@@ -200,5 +226,8 @@ def _options(entry: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _ENVELOPE and value not in (None, {}) and _NEUTRAL.get(name) != value
+        if name not in _ENVELOPE
+        and name != SALT
+        and value not in (None, {})
+        and _NEUTRAL.get(name) != value
     }

@@ -76,7 +76,9 @@ class TokenizerSeam:
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
         observe_lag: Callable[[float], None] = lambda _seconds: None,
+        tells_sources: bool = True,
     ) -> None:
+        self._tells_sources = tells_sources
         self.frontend = frontend
         # Of the event loop that all of a tokenizer process runs in.
         self.lag = LoopLag(observe_lag)
@@ -217,7 +219,7 @@ class TokenizerSeam:
     ) -> Any:
         """Around `_wait_one_response`: answers say where a request's media came from."""
         answers = original(manager, obj, *args, **options)
-        if not obj.contains_mm_input():
+        if not self._tells_sources or not obj.contains_mm_input():
             return answers
         return _with_sources(answers, self.frontend, obj.rid)
 
@@ -322,6 +324,7 @@ def create_frontend(
         lays_out=lay_out,
         plan=planner,
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
+        tells_sources=settings.tell_sources,
     )
     control.on_again = seam.send_again
     seam.adaptive = adaptive.create(

@@ -31,7 +31,8 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/hooks", "plugins.hook_registry", "HookSource"): "plugin_name",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput"): (
         "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
-        "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
+        "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream "
+        "extra_key cache_salt mm_content_hashes"
     ),
     ("seams/adaptive", "managers.io_struct", "GenerateReqInput"): "image_data stream background",
     ("seams/adaptive", "managers.schedule_batch", "MultimodalDataItem"): "offsets",
@@ -47,7 +48,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/adaptive", "managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer"): "app",
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
-        "bootstrap_server mm_processor"
+        "bootstrap_server mm_processor context_len"
     ),
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): (
         "mm_receiver rid_to_state"

@@ -497,3 +497,14 @@ async def test_the_tokenizer_says_how_late_its_event_loop_is(sglang, hooked, fro
         while max(lags, default=0.0) < 0.3:
             await asyncio.sleep(0.05)
     manager.mm_receiver.lag.stop()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_answers_say_where_media_came_from_unless_they_are_not_to(tells, collector):
+    async def answers(_manager, _obj):
+        yield {"meta_info": {}}
+
+    frontend = SimpleNamespace(account={"rid": {"computed": 1}}.get)
+    seam = TokenizerSeam(frontend, collector, 60.0, tells_sources=tells)
+    (answer,) = [one async for one in seam.tell_sources(answers, None, Request(images=[b"1"]))]
+    assert answer["meta_info"] == ({"media_sources": {"computed": 1}} if tells else {})

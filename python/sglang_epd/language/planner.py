@@ -20,11 +20,11 @@ from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
 
-# Fields of SGLang's media objects that say where the media is, not how to read it.
-_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
 # Among an item's options: what keeps its request apart in the prefix cache. No entry may say it.
 SALT = "cache_salt"
 _SALTS = ("cache_salt", "extra_key")
+# Fields of SGLang's media objects that say where the media is, not how to read it.
+_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash", SALT})
 # A batch has a list a prompt.
 _MOST_NESTED = 8
 # A value that asks for nothing unusual, and must not make two equal images differ.
@@ -226,8 +226,5 @@ def _options(entry: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _ENVELOPE
-        and name != SALT
-        and value not in (None, {})
-        and _NEUTRAL.get(name) != value
+        if name not in _ENVELOPE and value not in (None, {}) and _NEUTRAL.get(name) != value
     }

@@ -97,7 +97,8 @@ def launch(server_args: Any) -> None:
         towers = await start_towers(server_args, limits)
         for tower in towers:
             await tower.warm_up()
-        identity = namespace(towers[0].hf_config, served(), towers[0].dtype)
+        checkpoint = served(whole=settings.fingerprint == "full")
+        identity = namespace(towers[0].hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(MediaFetcher(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)

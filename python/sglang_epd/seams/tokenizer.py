@@ -289,7 +289,8 @@ def create_frontend(
 
     settings = Settings.from_env()
     roles.install_logs(settings)
-    identity = namespace(hf_config, served(), str(dtype).removeprefix("torch."))
+    checkpoint = served(whole=settings.fingerprint == "full")
+    identity = namespace(hf_config, checkpoint, str(dtype).removeprefix("torch."))
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )

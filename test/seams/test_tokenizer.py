@@ -22,6 +22,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.language.planner import plan
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
@@ -250,6 +251,52 @@ async def test_a_large_request_is_read_before_it_is_begun(
         assert [answer["number"] async for answer in answers] == [0, 1, 2]
     assert begun == [True, False]
     assert [len(data) for _, (data,), _ in frontend.started] == [2 << 20, 1]
+
+
+async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, monkeypatch):
+    reading_it, begun = asyncio.Event(), []
+
+    async def never(_entries, *, hashed):
+        reading_it.set()
+        await asyncio.Event().wait()
+
+    async def generate_request(_manager, obj):
+        begun.append(obj)
+        yield {}
+
+    monkeypatch.setattr(reading, "beforehand", never)
+    answers = seam.read_first(generate_request, None, Request(images=[bytes(2 << 20)]))
+    asking = asyncio.create_task(anext(answers))
+    await reading_it.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not begun
+
+
+async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(seam, frontend):
+    request = Request(images=[bytes(2 << 20)])
+    live = {"rid": SimpleNamespace(obj=request)}
+    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
+    again = asyncio.create_task(seam.send_again("rid", Expect("another ticket", 1, 1, 60.0)))
+    await asyncio.sleep(0)
+    assert not frontend.sent_again  # the event loop goes on meanwhile
+    await again
+    assert [data for _, (data,), _ in frontend.sent_again] == [request.image_data[0]]
+
+
+def test_what_was_planned_for_a_decision_is_not_planned_again(frontend, collector, monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_RUN_ID", "")
+    monkeypatch.setenv("SGLANG_EPD_RUN_SECRET", "")
+    rundir.draw_run_id()
+    plans = []
+    seam = TokenizerSeam(frontend, collector, 60.0, plan=lambda prompt: plans.append(prompt) or [])
+    decided = plan(Request(images=[b"1"]))
+    seam.adaptive = SimpleNamespace(planned={"rid": decided}.get)
+    seam.send_encode_request(Request(images=[b"1"]))
+    assert (plans, frontend.started) == ([], [("rid", [b"1"], 1)])
+    seam.send_encode_request(Request("other", [b"1"]))
+    assert len(plans) == 1
 
 
 def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):

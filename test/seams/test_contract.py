@@ -131,7 +131,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ),
     ("checkpoint", "configs.load_config", "LoadFormat"): "AUTO DUMMY MISTRAL NPCACHE PT",
     ("checkpoint", "configs.load_config", "LoadConfig"): "load_format download_dir",
-    ("flags", "arg_groups.fields.model", "Model"): ("model_path revision load_format download_dir"),
+    ("flags", "arg_groups.fields.model", "Model"): (
+        "model_path revision load_format download_dir quantization"
+    ),
     ("flags", "arg_groups.fields.observability", "Observability"): (
         "log_level_http enable_metrics"
     ),

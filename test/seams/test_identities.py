@@ -150,7 +150,11 @@ def server(sglang, monkeypatch, tmp_path):
         disagg = {"language_only": False, "encoder_only": False, **flags}
         monkeypatch.setattr(context, "get_disagg", lambda: SimpleNamespace(**disagg))
         model = SimpleNamespace(
-            model_path=str(tmp_path), revision=None, load_format="dummy", download_dir=None
+            model_path=str(tmp_path),
+            revision=None,
+            load_format="dummy",
+            download_dir=None,
+            quantization=None,
         )
         monkeypatch.setattr(context, "get_model", lambda: model)
         config = SimpleNamespace(architectures=[architecture], to_dict=dict)

@@ -87,6 +87,7 @@ class Found:
             *(["--model-path", str(root / revision)] for revision in REVISIONS),
             ["--model-path", NAME],
             ["--model-path", self.plain, "--load-format", "dummy"],
+            ["--model-path", self.plain, "--quantization", "fp8"],
         ]
         hub = Hub({NAME: {revision: root / revision for revision in REVISIONS}})
         with serving(hub):
@@ -148,3 +149,9 @@ def test_a_folder_for_downloads_is_used(found):
     assert all(folder.startswith(found.downloads) for folder in downloaded["folders"])
     assert downloaded["configs"] == ["config.json", *PROCESSOR]
     assert downloaded["namespace"] == found.folder("two")["namespace"]
+
+
+def test_a_tower_that_sglang_quantises_as_it_loads_it_is_another(found):
+    plain, quantised = found(found.plain), found(found.plain, "--quantization", "fp8")
+    assert "/float32+fp8/" in quantised["namespace"]
+    assert quantised["namespace"].replace("+fp8", "") == plain["namespace"]

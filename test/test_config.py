@@ -143,6 +143,7 @@ def test_every_variable_that_the_package_reads_is_known():
     valid = {"SGLANG_EPD_TOKEN": "x", "SGLANG_EPD_DISPATCH_POLICY": "shuffle"}
     valid["SGLANG_EPD_CONFIG"] = os.devnull
     valid["SGLANG_EPD_LOG_FORMAT"] = "json"
+    valid["SGLANG_EPD_FINGERPRINT"] = "full"
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "1")})
 

@@ -120,3 +120,44 @@ def test_a_line_that_cannot_be_formatted_raises_nothing(monkeypatch):
         for handler in logging.getLogger("sglang_epd").handlers:
             handler.handle(record)
     assert record.msg == "%d of %d"
+
+
+@pytest.fixture
+def text():
+    """What SGLang's handler writes, in its format."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logs.install("text", "language")
+    yield out.getvalue
+    root.removeHandler(handler)
+
+
+FORGED = "x\n[ERROR] forged\r[ERROR] forged\x1b[2J\u2028[ERROR] forged"
+
+
+def test_what_a_user_chose_begins_no_line_wherever_it_is_said(text):
+    logger.warning("Could not encode %s: %s", FORGED, ValueError(FORGED))
+    logging.getLogger("sglang_epd.another.module").info(f"No word of {FORGED}")
+    with logs.about(FORGED):
+        logger.info("one")
+    logger.warning("Gone: %s", "y" * 100_000)
+    lines = text().split("\n")
+    assert [line[:8] for line in lines] == ["[WARNING", "[INFO] N", "[INFO] o", "[WARNING", ""]
+    assert not any(mark in text() for mark in "\r\x1b\u2028")
+    assert len(text()) < 20_000
+
+
+def test_an_errors_message_forges_no_line_in_a_traceback(text):
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logger.exception("Could not encode %s", FORGED)
+    first, *rest = text().rstrip("\n").split("\n")
+    assert first.startswith("[ERROR] Could not encode x?[ERROR]")
+    assert rest[0].startswith("  Traceback")
+    assert any("ValueError: x" in line for line in rest)
+    assert all(line.startswith("  ") for line in rest)
+    assert not any(mark in text() for mark in "\r\x1b\u2028")

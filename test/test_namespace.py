@@ -31,11 +31,13 @@ TENSORS = {
 }
 
 
-def identity(config: dict[str, object], folder: Path, dtype: str, *weights: Path) -> str:
+def identity(
+    config: dict[str, object], folder: Path, dtype: str, *weights: Path, **more: object
+) -> str:
     """The namespace of a folder, whose weights are in these files."""
     named = [folder / name for name in (CONFIG, *PROCESSOR_CONFIGS)]
     configs = {path.name: json.loads(path.read_text()) for path in named if path.exists()}
-    held = files.Checkpoint(configs, weights)
+    held = files.Checkpoint(configs, weights, **more)
     return namespace(SimpleNamespace(to_dict=lambda: config), held, dtype)
 
 
@@ -52,7 +54,7 @@ class Checkpoint:
         self.dtype = "bfloat16"
         self.form = "safetensors"
 
-    def namespace(self) -> str:
+    def namespace(self, **more: object) -> str:
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.iterdir():
             old.unlink()
@@ -64,7 +66,7 @@ class Checkpoint:
         if self.written is not None:
             (self.folder / "config.json").write_text(json.dumps(self.written))
         weights = self.folder.glob(f"*.{self.form}")
-        return identity(self.config, self.folder, self.dtype, *weights)
+        return identity(self.config, self.folder, self.dtype, *weights, **more)
 
     def save(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         path = self.folder / f"{name}.{self.form}"
@@ -250,3 +252,56 @@ def test_what_joins_tower_and_language_model_counts(checkpoint, before, after, a
     first = checkpoint.namespace()
     checkpoint.written = after
     assert (checkpoint.namespace() != first) is another
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("chunk", [1 << 20, 100])
+def test_a_full_fingerprint_sees_a_change_anywhere(checkpoint, form, chunk, monkeypatch, caplog):
+    """Of 40,000 bytes the samples have 1536."""
+    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk)
+    caplog.set_level("INFO")
+    checkpoint.form = form
+    checkpoint.tensors["visual.blocks.0.weight"] = torch.arange(10_000, dtype=torch.float32)
+    weight = checkpoint.tensors["visual.blocks.0.weight"].view(torch.uint8)
+    samples, full = checkpoint.namespace(), checkpoint.namespace(whole=True)
+    weight[5000 * 4 // 3] ^= 1
+    assert checkpoint.namespace() == samples
+    assert checkpoint.namespace(whole=True) != full
+    weight[5000 * 4 // 3] ^= 1
+    checkpoint.shards = 2
+    assert checkpoint.namespace(whole=True) == full
+    assert "file 2 of 2" in caplog.text
+    # Both are shown where two servers do not agree.
+    assert re.fullmatch(r"QwenVL/bfloat16/full-[0-9a-f]{16}", full)
+
+
+def test_weights_that_are_quantised_as_they_are_loaded_are_others(checkpoint, unchanged):
+    fp8 = checkpoint.namespace(quantization="fp8")
+    assert fp8.startswith("QwenVL/bfloat16+fp8/")
+    assert checkpoint.namespace() == unchanged
+
+
+@pytest.mark.parametrize(
+    ("flag", "config", "online"),
+    [
+        (None, {}, ""),
+        ("fp8", {}, "fp8"),
+        ("fp8", {"quantization_config": {"quant_method": "fp8"}}, ""),
+        (None, {"quantization_config": {"quant_method": "fp8"}}, ""),
+        ("w4afp8", {"quantization_config": {"quant_method": "fp8"}}, "w4afp8"),
+        ("awq", {"compression_config": {"quant_method": "awq"}}, ""),
+    ],
+)
+def test_what_the_flag_does_to_weights_that_are_not_in_that_form(flag, config, online, monkeypatch):
+    monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
+    assert files.online_quantization(flag, config) == online
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "visual")
+    ignoring = files.online_quantization(flag, config)
+    assert ignoring == (f"{online}-without-visual" if online else "")
+
+
+def test_files_without_a_tower_are_refused(checkpoint):
+    """All such checkpoints would be one."""
+    checkpoint.tensors = {"model.layers.0.weight": torch.ones(4, 4)}
+    with pytest.raises(ConfigError, match="no tensor of a vision or audio tower"):
+        checkpoint.namespace()

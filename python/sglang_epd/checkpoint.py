@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from sglang_epd.errors import ConfigError
 
 _SAMPLE_BYTES = 512
+_CHUNK_BYTES = 32 << 20
 CONFIG = "config.json"
 # How media are made into pixels and samples.
 PROCESSOR_CONFIGS = (
@@ -28,6 +32,11 @@ PROCESSOR_CONFIGS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+
+
+# (offset, size) to bytes; and (read, begin, end) to a digest of what lies there.
+_Read = Callable[[int, int], bytes]
+_Digest = Callable[[_Read, int, int], str]
 
 
 @dataclass(frozen=True)
@@ -38,23 +47,32 @@ class Checkpoint:
         configs: parsed JSON files by name; a file that the checkpoint lacks has no entry.
         weights: the files that SGLang loads; None where weights are random
             (`--load-format dummy`).
+        quantization: `--quantization` where SGLang makes the weights smaller as it loads them,
+            those of most towers too; empty where they are taken as they are in the files.
+        whole: whether fingerprints are of all bytes, and not of samples.
     """
 
     configs: dict[str, Any]
     weights: tuple[Path, ...] | None
+    quantization: str = ""
+    whole: bool = False
 
 
 class Tensor(NamedTuple):
-    """A tensor's fingerprint: enough to tell fine-tunes apart, in milliseconds."""
+    """A tensor's fingerprint; of samples enough to tell fine-tunes apart, in milliseconds."""
 
     name: str
     dtype: str
     shape: str
-    samples: str
+    digest: str
+    nbytes: int
 
 
-def served() -> Checkpoint:
+def served(*, whole: bool = False) -> Checkpoint:
     """The checkpoint of this process's server; downloads what is not in the cache yet.
+
+    Args:
+        whole: as of `Checkpoint`.
 
     Raises:
         ConfigError: `--model-path` is neither a folder nor a name on a hub.
@@ -85,7 +103,24 @@ def served() -> Checkpoint:
         )
         if found is not None:
             configs[name] = json.loads(Path(found).read_text())
-    return Checkpoint(configs, weights)
+    online = online_quantization(model.quantization, configs.get(CONFIG, {}))
+    return Checkpoint(configs, weights, online, whole)
+
+
+def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
+    """What `--quantization` does to weights that are not in that form already.
+
+    SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
+    layers that are left out.
+
+    Args:
+        config: the checkpoint's.
+    """
+    own = config.get("quantization_config") or config.get("compression_config") or {}
+    if not flag or flag == own.get("quant_method"):
+        return ""
+    ignored = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "")
+    return f"{flag}-without-{ignored}" if ignored else flag
 
 
 def _weights(
@@ -106,18 +141,21 @@ def _weights(
     return tuple(Path(file) for file in files)
 
 
-def tensors(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+def tensors(
+    path: Path, left_out: Callable[[str], bool], *, whole: bool = False
+) -> Iterator[Tensor]:
     """The fingerprints of a weight file's tensors.
 
     Args:
         path: a safetensors file, or one that `torch.save` wrote (`*.bin`, `*.pt`).
         left_out: names of tensors that are of no interest.
+        whole: as of `Checkpoint`.
 
     Raises:
         ConfigError: the file cannot be mapped into memory, or holds more than tensors.
     """
     named = _safetensors if path.suffix == ".safetensors" else _pickled
-    yield from named(path, left_out)
+    yield from named(path, left_out, _all_bytes if whole else _samples)
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
@@ -129,7 +167,7 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + header_bytes
 
 
-def _safetensors(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+def _safetensors(path: Path, left_out: Callable[[str], bool], digest: _Digest) -> Iterator[Tensor]:
     entries, base = header(path)
     with path.open("rb") as file:
 
@@ -140,11 +178,11 @@ def _safetensors(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor
         for name, entry in entries.items():
             if not left_out(name):
                 begin, end = (base + offset for offset in entry["data_offsets"])
-                samples = _samples(read, begin, end)
-                yield Tensor(name, entry["dtype"], str(entry["shape"]), samples)
+                found = digest(read, begin, end)
+                yield Tensor(name, entry["dtype"], str(entry["shape"]), found, end - begin)
 
 
-def _pickled(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
+def _pickled(path: Path, left_out: Callable[[str], bool], digest: _Digest) -> Iterator[Tensor]:
     import torch
 
     try:
@@ -161,11 +199,19 @@ def _pickled(path: Path, left_out: Callable[[str], bool]) -> Iterator[Tensor]:
             def read(offset: int, size: int, content: torch.Tensor = content) -> bytes:
                 return content[offset : offset + size].numpy().tobytes()
 
-            samples = _samples(read, 0, len(content))
-            yield Tensor(name, str(tensor.dtype), str(list(tensor.shape)), samples)
+            found = digest(read, 0, len(content))
+            yield Tensor(name, str(tensor.dtype), str(list(tensor.shape)), found, len(content))
 
 
-def _samples(read: Callable[[int, int], bytes], begin: int, end: int) -> str:
+def _all_bytes(read: _Read, begin: int, end: int) -> str:
+    """A digest of all of a tensor's bytes, by all cores."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for offset in range(begin, end, _CHUNK_BYTES):
+        hasher.update(read(offset, min(_CHUNK_BYTES, end - offset)))
+    return hasher.hexdigest()
+
+
+def _samples(read: _Read, begin: int, end: int) -> str:
     """A digest of three samples of a tensor's bytes."""
     digest = hashlib.sha256()
     for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):

@@ -76,12 +76,21 @@ def log_format(raw: str) -> str:
     return value
 
 
+def fingerprint(raw: str) -> str:
+    """Read what of a tower's weights is compared."""
+    value = raw.strip().lower()
+    if value not in ("samples", "full"):
+        raise ValueError(raw)
+    return value
+
+
 _KINDS: dict[Callable[[str], Any], str] = {
     str: "text",
     int: "whole number",
     float: "number",
     switch: "on, off",
     log_format: "text, json",
+    fingerprint: "samples, full",
 }
 
 
@@ -156,6 +165,14 @@ class Settings:
         False,
         "language",
         "Whether a request may name its encoders (`x-encoder-hosts-ports: host:port,...`).",
+    )
+    tell_sources: bool = _setting(
+        switch,
+        True,
+        "language",
+        "Whether answers of `/generate` say where their media came from "
+        "(`meta_info.media_sources`). A user learns from it whether somebody with the same cache "
+        "salt has sent the same media before.",
     )
     encode: bool = _setting(
         switch,
@@ -244,6 +261,15 @@ class Settings:
     )
     store_timeout_ms: float = _setting(
         float, 250.0, "encoders", "How long the store may delay an item."
+    )
+    fingerprint: str = _setting(
+        fingerprint,
+        "samples",
+        "encoders, language",
+        "What of each tensor of a tower tells two servers that they hold the same: three `samples` "
+        "of 512 bytes, which is done in milliseconds and finds every training run, or the `full` "
+        "tensor, which finds a sparse edit too and reads all of the tower when a server starts. "
+        "The same on all servers.",
     )
     content_identity: bool = _setting(
         switch,

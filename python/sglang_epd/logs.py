@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 TEXT, JSON = "text", "json"
 _OURS = "sglang_epd"
 _MOST_CHARS = 64
+_MOST_LINE_CHARS = 8192
 _request: ContextVar[str] = ContextVar("sglang_epd_request", default="")
 _item: ContextVar[int | None] = ContextVar("sglang_epd_item", default=None)
 
@@ -59,21 +60,26 @@ def install(log_format: str, role: str) -> None:
 
 
 class _Annotator(logging.Handler):
-    """Writes nothing: adds to a record, before SGLang's handlers see it."""
+    """Writes nothing: makes a record one line and adds to it, before SGLang's handlers see it.
+
+    What a user chose, such as a request's id, begins no line and moves no cursor, whatever it
+    is part of. A traceback, which quotes the messages of errors, is indented instead.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        request = _request.get()
-        if not request:
-            return
         try:
-            message = record.getMessage()
+            message = _clean(record.getMessage(), _MOST_LINE_CHARS)
         except (TypeError, ValueError):  # whoever writes the line says so
             return
-        if request in message:
-            return
-        item = _item.get()
-        which = "" if item is None else f" item {item}"
-        record.msg, record.args = f"{message} [request {request}{which}]", ()
+        request, item = _request.get(), _item.get()
+        if request and request not in message:
+            which = "" if item is None else f" item {item}"
+            message += f" [request {request}{which}]"
+        record.msg, record.args = message, ()
+        if record.exc_info:
+            told = logging.Formatter().formatException(record.exc_info)
+            lines = (_clean(line, _MOST_LINE_CHARS) for line in told.splitlines())
+            record.exc_text = "\n".join(f"  {line}" for line in lines)
 
 
 class _JsonHandler(logging.StreamHandler):
@@ -100,6 +106,9 @@ class _JsonHandler(logging.StreamHandler):
         return json.dumps(line)
 
 
-def _clean(request: str) -> str:
-    """An id without what could begin a line of its own."""
-    return "".join(mark if mark.isprintable() else "?" for mark in request[:_MOST_CHARS])
+def _clean(text: str, most: int = _MOST_CHARS) -> str:
+    """A text without what could begin a line of its own."""
+    shown = text[:most]
+    if shown.isprintable():
+        return shown
+    return "".join(mark if mark.isprintable() else "?" for mark in shown)

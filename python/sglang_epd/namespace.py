@@ -2,7 +2,8 @@
 
 A namespace is a digest over everything that an embedding depends on besides the
 media: architecture, tower configuration, what joins towers and language model, the
-tower's weights, the media processor's configuration, dtype and protocol version. It is
+tower's weights, the media processor's configuration, dtype, how SGLang quantises weights as
+it loads them, and protocol version. It is
 made from the checkpoint's content (`checkpoint.py`), not its path, so that servers may
 keep it in different places.
 """
@@ -10,13 +11,17 @@ keep it in different places.
 from __future__ import annotations
 
 import json
+import logging
+import time
 from typing import Any
 
 from blake3 import blake3
 
-from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS, Checkpoint, tensors
-from sglang_epd.errors import ProtocolError
+from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS, Checkpoint, Tensor, tensors
+from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.wire import MAJOR
+
+logger = logging.getLogger(__name__)
 
 # A tower's name wins: "vision_model.model.layers." holds a mark of both.
 _TOWERS = ("visual", "vision", "audio")
@@ -32,10 +37,11 @@ _INCIDENTAL = frozenset(
 
 
 def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
-    """A readable identity: architecture, dtype and 16 hex digits.
+    """A readable identity: architecture, dtype (and how weights are quantised as they are
+    loaded), and 16 hex digits.
 
     Raises:
-        ConfigError: a weight file has no fingerprint, and why.
+        ConfigError: a weight file has no fingerprint, and why; or none has a tower.
     """
     digest = blake3()
     config = hf_config.to_dict()
@@ -52,11 +58,34 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
             digest.update(json.dumps(checkpoint.configs[name], sort_keys=True).encode())
     if checkpoint.weights is None:
         digest.update(b"random weights")
-    found = (tensors(path, of_language_model) for path in checkpoint.weights or ())
-    for tensor in sorted(tensor for file in found for tensor in file):
-        digest.update(repr(tuple(tensor)).encode())
+    found = _fingerprints(checkpoint)
+    if checkpoint.weights and not found:
+        raise ConfigError(
+            "the checkpoint's weight files hold no tensor of a vision or audio tower, by name"
+        )
+    for tensor in found:
+        digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.digest)).encode())
     architecture = (config.get("architectures") or ["unknown"])[0]
-    return f"{architecture}/{dtype}/{digest.hexdigest()[:16]}"
+    # In words, because a message that two servers differ shows both.
+    numbers = f"{dtype}+{checkpoint.quantization}" if checkpoint.quantization else dtype
+    made = f"{'full-' if checkpoint.whole else ''}{digest.hexdigest()[:16]}"
+    return f"{architecture}/{numbers}/{made}"
+
+
+def _fingerprints(checkpoint: Checkpoint) -> list[Tensor]:
+    """Of all tensors that are not the language model's, in their order by name."""
+    found: list[Tensor] = []
+    for number, path in enumerate(checkpoint.weights or (), 1):
+        began = time.perf_counter()
+        of_file = list(tensors(path, of_language_model, whole=checkpoint.whole))
+        found += of_file
+        if checkpoint.whole:
+            nbytes, seconds = sum(one.nbytes for one in of_file), time.perf_counter() - began
+            logger.info(
+                "Fingerprint of all bytes, file %d of %d: %d tensors, %.2f GB in %.1f s",
+                *(number, len(checkpoint.weights or ()), len(of_file), nbytes / 1e9, seconds),
+            )
+    return sorted(found)
 
 
 def embedding_key(identity: str, digest: bytes, modality: str, options: object) -> bytes:

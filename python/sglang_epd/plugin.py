@@ -82,6 +82,15 @@ HOOKS = (
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
     Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", discovery.BootstrapPlace),
+    # ... tokenizer process: large media are read in a thread, before the request is begun.
+    Hook(_TOKENIZER, "TokenizerManager.generate_request", "around", requests.around("read_first")),
+    # ... tokenizer process: how late its event loop is.
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager.auto_create_handle_loop",
+        "after",
+        requests.after("lag.start"),
+    ),
     # ... tokenizer process: encoders hear that a request is over.
     Hook(_TOKENIZER, "TokenizerManager.abort_request", "after", requests.after("cancel")),
     # ... tokenizer process: an answer, and a trace, say where the media came from.

@@ -33,6 +33,8 @@ DISPATCH_COUNTERS = {
 }
 _FEW = (1, 2, 4, 8, 16, 32, 64)
 # Distributions: the label, what they are of, and the buckets' bounds.
+# Of how late an event loop is.
+LAG_BUCKETS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 DISPATCH_DISTRIBUTIONS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "request_items": ("modality", "Images, videos or sounds in a request that has any", _FEW),
     "request_encoders": ("", "Encoders that a request was sent to, retries included", _FEW),
@@ -40,6 +42,12 @@ DISPATCH_DISTRIBUTIONS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         "",
         "Time from a request's arrival until all of its media had been delivered",
         (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    ),
+    "loop_lag_seconds": (
+        "loop",
+        "How late a timer was that fires ten times a second, in the tokenizer's event loop and "
+        "in the one that watches encoders (watcher)",
+        LAG_BUCKETS_S,
     ),
 }
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -38,6 +40,16 @@ async def test_the_request_arrives_as_it_was_with_the_token(start, client):
     assert encoder.headers[0]["Authorization"] == "Bearer secret"
     assert encoder.headers[0]["Content-Type"] == CONTENT_TYPE
     assert [outcome.state for outcome in answer.outcomes] == ["delivered"]
+
+
+async def test_large_media_arrive_as_they_were_and_their_size_before_them(start, client):
+    encoder = await start()
+    items = [EncodeItem(n, "IMAGE", "a", data=os.urandom(700_000)) for n in range(3)]
+    request = msgspec.structs.replace(asking(), items=items)
+    await client.encode(encoder.url, request)
+    assert encoder.requests == [request]
+    assert encoder.headers[0]["Content-Length"] == str(len(encode_body(request)))
+    assert "Transfer-Encoding" not in encoder.headers[0]
 
 
 async def test_without_a_token_no_credentials_are_sent(start):

@@ -8,12 +8,14 @@ import pytest
 from aiohttp import web
 
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
-from sglang_epd.dispatch.policies import Work, shuffle
+from sglang_epd.dispatch.policies import Affinity, Work, shuffle
 from sglang_epd.dispatch.pool import Pool, Report, State
+from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     EncoderLostError,
+    EpdError,
     MediaError,
     MediaTooLargeError,
     MediaTypeError,
@@ -494,3 +496,26 @@ async def test_a_layout_that_cannot_be_is_no_layout(start, dispatch, told, told_
     encoder = await start()
     encoder.says(ItemOutcome(0, "delivered", layout=told, key=told_key))
     assert await dispatch([encoder.url], 1) == {}
+
+
+async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(start, client):
+    """One picture, over a thousand times in a request: a policy sends it to one encoder."""
+    encoders = [await start(), await start()]
+    for encoder in encoders:
+        admission = Admission(1024, 1 << 30)
+
+        async def answer(request, admission=admission):
+            try:
+                admission.admit(request.request_id, len(request.items), 1.0)
+            except EpdError as error:
+                body = encode_body(ErrorReply(error.code, error.message))
+                return web.Response(body=body, status=error.status, headers={"Retry-After": "1"})
+            await asyncio.sleep(0.05)
+            admission.leave(request.request_id)
+            outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
+            return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
+
+        encoder.answer = answer
+    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)), Affinity())
+    await one.run(REPLY_TO, some_items(1500), time.monotonic() + 30)
+    assert {number for encoder in encoders for number in encoder.items} == set(range(1500))

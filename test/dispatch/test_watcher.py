@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -375,3 +376,13 @@ async def test_a_certificate_that_cannot_be_read_is_refused_at_start(watch, tmp_
     path = str(tmp_path / "x.pem")
     with pytest.raises(ConfigError, match="--ssl-certfile"):
         watch(trust=Trust((), path, path))
+
+
+async def test_its_event_loop_says_how_late_it_is(watch):
+    lags: list[float] = []
+    watcher = watch(observe_lag=lags.append)
+    assert watcher._loop is not None
+    watcher._loop.call_soon_threadsafe(time.sleep, 0.5)
+    async with asyncio.timeout(10):
+        while max(lags, default=0.0) < 0.3:
+            await asyncio.sleep(0.05)

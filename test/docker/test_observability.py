@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +87,8 @@ def test_every_name_in_every_query_exists(query, ours, sglang_metrics):
         assert selector.name in ours or selector.name in sglang_metrics, selector.name
         labels |= ours.get(selector.name, set())
         asked = {matcher.name for matcher in selector.matchers.matchers}
-        assert asked <= ours.get(selector.name, set()), selector.name
+        bounds = {"le"} if selector.name.endswith("_bucket") else set()
+        assert asked <= ours.get(selector.name, set()) | bounds, selector.name
     assert set(grouped(parsed)) <= labels
 
 
@@ -124,3 +127,38 @@ def test_the_dashboard_has_no_panel_twice_and_none_over_another():
         assert not taken & cells, panel["title"]
         assert at["x"] + at["w"] <= 24
         taken |= cells
+
+
+_STALLS = """
+rule_files: [{alerts}]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - series: 'sglang:epd_{of}_loop_lag_seconds_count{{instance="stalls"{more}}}'
+        values: '0+600x9 6000+600x10'
+      - series: 'sglang:epd_{of}_loop_lag_seconds_bucket{{instance="stalls"{more},le="1.0"}}'
+        values: '0+600x9 5995+599x10'
+      - series: 'sglang:epd_{of}_loop_lag_seconds_count{{instance="fine"{more}}}'
+        values: '0+600x20'
+      - series: 'sglang:epd_{of}_loop_lag_seconds_bucket{{instance="fine"{more},le="1.0"}}'
+        values: '0+600x20'
+    promql_expr_test:
+      - expr: count by (instance) (ALERTS{{alertname="EpdLoopStandsStill"}})
+        eval_time: 15m
+        exp_samples: [{{labels: '{{instance="stalls"}}', value: 1}}]
+      - expr: count by (instance) (ALERTS{{alertname="EpdLoopStandsStill"}})
+        eval_time: 8m
+        exp_samples: []
+"""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not in PATH")
+@pytest.mark.parametrize(("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", "")])
+def test_a_loop_that_stands_still_raises_an_alert_and_no_other_does(tmp_path, of, more):
+    told = tmp_path / "test.yaml"
+    told.write_text(_STALLS.format(alerts=OBSERVABILITY / "alerts.yaml", of=of, more=more))
+    ran = subprocess.run(
+        ["promtool", "test", "rules", str(told)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

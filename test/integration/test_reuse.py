@@ -277,7 +277,7 @@ def test_many_ask_about_one_picture_at_once(server: Server, photographs: Photogr
 
 
 @pytest.mark.parametrize("server", KEEPING, indirect=True)
-def test_salts_share_no_kv(server: Server, photographs: Photographs) -> None:
+def test_salts_share_neither_kv_nor_embeddings(server: Server, photographs: Photographs) -> None:
     client = server.client
     messages = [user(*pictures(photographs, 1, 21), text_part("What is it?"))]
     length = server.expected(messages).prompt_tokens
@@ -285,12 +285,47 @@ def test_salts_share_no_kv(server: Server, photographs: Photographs) -> None:
     assert cached_tokens(client, messages, cache_salt="two") == 0
     before = server.asked
     assert cached_tokens(client, messages, cache_salt="one") > length // 2
+    assert server.asked == before
     # What comes before the picture is the same in every prompt.
     assert cached_tokens(client, messages) < length // 10
+    assert server.asked == before + 1
     salted = client.answer(*messages, cache_salt="two")
     assert salted == client.answer(*messages)
-    assert (server.asked == before) == (server.role == "language")
     server.check(messages)
+
+
+@pytest.mark.parametrize("server", KEEPING, indirect=True)
+def test_an_answer_does_not_tell_what_another_tenant_has_sent(
+    server: Server, photographs: Photographs
+) -> None:
+    body = {
+        "text": f"{IMAGE} Look at it for a while, and then say what there is to be seen.",
+        "image_data": [data_url(photographs[0].rotate(17))],
+        # Long enough for the word on where it came from to be here first.
+        "sampling_params": {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+
+    def ask(**salts: str) -> tuple[dict[str, int], list[float]]:
+        told = server.client.generate(**body, **salts).json()["meta_info"]
+        return told["media_sources"], [one[0] for one in told["output_token_logprobs"]]
+
+    def known(**salts: str) -> list[float]:
+        """Asked until it is known that it was here."""
+        for _ in range(10):
+            sources, logprobs = ask(**salts)
+            if "computed" not in sources:
+                return logprobs
+            time.sleep(0.2)
+        raise AssertionError(sources)
+
+    first = ask()[1]
+    known()
+    for salts in ({"extra_key": "b"}, {"cache_salt": "b"}, {"extra_key": "c"}):
+        sources, logprobs = ask(**salts)
+        assert sources == {"computed": 1}
+        assert logprobs == pytest.approx(first, abs=TOLERANCE)
+        assert known(**salts) == pytest.approx(first, abs=TOLERANCE)
 
 
 def test_another_picture_of_the_same_layout_is_another_picture(

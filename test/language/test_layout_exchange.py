@@ -15,6 +15,7 @@ from sglang_epd.errors import DeadlineError, MediaTooLargeError
 from sglang_epd.language.layout_client import LayoutClient
 from sglang_epd.language.layout_route import PATH, LayoutRoute, authorization
 from sglang_epd.language.layouts import Board
+from sglang_epd.trust import Trust
 from sglang_epd.wire.http import CONTENT_TYPE
 
 ROOM = 2**63 - 1
@@ -33,7 +34,7 @@ async def serve(board):
     runners = []
 
     async def start(handler=None, **options) -> int:
-        options = {"token": "secret", "poll_s": 0.1, "unheard_of_s": 0.1, **options}
+        options = {"trust": Trust(("secret",)), "poll_s": 0.1, "unheard_of_s": 0.1, **options}
         app = web.Application()
         app.router.add_get(PATH, handler or LayoutRoute(board, **options).handle)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -142,9 +143,28 @@ async def test_a_proof_is_good_for_its_room_only_and_is_not_the_token(board, ser
     assert "secret" not in authorization("secret", ROOM)
 
 
+async def test_each_of_a_servers_tokens_counts(board, serve, described):
+    """SGLANG_EPD_TOKEN, and SGLang's --api-key beside it."""
+    board.open(ROOM, TTL_S).learnt([described()])
+    port = await serve(trust=Trust(("token", "api key")))
+    for token, told in (("token", [described()]), ("api key", [described()]), ("other", None)):
+        client = LayoutClient(token, 5.0)
+        assert await client.ask("127.0.0.1", port, ROOM) == told
+        await client.close()
+
+
+async def test_a_header_that_is_no_text_proves_nothing(serve):
+    reader, writer = await asyncio.open_connection("127.0.0.1", await serve())
+    writer.write(
+        b"GET /epd/layouts/%d HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer \xff\xfe\r\n\r\n" % ROOM
+    )
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+
+
 async def test_where_no_token_is_set_none_is_asked_for(board, serve, client, described):
     board.open(ROOM, TTL_S).learnt([described()])
-    assert await client.ask("127.0.0.1", await serve(token=""), ROOM) == [described()]
+    assert await client.ask("127.0.0.1", await serve(trust=Trust()), ROOM) == [described()]
 
 
 async def test_a_server_that_is_not_ours_knows_nothing(serve, client, unused_tcp_port):
@@ -185,7 +205,7 @@ async def test_cancelling_the_question_ends_it_there(serve, client):
 async def test_connections_are_kept(board, serve, client, described):
     board.open(ROOM, TTL_S).learnt([described()])
     peers = set()
-    route = LayoutRoute(board, "secret")
+    route = LayoutRoute(board, Trust(("secret",)))
 
     async def handle(request):
         peers.add(request.transport.get_extra_info("peername"))

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from sglang_epd.dispatch.work import Costs, describe
 from sglang_epd.errors import MediaError, MediaTypeError
 from sglang_epd.language import planner
 from sglang_epd.language.planner import content_key, plan
@@ -127,7 +129,7 @@ def test_an_error_names_the_entry_and_not_its_content(bad):
 
 
 def test_an_error_keeps_its_class(monkeypatch):
-    def too_large(_entry):
+    def too_large(_entry, _escapes):
         raise MediaTypeError("no")
 
     monkeypatch.setattr(planner, "parse_source", too_large)
@@ -256,3 +258,47 @@ def test_hashes_that_are_no_list_are_the_requests_error():
     asked.mm_content_hashes = HASH
     with pytest.raises(MediaError, match="mm_content_hashes has 1 entries for 1 images"):
         plan(asked)
+
+
+def salted(entry=b"png", **salts):
+    (item,) = plan(SimpleNamespace(image_data=entry, video_data=None, audio_data=None, **salts))
+    return item
+
+
+def test_requests_that_share_no_kv_share_no_key():
+    apart = [
+        salted(),
+        salted(cache_salt="a"),
+        salted(cache_salt="b"),
+        salted(extra_key="a"),
+        salted(cache_salt="a", extra_key="b"),
+        salted(cache_salt="b", extra_key="a"),
+        salted(cache_salt="ab"),
+        salted(extra_key="\ud800"),
+    ]
+    keys = [content_key(item, "ns") for item in apart]
+    assert len(set(keys)) == len(keys)
+    assert len({work.key for work in describe(apart, Costs())}) == len(apart)
+    assert content_key(salted(cache_salt="a"), "ns") == keys[1]
+    assert content_key(salted(cache_salt="", extra_key=None), "ns") == keys[0]
+
+
+def test_an_encoder_makes_the_key_of_what_it_is_sent():
+    item = salted(cache_salt="a")
+    asked = EncodeRequest("r", "ns", 1.0, ReplyTo("tcp://h:1", "t"), [item])
+    (sent,) = decode_body(encode_body(asked), EncodeRequest, 1 << 20).items
+    assert sent.data is not None
+    key = embedding_key("ns", digest(sent.data), sent.modality, sent.options)
+    assert key == content_key(item, "ns")
+    assert b"secret salt" not in encode_body(
+        msgspec.structs.replace(asked, items=[salted(cache_salt="secret salt")])
+    )
+
+
+def test_no_entry_says_whose_it_is():
+    """Who may name media may not name another tenant's salt."""
+    other = salted(cache_salt="other").options
+    forged = {"url": f"data:,{base64.b64encode(b'png').decode()}", **other}
+    assert salted(forged).options == {}
+    assert salted(forged, cache_salt="mine").options == salted(cache_salt="mine").options
+    assert salted(ImageData(URL), cache_salt="mine").options == salted(cache_salt="mine").options

@@ -45,6 +45,7 @@ class Holder:
         (base64.encodebytes(PNG).decode(), PNG),  # in lines, as MIME has it
         (b64(PNG).replace("+", "%2B").join(("data:;base64,", "")), PNG),
         ("data:image/gif,GIF89a%01%00%ff", b"GIF89a\x01\x00\xff"),
+        ("data:," + "%" * 4 + "*", b"%" * 4 + b"*"),
         ({"url": f"data:;base64,{b64(PNG)}", "detail": "low"}, PNG),
         (Holder(b64(PNG)), PNG),
     ],
@@ -232,3 +233,19 @@ def test_every_way_to_give_bytes_gives_the_same_source(data: bytes) -> None:
 def test_credentials_are_never_shown(password: str, path: str) -> None:
     shown = display(parse_source(f"https://me:{password}@host.example/{path}?k={password}"))
     assert password not in shown.replace("host.example", "").replace(path, "")
+
+
+@pytest.mark.parametrize("size", range(8, 32))
+def test_slices_do_not_show(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """However the text falls into them; base64's are of a multiple of four."""
+    lines = base64.encodebytes(PNG).decode()
+    escaped = "data:,%41B%%4%41%4" + "%ff*" * 20
+    monkeypatch.setattr("sglang_epd.media.source._SLICE", size - size % 4)
+    for text in (b64(PNG), lines, f"data:;base64,{b64(PNG)}", f"data:;base64,{lines}"):
+        assert parse_source(text).data == PNG
+    monkeypatch.setattr("sglang_epd.media.source._SLICE", size)
+    assert parse_source(escaped).data == b"AB%%4A%4" + b"\xff*" * 20
+    monkeypatch.setattr("sglang_epd.media.source._SLICE", size - size % 4)
+    padded = b64(bytes(10)) + b64(bytes(30))
+    with pytest.raises(MediaError, match="neither"):
+        parse_source(padded)

@@ -31,7 +31,8 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/hooks", "plugins.hook_registry", "HookSource"): "plugin_name",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput"): (
         "rid is_single batch_size parallel_sample_num need_wait_for_mm_inputs encoder_urls "
-        "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream"
+        "image_data video_data audio_data bootstrap_host bootstrap_port bootstrap_room stream "
+        "extra_key cache_salt mm_content_hashes"
     ),
     ("seams/adaptive", "managers.io_struct", "GenerateReqInput"): "image_data stream background",
     ("seams/adaptive", "managers.schedule_batch", "MultimodalDataItem"): "offsets",
@@ -47,7 +48,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/adaptive", "managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer"): "app",
     ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager"): (
-        "bootstrap_server mm_processor"
+        "bootstrap_server mm_processor context_len"
     ),
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): (
         "mm_receiver rid_to_state"
@@ -130,7 +131,9 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ),
     ("checkpoint", "configs.load_config", "LoadFormat"): "AUTO DUMMY MISTRAL NPCACHE PT",
     ("checkpoint", "configs.load_config", "LoadConfig"): "load_format download_dir",
-    ("flags", "arg_groups.fields.model", "Model"): ("model_path revision load_format download_dir"),
+    ("flags", "arg_groups.fields.model", "Model"): (
+        "model_path revision load_format download_dir quantization"
+    ),
     ("flags", "arg_groups.fields.observability", "Observability"): (
         "log_level_http enable_metrics"
     ),
@@ -426,7 +429,8 @@ def test_a_function_takes_what_it_took(find, target):
     assert names == expected.removeprefix("async ").split(), (
         f"{seam} leans on sglang.srt.{module}.{path}, whose parameters are now {names}"
     )
-    assert inspect.iscoroutinefunction(function) == is_async, (
+    found = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    assert found == is_async, (
         f"{seam} leans on sglang.srt.{module}.{path} being {'' if is_async else 'not '}async"
     )
 

@@ -5,19 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 
 from sglang_epd.errors import (
     EncodeError,
+    MediaError,
     MediaTooLargeError,
     RequestCancelledError,
     UnavailableError,
 )
+from sglang_epd.language.layout_route import authorization
 from sglang_epd.observability.decode import DecodeMetrics
 from sglang_epd.seams import bootstrap
 from sglang_epd.seams.decode import DecodePrompts
-from sglang_epd.wire import ItemLayout, Layout, TensorSpec
+from sglang_epd.wire import ItemLayout, Layout, LayoutReply, TensorSpec
+from sglang_epd.wire.http import encode_body
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 IMAGE = ItemLayout(b"k" * 32, Layout("IMAGE", TensorSpec("float32", (4, 8)), [[1, 4, 4]]))
@@ -94,6 +98,7 @@ def process(prefill, registry):
         ask=prefill.ask,
         modalities={member.name: member for member in Modality},
         default_port=1234,
+        context_tokens=64,
         metrics=DecodeMetrics(registry),
     )
 
@@ -199,7 +204,10 @@ def flags(monkeypatch, sglang):
         defaults = {"language_only": True, "enable_adaptive_dispatch_to_encoder": False}
         disagg = SimpleNamespace(**{**defaults, **values})
         monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: disagg)
-        serving = SimpleNamespace(tokenizer_worker_num=workers)
+        flags = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+        serving = SimpleNamespace(
+            tokenizer_worker_num=workers, api_key="key", **dict.fromkeys(flags)
+        )
         monkeypatch.setattr(sglang("runtime_context"), "get_serving", lambda: serving)
 
     return set_flags
@@ -238,3 +246,32 @@ def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, values, serv
 
 def test_a_language_server_that_also_decodes_has_no_board():
     assert bootstrap.board_of(None) is None
+
+
+async def test_with_an_api_key_alone_strangers_learn_no_layouts(sglang, flags, monkeypatch):
+    monkeypatch.delenv("SGLANG_EPD_TOKEN", raising=False)
+    flags()
+    server = bootstrap_server(sglang)
+    bootstrap.serve_layouts(None, server)
+    board = bootstrap.board_of(server)
+    board.open(5, 60.0).failed(MediaError("of another user"))
+    async with TestClient(TestServer(server.app)) as client:
+        assert (await client.get("/epd/layouts/5")).status == 401
+        headers = {"Authorization": authorization("key", 5)}
+        assert (await client.get("/epd/layouts/5", headers=headers)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_no_context_holds_is_refused_before_it_is_laid_out(
+    process, prefill, counted, monkeypatch, stream
+):
+    """A few kilobytes of a server that the request names claim hundreds of millions of tokens."""
+    claim = ItemLayout(b"k" * 32, Layout("IMAGE", TensorSpec("float32", (1 << 22, 8)), [[1, 4, 4]]))
+    prefill.answer = [claim] * 32
+    assert len(encode_body(LayoutReply(prefill.answer))) < 4000
+    monkeypatch.setattr(Processor, "get_validated_mm_data", None)
+    expected = ValueError if stream else HTTPException
+    with pytest.raises(expected, match="134217728 tokens") as refused:
+        await process(Request(image_data=["a"] * 32, stream=stream), "I" * 32)
+    assert stream or refused.value.status_code == 400
+    assert counted("failed") == 1

@@ -103,6 +103,15 @@ async def test_an_items_options_are_in_its_name() -> None:
     assert found[0] != found[1]
 
 
+async def test_requests_that_are_apart_in_the_prefix_cache_have_names_of_their_own() -> None:
+    names = [
+        (await process(request([data_url(b"one")], **salts)))[0]
+        for salts in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"})
+    ]
+    assert names[0] == key(b"one")
+    assert len(set(names)) == 4
+
+
 @pytest.mark.parametrize("option", identities.REQUEST_OPTIONS)
 async def test_options_of_the_request_leave_the_names_to_sglang(option: str) -> None:
     assert await process(request([b"one"], **{option: {"a": 1}})) == [None]
@@ -141,7 +150,11 @@ def server(sglang, monkeypatch, tmp_path):
         disagg = {"language_only": False, "encoder_only": False, **flags}
         monkeypatch.setattr(context, "get_disagg", lambda: SimpleNamespace(**disagg))
         model = SimpleNamespace(
-            model_path=str(tmp_path), revision=None, load_format="dummy", download_dir=None
+            model_path=str(tmp_path),
+            revision=None,
+            load_format="dummy",
+            download_dir=None,
+            quantization=None,
         )
         monkeypatch.setattr(context, "get_model", lambda: model)
         config = SimpleNamespace(architectures=[architecture], to_dict=dict)

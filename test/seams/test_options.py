@@ -57,3 +57,8 @@ def test_options_are_refused_by_name(asked, told):
 def test_what_cannot_be_read_is_said_as_ever():
     with pytest.raises(MediaError, match="list of media is empty"):
         plan_without_options(SimpleNamespace(image_data=[], video_data=None, audio_data=None))
+
+
+def test_what_keeps_a_request_apart_is_no_option_of_its_media():
+    (item,) = plan_without_options(request({"url": URL}, cache_salt="mine"))
+    assert item.options.keys() == {"cache_salt"}

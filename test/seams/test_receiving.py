@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from sglang_epd.observability import receiver as observability
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.receiver import Receiver
 
 
 def parallel(tp_rank: int = 0, dp_rank: int | None = None, **widths: int) -> SimpleNamespace:
@@ -161,6 +166,7 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
         "readers": 3,
         "grant_ttl_s": 7.5,
         "engine": None,
+        "on_death": receiving.end_server,
     }
 
 
@@ -244,3 +250,38 @@ LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
 def test_encoders_are_told_an_address_they_can_reach(sglang, monkeypatch, host, urls, address):
     monkeypatch.setattr(sglang("utils.network"), "get_local_ip_auto", lambda: "found")
     assert _reachable_address(host, urls) == address
+
+
+def _scheduler(control_path: Path) -> None:
+    """A process with a receiver, whose sockets are gone soon after."""
+    receiver = Receiver(
+        "127.0.0.1",
+        "127.0.0.1",
+        control_path,
+        budget_bytes=1 << 20,
+        on_death=receiving.end_server,
+    )
+    receiver.start()
+    receiver._payload.close()
+    receiver._control.close()
+    time.sleep(60)
+
+
+def test_the_launcher_ends_a_server_whose_receiver_has_died(tmp_path):
+    """By the signal at which SGLang's ends all of its processes."""
+    told = []
+    before = signal.signal(signal.SIGQUIT, lambda *_: told.append(time.monotonic()))
+    child = multiprocessing.get_context("fork").Process(
+        target=_scheduler, args=(tmp_path / "control",), daemon=True
+    )
+    try:
+        child.start()
+        limit = time.monotonic() + 20
+        while not told:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.join()
+        signal.signal(signal.SIGQUIT, before)
+    assert len(told) == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -18,9 +19,10 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from sglang_epd.language import manifest
+from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.language.planner import plan
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
@@ -129,16 +131,16 @@ def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
     assert expect == Expect("ticket of rid", 2, 1, 60.0)
 
 
-def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
+async def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     request = Request(images=[b"1", b"2"])
     live = {"rid": SimpleNamespace(obj=request)}
     seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
     expect = Expect("another ticket", 2, 1, 60.0)
-    seam.send_again("rid", expect)
+    await seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]
     del live["rid"]
     with pytest.raises(RequestCancelledError):
-        seam.send_again("rid", expect)
+        await seam.send_again("rid", expect)
     assert len(frontend.sent_again) == 1
 
 
@@ -192,6 +194,109 @@ def test_what_cannot_be_planned_has_failed_for_the_decode_server_too(seam):
         reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
         assert reply.error.code == "MediaError"
         assert "image 1 of 1" in reply.error.message
+
+
+def test_whatever_goes_wrong_nobody_waits_for_the_rest(seam, frontend, monkeypatch):
+    seam.layouts = Board()
+    prompts = [Request(name, [b"1"], bootstrap_room=n) for n, name in enumerate("ab")]
+    start = frontend.start
+
+    def second_fails(rid, *args, **options):
+        if rid == "b":
+            raise OSError("no file descriptors are left")
+        return start(rid, *args, **options)
+
+    monkeypatch.setattr(frontend, "start", second_fails)
+    with pytest.raises(OSError, match="no file descriptors"):
+        seam.send_encode_request(Batch(*prompts))
+    assert frontend.cancelled == ["a"]
+    for room in (0, 1):
+        reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
+        assert reply.error.code == "EncodeError"
+        assert "descriptors" not in reply.error.message
+
+
+def test_media_in_lists_within_lists_are_refused(seam):
+    """SGLang takes lists of any depth."""
+    images = [b"1"]
+    for _ in range(2000):
+        images = [images]
+    seam.layouts = Board()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        seam.send_encode_request(Request("a", images, bootstrap_room=5))
+    assert seam.layouts.look(5).settled
+
+
+async def test_a_large_request_is_read_before_it_is_begun(
+    seam, frontend, monkeypatch, hooked, sglang
+):
+    """Around SGLang's own `generate_request`, whose answers begin when all of it is done."""
+    managers = sglang("managers.tokenizer_manager")
+    large, small = [bytes(2 << 20)], [b"1"]
+    begun = []
+
+    async def generate_request(self, obj, request=None):
+        begun.append(reading.find(obj.image_data[0]) is not None)
+        seam.send_encode_request(obj)
+        assert reading.find(obj.image_data[0]) is None  # it is planned, and nothing is kept
+        for number in range(3):
+            yield {"number": number, "request": request}
+
+    monkeypatch.setattr(managers.TokenizerManager, "generate_request", generate_request)
+    hooked("TokenizerManager.generate_request")
+    manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
+    manager.mm_receiver = seam
+    for images in (large, small):
+        answers = manager.generate_request(Request("a", images), "http")
+        assert [answer["number"] async for answer in answers] == [0, 1, 2]
+    assert begun == [True, False]
+    assert [len(data) for _, (data,), _ in frontend.started] == [2 << 20, 1]
+
+
+async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, monkeypatch):
+    reading_it, begun = asyncio.Event(), []
+
+    async def never(_entries, *, hashed):
+        reading_it.set()
+        await asyncio.Event().wait()
+
+    async def generate_request(_manager, obj):
+        begun.append(obj)
+        yield {}
+
+    monkeypatch.setattr(reading, "beforehand", never)
+    answers = seam.read_first(generate_request, None, Request(images=[bytes(2 << 20)]))
+    asking = asyncio.create_task(anext(answers))
+    await reading_it.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not begun
+
+
+async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(seam, frontend):
+    request = Request(images=[bytes(2 << 20)])
+    live = {"rid": SimpleNamespace(obj=request)}
+    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
+    again = asyncio.create_task(seam.send_again("rid", Expect("another ticket", 1, 1, 60.0)))
+    await asyncio.sleep(0)
+    assert not frontend.sent_again  # the event loop goes on meanwhile
+    await again
+    assert [data for _, (data,), _ in frontend.sent_again] == [request.image_data[0]]
+
+
+def test_what_was_planned_for_a_decision_is_not_planned_again(frontend, collector, monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_RUN_ID", "")
+    monkeypatch.setenv("SGLANG_EPD_RUN_SECRET", "")
+    rundir.draw_run_id()
+    plans = []
+    seam = TokenizerSeam(frontend, collector, 60.0, plan=lambda prompt: plans.append(prompt) or [])
+    decided = plan(Request(images=[b"1"]))
+    seam.adaptive = SimpleNamespace(planned={"rid": decided}.get)
+    seam.send_encode_request(Request(images=[b"1"]))
+    assert (plans, frontend.started) == ([], [("rid", [b"1"], 1)])
+    seam.send_encode_request(Request("other", [b"1"]))
+    assert len(plans) == 1
 
 
 def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):
@@ -421,3 +526,32 @@ async def test_any_other_stream_ends_as_sglang_ends_it(finish, finished):
 
 async def test_a_request_that_is_not_streamed_is_left_alone(finish):
     assert await finish(413, is_stream=False) == [("manager", 413, False)]
+
+
+async def test_the_tokenizer_says_how_late_its_event_loop_is(sglang, hooked, frontend, collector):
+    hooked("TokenizerManager.auto_create_handle_loop")
+    lags: list[float] = []
+    manager = sglang("managers.tokenizer_manager").TokenizerManager.__new__(
+        sglang("managers.tokenizer_manager").TokenizerManager
+    )
+    manager.event_loop = asyncio.get_running_loop()
+    manager.mm_receiver = TokenizerSeam(frontend, collector, 60.0, observe_lag=lags.append)
+    for _ in range(2):  # as at each request
+        manager.auto_create_handle_loop()
+    await asyncio.sleep(0.15)
+    time.sleep(0.5)  # noqa: ASYNC251 - this is what is measured
+    async with asyncio.timeout(10):
+        while max(lags, default=0.0) < 0.3:
+            await asyncio.sleep(0.05)
+    manager.mm_receiver.lag.stop()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_answers_say_where_media_came_from_unless_they_are_not_to(tells, collector):
+    async def answers(_manager, _obj):
+        yield {"meta_info": {}}
+
+    frontend = SimpleNamespace(account={"rid": {"computed": 1}}.get)
+    seam = TokenizerSeam(frontend, collector, 60.0, tells_sources=tells)
+    (answer,) = [one async for one in seam.tell_sources(answers, None, Request(images=[b"1"]))]
+    assert answer["meta_info"] == ({"media_sources": {"computed": 1}} if tells else {})

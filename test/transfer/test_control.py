@@ -234,7 +234,7 @@ async def test_what_is_no_answer_is_passed_over(router, control, caplog):
 async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control, caplog):
     """Every request of this server waits for the task that reads them."""
 
-    def stumble(_rid, _expect):
+    async def stumble(_rid, _expect):
         raise RuntimeError("a request of an unknown kind")
 
     control.on_again = stumble
@@ -246,6 +246,21 @@ async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control,
     _, failed = await heard(router, wire.Fail)
     assert (failed.ticket, failed.code) == ("u", "EncodeError")
     assert "unknown kind" in caplog.text
+
+
+async def test_media_that_are_read_again_keep_no_other_message_waiting(router, control):
+    read = asyncio.Event()
+
+    async def slow(_rid, _expect):
+        await read.wait()
+
+    control.on_again = slow
+    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
+    peer, _ = await heard(router, wire.Hello)
+    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
+    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
+    assert await asked == "tcp://here"
+    read.set()
 
 
 async def test_nothing_is_left_after_close(receiver, control_path, resources):
@@ -275,7 +290,11 @@ async def test_items_are_asked_for_again_where_they_were_announced(
     asked: list[tuple[int, str, wire.Expect]] = []
     try:
         for number, control in enumerate(controls):
-            control.on_again = lambda rid, expect, n=number: asked.append((n, rid, expect))
+
+            async def again(rid, expect, n=number):
+                asked.append((n, rid, expect))
+
+            control.on_again = again
             await control.endpoint(PATIENCE_S)
             await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
             await asyncio.to_thread(scheduler.flush)

@@ -238,6 +238,25 @@ def test_a_claim_may_come_before_the_announcement():
     assert books.needed() == [("u", (1,), False)]
 
 
+def test_a_claim_that_overtakes_the_announcement_takes_no_count_along():
+    """All of a request may be here, and its claim settled, before its tokenizer is heard."""
+    ends = []
+    for claim_first in (False, True):
+        books = Books()
+        books.serve("t", "ac")
+        keys = (key("a"), key("b"), key("c"))
+        expect = wire.Expect("u", 3, 1, 100.0, keys, (LAYOUT,) * 3)
+        claim = wire.Claim("c", expect, 0, READERS, covered=(1,))
+        steps = [
+            lambda books=books, expect=expect: books.ledger.expect(expect, 0.0, watcher=b"it"),
+            lambda books=books, claim=claim: books.ledger.claim("c", claim, 0.0),
+        ]
+        for step in reversed(steps) if claim_first else steps:
+            step()
+        ends.append(books.ledger.take_notices()[-1].message)
+    assert ends == [wire.Needed("u", over=True, covered=1, cached=2)] * 2
+
+
 def asks_the_prefix_cache(books: Books, ticket: str, letters: str) -> wire.Expect:
     keys = tuple(key(letter) for letter in letters)
     expect = wire.Expect(ticket, len(letters), 1, 100.0, keys, (LAYOUT,) * len(letters))

@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from urllib.parse import urlsplit
 
@@ -682,6 +683,28 @@ def test_a_surprise_in_housekeeping_does_not_end_the_thread(receiver, encoder, m
         until(lambda: "The receiver stumbled" in caplog.text)
     assert receiver.tally.counts["dropped", "internal"]
     assert isinstance(encoder.offer(), wire.Decline)
+
+
+def test_a_thread_that_has_died_says_so(start_receiver, caplog):
+    """Its sockets are gone, as with a context that ended, or a library that failed."""
+    died = threading.Event()
+    receiver = start_receiver(on_death=died.set)
+    receiver._payload.close()
+    receiver._control.close()
+    assert died.wait(10)
+    assert "The receiver has died" in caplog.text
+
+
+def test_a_thread_that_was_told_to_stop_has_not_died(control_path, caplog):
+    died = threading.Event()
+    receiver = Receiver(
+        "127.0.0.1", "127.0.0.1", control_path, budget_bytes=1 << 20, on_death=died.set
+    )
+    receiver.start()
+    receiver.stop()
+    assert not receiver._thread.is_alive()
+    assert not died.is_set()
+    assert "died" not in caplog.text
 
 
 # The rest of the server.

@@ -18,9 +18,10 @@ from sglang_epd.wire import (
     LayoutReply,
     ReplyTo,
     TensorSpec,
+    http,
     seal,
 )
-from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import ErrorReply, body_pieces, decode_body, encode_body
 from sglang_epd.wire.messages import MAX_ITEMS
 from wire.strategies import layout_replies, replies, requests
 
@@ -143,3 +144,30 @@ def test_a_layout_that_cannot_be_is_refused(changed, why):
     sent = msgspec.msgpack.encode({"items": [{"key": told["key"], "layout": layout}]})
     with pytest.raises(ProtocolError, match=why):
         decode_body(seal(sent), LayoutReply, LIMIT)
+
+
+@given(requests, st.integers(0, 40))
+def test_pieces_are_the_body(request, copied):
+    before, http._COPIED_BYTES = http._COPIED_BYTES, copied
+    try:
+        pieces = body_pieces(request)
+    finally:
+        http._COPIED_BYTES = before
+    assert decode_body(b"".join(pieces), EncodeRequest, LIMIT) == request
+
+
+def test_large_media_are_not_copied_into_their_body():
+    data, small = bytes(1 << 20), b"small"
+    items = [EncodeItem(0, "IMAGE", "a", data=data), EncodeItem(1, "IMAGE", "b", data=small)]
+    request = msgspec.structs.replace(REQUEST, items=items)
+    pieces = body_pieces(request)
+    assert any(piece is data for piece in pieces)
+    assert b"".join(pieces) == encode_body(request)
+
+
+def test_media_are_hashed_once(monkeypatch):
+    item = EncodeItem(0, "IMAGE", "a", data=b"data")
+    first = item.digest
+    monkeypatch.setattr(http, "blake3", None)
+    assert item.digest is first
+    assert EncodeItem(0, "IMAGE", "a", url="http://h/").digest == b""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -21,10 +20,11 @@ from sglang_epd.errors import (
     from_code,
 )
 from sglang_epd.wire import EncodeReply, EncodeRequest
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, body_pieces, decode_body
 
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 2.0
+_WRITTEN_BYTES = 256 << 10
 
 
 class EncoderClient:
@@ -76,18 +76,20 @@ class EncoderClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
+        body = body_pieces(request)
+        length = str(sum(map(len, body)))
+        sent = {**self._headers, "Content-Length": length, **(headers or {})}
         timeout = aiohttp.ClientTimeout(total=request.ttl_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             async with self._session.post(
                 f"{url}/v1/encode",
-                # As a file, so that it is written piece by piece.
-                data=io.BytesIO(encode_body(request)),
-                headers={**self._headers, **headers} if headers else self._headers,
+                data=_written(body),
+                headers=sent,
                 timeout=timeout,
                 allow_redirects=False,
                 ssl=self._tls,
             ) as response:
-                status, body = response.status, await _read_body(response)
+                status, answer = response.status, await _read_body(response)
                 again = response.headers.get("Retry-After", "")
         except aiohttp.ConnectionTimeoutError:
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
@@ -102,12 +104,20 @@ class EncoderClient:
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
             raise _out_of_reach(url, error) from None
         if status != 200:
-            raise _refusal(url, status, body, again)
+            raise _refusal(url, status, answer, again)
         try:
-            return decode_body(body, EncodeReply, _MAX_REPLY_BYTES)
+            return decode_body(answer, EncodeReply, _MAX_REPLY_BYTES)
         except ProtocolError as error:
             # Not the asker's fault, and another encoder may well make sense.
             raise UnavailableError(f"encoder {url} gave an unreadable answer: {error}") from None
+
+
+async def _written(pieces: Sequence[bytes]) -> AsyncIterator[memoryview]:
+    """A body bit by bit, each when there is room for it."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), _WRITTEN_BYTES):
+            yield view[at : at + _WRITTEN_BYTES]
 
 
 def _out_of_reach(url: str, error: Exception) -> UnavailableError:

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 # taken for the cause.
 _MAX_FAULTS = 3
 _MOST_ASKER_CHARS = 128
+# An encode request has at most so many: an encoder refuses for good what is more than it may ever
+# have in work, and one picture a thousand times over goes to one encoder.
+_MOST_ITEMS = 256
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 
@@ -204,7 +207,11 @@ class Dispatcher:
         if run.left_s <= 0:
             raise reason or DeadlineError(_TOO_LATE)
         shares, stranded = self._assign(run, items)
-        steps = [self._serve(run, url, share) for url, share in shares.items()]
+        steps = [
+            self._serve(run, url, share[at : at + _MOST_ITEMS])
+            for url, share in shares.items()
+            for at in range(0, len(share), _MOST_ITEMS)
+        ]
         if stranded:
             steps.append(self._wait(run, stranded, reason))
         return {asyncio.create_task(step) for step in steps}

@@ -440,5 +440,6 @@ def _clean(url: str) -> str:
 def _differ(ours: str, theirs: str) -> str:
     return (
         f"encoder identity differs: this language server has {ours}, the encoder {theirs}; "
-        "both must serve the same checkpoint and dtype"
+        "both must serve the same checkpoint, with one --dtype, --quantization and "
+        "SGLANG_EPD_FINGERPRINT"
     )

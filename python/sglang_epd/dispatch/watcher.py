@@ -34,6 +34,7 @@ from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.dispatch.registry import LEASE_S, Registry, Siblings
 from sglang_epd.errors import ConfigError, EpdError, UnavailableError
+from sglang_epd.lag import LoopLag
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
 
@@ -81,6 +82,7 @@ class Watcher:
         secret: that only this server's processes share; empty where there is no other
             tokenizer process that could hold the port.
         resolve: how names are looked up, in place of the system's resolver.
+        observe_lag: told how late the thread's event loop is (`lag`).
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class Watcher:
         pace: Pace | None = None,
         rhythm: Rhythm | None = None,
         rng: random.Random | None = None,
+        observe_lag: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
+        self._lag = LoopLag(observe_lag)
         self._pool = pool
         self._static_urls = list(static_urls)
         self._host = host
@@ -149,6 +153,8 @@ class Watcher:
         self._loop = asyncio.get_running_loop()
         resolver = SystemResolver(_RESOLVER_THREADS)
         async with contextlib.AsyncExitStack() as stack:
+            self._lag.start()
+            stack.callback(self._lag.stop)
             stack.push_async_callback(resolver.close)
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(

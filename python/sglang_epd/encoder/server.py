@@ -39,6 +39,7 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.lag import LoopLag
 from sglang_epd.machine import share_mb
 from sglang_epd.media import MediaFetcher, MediaLimits
 from sglang_epd.namespace import namespace
@@ -99,7 +100,8 @@ def launch(server_args: Any) -> None:
         towers = await start_towers(server_args, limits)
         for tower in towers:
             await tower.warm_up()
-        identity = namespace(towers[0].hf_config, served(), towers[0].dtype)
+        checkpoint = served(whole=settings.fingerprint == "full")
+        identity = namespace(towers[0].hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(MediaFetcher(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
@@ -141,7 +143,7 @@ def launch(server_args: Any) -> None:
                 info,
                 trust=trust,
                 max_body_bytes=settings.max_body_mb << 20,
-                lifespan=_housekeeping(service, sender, towers),
+                lifespan=_housekeeping(service, sender, towers, metrics),
                 begin_span=begin_span,
             )
             config = uvicorn.Config(
@@ -423,7 +425,12 @@ def cache_bytes(*, enabled: bool) -> int:
     return int(raw) << 20
 
 
-def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[ServedTower]) -> Any:
+def _housekeeping(
+    service: EncoderService,
+    sender: Sender,
+    towers: Sequence[ServedTower],
+    metrics: EncoderMetrics,
+) -> Any:
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
@@ -436,9 +443,12 @@ def _housekeeping(service: EncoderService, sender: Sender, towers: Sequence[Serv
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(keep_house())
+        lag = LoopLag(metrics.loop_lag_seconds.observe)
+        lag.start()
         try:
             yield
         finally:
+            lag.stop()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await service.computations.close()

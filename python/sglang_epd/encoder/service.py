@@ -171,7 +171,8 @@ class EncoderService:
         if request.namespace != self.namespace:
             raise NamespaceError(
                 f"encoder identity differs: the language server has {request.namespace}, "
-                f"this encoder {self.namespace}; both must serve the same checkpoint and dtype"
+                f"this encoder {self.namespace}; both must serve the same checkpoint, with one "
+                "--dtype, --quantization and SGLANG_EPD_FINGERPRINT"
             )
         self.admission.admit(request.request_id, len(request.items), self.retry_after_s)
         task = asyncio.current_task()

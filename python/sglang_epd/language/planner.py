@@ -7,17 +7,26 @@ them: images, then videos, then audio, each in the order of the prompt.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from blake3 import blake3
+
 from sglang_epd.errors import MediaError, ProtocolError
-from sglang_epd.media import check_content_hash, digest, parse_content_hash, parse_source
+from sglang_epd.language import reading
+from sglang_epd.media import EscapeBudget, check_content_hash, parse_content_hash, parse_source
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
 
+# Among an item's options: what keeps its request apart in the prefix cache. No entry may say it.
+SALT = "cache_salt"
+_SALTS = ("cache_salt", "extra_key")
 # Fields of SGLang's media objects that say where the media is, not how to read it.
-_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
+_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash", SALT})
+# A batch has a list a prompt.
+_MOST_NESTED = 8
 # A value that asks for nothing unusual, and must not make two equal images differ.
 _NEUTRAL = {"detail": "auto"}
 
@@ -31,8 +40,13 @@ class MultimodalRequest(Protocol):
 
 
 def plan(request: MultimodalRequest) -> list[EncodeItem]:
-    """List the request's items; inline media are decoded from base64 here, and compared with
-    the content hashes that the request has of them.
+    """List the request's items; inline media are decoded from base64 here, unless that was
+    done beforehand (`reading`), and compared with the content hashes that the request has of
+    them.
+
+    What keeps a request apart from others in the prefix cache (`cache_salt`, `extra_key`) is
+    an option of each of its items, and so a part of its key: in every cache, in stores and on
+    encoders of any version the request shares embeddings with its like only.
 
     Raises:
         MediaError: an entry is unreadable, or another than its hash says; the message names it.
@@ -49,18 +63,24 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
         totals[modality] += 1
     hashes = _content_hashes(request, totals.get("IMAGE", 0))
     seen = dict.fromkeys(totals, 0)
+    salt = _salt(request)
+    escapes = EscapeBudget()
     items = []
     for index, (modality, entry) in enumerate(entries):
         seen[modality] += 1
         label = f"{modality.lower()} {seen[modality]} of {totals[modality]}"
         # Images come first, and only they have hashes.
         told = hashes[index] if index < len(hashes) else None
-        items.append(_item(index, modality, label, entry, told))
+        items.append(_item(index, modality, label, entry, told, salt=salt, escapes=escapes))
     return items
 
 
 def modalities(request: MultimodalRequest) -> list[str]:
-    """The modality of each of the request's items, in the order of `plan`."""
+    """The modality of each of the request's items, in the order of `plan`.
+
+    Raises:
+        MediaError: they are nested too deeply.
+    """
     return [modality for modality, _ in _entries(request)]
 
 
@@ -68,14 +88,29 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
     """The key that an encoder of that identity will give an item.
 
     Empty where only who fetches it can tell, or the item's options have no key. Hashes
-    inline bytes.
+    inline bytes that nobody has hashed yet.
     """
     if item.data is None:
         return b""
     try:
-        return embedding_key(identity, digest(item.data), item.modality, item.options)
+        return embedding_key(identity, item.digest, item.modality, item.options)
     except ProtocolError:
         return b""
+
+
+def entries(request: MultimodalRequest) -> list[Any]:
+    """The request's media, as it has them, in the order of `plan`.
+
+    Raises:
+        MediaError: they are nested too deeply.
+    """
+    return [entry for _, entry in _entries(request)]
+
+
+def has_content_hashes(request: MultimodalRequest) -> bool:
+    """Whether there may be content hashes to compare its images with."""
+    beside = getattr(request, "mm_content_hashes", None)
+    return beside is not None or any(_within(entry) for entry in entries(request))
 
 
 def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:
@@ -111,41 +146,69 @@ def _content_hash(entry: Any, told: Any) -> str:
     Raises:
         MediaError: it is none, or there are two of them.
     """
-    within = entry.get("content_hash") if isinstance(entry, Mapping) else None
-    within = getattr(entry, "content_hash", within)
-    found = {parse_content_hash(one) for one in (told, within)} - {""}
+    found = {parse_content_hash(one) for one in (told, _within(entry))} - {""}
     if len(found) > 1:
         raise MediaError("it has two content hashes")
     return found.pop() if found else ""
 
 
-def _item(index: int, modality: str, label: str, entry: Any, told: Any) -> EncodeItem:
+def _within(entry: Any) -> Any:
+    within = entry.get("content_hash") if isinstance(entry, Mapping) else None
+    return getattr(entry, "content_hash", within)
+
+
+def _item(
+    index: int,
+    modality: str,
+    label: str,
+    entry: Any,
+    told: Any,
+    *,
+    salt: str,
+    escapes: EscapeBudget,
+) -> EncodeItem:
+    read = reading.find(entry)
     try:
-        source = parse_source(entry)
+        source = parse_source(entry, escapes) if read is None else read.source
+        if isinstance(source, MediaError):
+            raise source
         content_hash = _content_hash(entry, told) if modality == "IMAGE" else ""
         if source.data is not None:
             # Here, because what is known already is sent to no encoder.
-            check_content_hash(source.data, content_hash)
+            check_content_hash(source.data, content_hash, read.sha256 if read else "")
             content_hash = ""
     except MediaError as error:
         raise type(error)(f"{label}: {error.message}") from None
-    return EncodeItem(
+    item = EncodeItem(
         item=index,
         modality=modality,
         label=label,
         data=source.data,
         url=source.url,
-        options=_options(entry),
+        options=_options(entry) | ({SALT: salt} if salt else {}),
         content_hash=content_hash,
     )
+    if read is not None and read.digest:
+        vars(item)["digest"] = read.digest
+    return item
 
 
-def _flatten(data: Any) -> Iterator[Any]:
+def _salt(request: MultimodalRequest) -> str:
+    """A digest of what keeps the request apart in the prefix cache; empty where nothing does."""
+    told = [getattr(request, name, None) or "" for name in _SALTS]
+    if not any(told):
+        return ""
+    return blake3(json.dumps(told).encode(errors="surrogatepass")).hexdigest()
+
+
+def _flatten(data: Any, depth: int = 0) -> Iterator[Any]:
     if data is None:
         return
+    if depth > _MOST_NESTED:
+        raise MediaError("the request's lists of media are nested too deeply")
     if isinstance(data, list | tuple):
         for part in data:
-            yield from _flatten(part)
+            yield from _flatten(part, depth + 1)
         return
     yield data
 

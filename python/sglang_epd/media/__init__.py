@@ -15,12 +15,13 @@ from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_u
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
-from sglang_epd.media.source import MediaSource, digest, display, parse_source
+from sglang_epd.media.source import EscapeBudget, MediaSource, digest, display, parse_source
 from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
 __all__ = [
     "AddressPolicy",
     "Answer",
+    "EscapeBudget",
     "FetchedMedia",
     "MediaFetcher",
     "MediaLimits",

@@ -28,18 +28,19 @@ def parse_content_hash(given: object) -> str:
     return text
 
 
-def check_content_hash(data: bytes, expected: str) -> None:
+def check_content_hash(data: bytes, expected: str, sha256: str = "") -> None:
     """Compare encoded media with what a caller says that they are.
 
     Args:
         expected: as of `parse_content_hash`; nothing is compared where it is empty.
+        sha256: of the data in hexadecimal digits, where it is known.
 
     Raises:
         MediaError: they are something else.
     """
     if not expected:
         return
-    found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    found = f"sha256:{sha256 or hashlib.sha256(data).hexdigest()}"
     if found != expected:
         raise MediaError(
             f"the content hash does not match: expected {expected}, got {found}",

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sglang_epd.tally import LAG_BUCKETS_S
+
 _STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -152,6 +154,12 @@ class EncoderMetrics:
             "Time an item spends in a stage",
             ("stage",),
             buckets=_STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.loop_lag_seconds = Histogram(
+            "sglang:epd_encoder_loop_lag_seconds",
+            "How late a timer was that fires ten times a second in the server's event loop",
+            buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
 

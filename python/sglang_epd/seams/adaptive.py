@@ -163,6 +163,11 @@ class Adaptive:
             self._queued(items[prompt.rid])
         return False
 
+    def planned(self, rid: str) -> list[EncodeItem] | None:
+        """The items of the current request's prompt, where it was planned for the decision."""
+        request = _current.get()
+        return None if request is None else request.items.get(rid)
+
     def handle(self, original: Any, manager: Any, obj: Any) -> None:
         """Around `_handle_epd_disaggregation_encode_request`: see how dispatches end."""
         _current.set(None)

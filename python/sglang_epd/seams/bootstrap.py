@@ -29,13 +29,13 @@ def serve_layouts(_result: None, server: Any) -> None:
         return
     if get_serving().tokenizer_worker_num > 1:
         return
-    from sglang_epd.config import Settings
     from sglang_epd.language.layout_route import PATH, LayoutRoute
     from sglang_epd.language.layouts import Board
+    from sglang_epd.seams import discovery
 
     board = Board()
     setattr(server, _BOARD, board)
-    server.app.router.add_get(PATH, LayoutRoute(board, Settings.from_env().token).handle)
+    server.app.router.add_get(PATH, LayoutRoute(board, discovery.trust()).handle)
 
 
 def board_of(server: Any) -> Board | None:

@@ -20,7 +20,7 @@ _SRT = "sglang.srt."
 _MOST_IMPORTS = 5
 
 # (our module, module below sglang.srt, function or Class.method): its parameters.
-# "async" in front marks a coroutine function.
+# "async" in front marks a coroutine function, or an asynchronous generator.
 SIGNATURES: dict[tuple[str, str, str], str] = {
     ("plugin", "arg_groups.pd_disaggregation_hook", "handle_encoder_disaggregation"): (
         "server_args"
@@ -79,6 +79,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "publish",
     ): "server_args role hf_config ranks",
     ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.generate_request"): (
+        "async self obj request"
+    ),
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.auto_create_handle_loop"): (
+        "self"
+    ),
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
         "self rid abort_all"
     ),

@@ -4,7 +4,8 @@ SGLang's decode server fetches, decodes and preprocesses every image of a reques
 find out how many tokens it takes. Where the request's prefill server runs this package,
 it is asked instead.
 
-Leans on `managers.tokenizer_manager.TokenizerManager._tokenize_one_request`, which calls
+Leans on `managers.tokenizer_manager.TokenizerManager`: its `context_len`, and
+`_tokenize_one_request`, which calls
 `mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
 max_req_input_len=)` with the prompt already chosen, answers an `HTTPException` with its
 status and, in a stream, a `ValueError` with 400. Its scheduler takes media items without
@@ -20,7 +21,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
-from sglang_epd.seams import roles, tracing
+from sglang_epd.seams import discovery, roles, tracing
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
@@ -56,9 +57,10 @@ def set_up(manager: Any) -> None:
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,
-        ask=LayoutClient(settings.token, settings.request_timeout_s).ask,
+        ask=LayoutClient(discovery.trust().token, settings.request_timeout_s).ask,
         modalities={member.name: member for member in Modality},
         default_port=disagg.disaggregation_bootstrap_port,
+        context_tokens=manager.context_len,
         metrics=DecodeMetrics(),
         live=manager.rid_to_state,
     )
@@ -75,6 +77,8 @@ class DecodePrompts:
         ask: (host, port, room) to layouts, as `LayoutClient.ask`.
         modalities: SGLang's `Modality` members by name.
         default_port: of a bootstrap server whose port the request does not say.
+        context_tokens: longer prompts are refused before they are laid out: the request says
+            which server is asked, so what is told may be anybody's.
         metrics: counts what happened.
         live: the live requests by id, each with its `time_stats`.
     """
@@ -87,6 +91,7 @@ class DecodePrompts:
         ask: Callable[[str, int, int], Awaitable[list[ItemLayout] | None]],
         modalities: dict[str, Any],
         default_port: int,
+        context_tokens: int,
         metrics: DecodeMetrics,
         live: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,6 +101,7 @@ class DecodePrompts:
         self._ask = ask
         self._modalities = modalities
         self._default_port = default_port
+        self._context_tokens = context_tokens
         self._prompts = metrics.prompts
 
     async def process(self, *args: Any, request_obj: Any, input_text: Any, **options: Any) -> Any:
@@ -142,6 +148,12 @@ class DecodePrompts:
         if [item.layout.modality for item in items] != expected:
             logger.warning("The prefill of %s tells of other media than it has", request.rid)
             return None
+        tokens = sum(item.layout.tokens for item in items)
+        if tokens >= self._context_tokens:
+            raise MediaError(
+                f"the request's media take {tokens} tokens, which is no less than the model's "
+                f"context length ({self._context_tokens} tokens)"
+            )
         try:
             return lay_out(self._processor, prompt, items, self._modalities)
         except MediaError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,11 +45,21 @@ class BootstrapPlace:
         if self.watcher is not None:
             self.watcher.close()
 
-    def watch(self, pool: Pool, trust: Trust, secret: bytes) -> Watcher:
+    def watch(
+        self, pool: Pool, trust: Trust, secret: bytes, observe_lag: Callable[[float], None]
+    ) -> Watcher:
         """Fill `pool`, and keep it true, from now on."""
         from sglang_epd.dispatch.watcher import Watcher
 
-        watcher = Watcher(pool, self.urls, self.host, self.port, trust, secret=secret)
+        watcher = Watcher(
+            pool,
+            self.urls,
+            self.host,
+            self.port,
+            trust,
+            secret=secret,
+            observe_lag=observe_lag,
+        )
         watcher.start()
         self.watcher, self._pool = watcher, pool
         # Encoders then hear that nobody listens, and do not wait for an answer.
@@ -70,11 +81,14 @@ def trust() -> Trust:
     return Trust.of(Settings.from_env().token, get_serving())
 
 
-def start(pool: Pool) -> Watcher:
+def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: None) -> Watcher:
     """Find this server's encoders, for as long as its tokenizer process lives.
 
     To be called once `pool` is there, in the process where SGLang has asked for its
     bootstrap server.
+
+    Args:
+        observe_lag: told how late the event loop is that watches them.
 
     Raises:
         ConfigError: the port, a URL or a certificate cannot be used.
@@ -87,4 +101,4 @@ def start(pool: Pool) -> Watcher:
     assert place is not None, "SGLang makes it before the multimodal receiver"
     alone = get_serving().tokenizer_worker_num == 1
     secret = b"" if alone else hashlib.sha256(b"epd discovery" + rundir.secret()).digest()
-    return place.watch(pool, trust(), secret)
+    return place.watch(pool, trust(), secret, observe_lag)

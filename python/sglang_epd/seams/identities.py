@@ -74,7 +74,8 @@ def set_up(manager: Any) -> None:
     family = (config.hf_config.architectures or ["?"])[0]
     if family not in _FAMILIES:
         raise ConfigError(f"{_SETTING} serves {', '.join(sorted(_FAMILIES))}; not {family}")
-    identity = namespace(config.hf_config, served(), str(config.dtype).removeprefix("torch."))
+    checkpoint = served(whole=Settings.from_env().fingerprint == "full")
+    identity = namespace(config.hf_config, checkpoint, str(config.dtype).removeprefix("torch."))
     naming = ByContent(manager.mm_processor.process_mm_data_async, identity)
     manager.mm_processor.process_mm_data_async = naming.process
     logger.info("Media are named by their content: namespace %s", identity)

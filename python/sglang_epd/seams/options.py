@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang_epd.errors import MediaError
-from sglang_epd.language.planner import plan
+from sglang_epd.language.planner import SALT, plan
 from sglang_epd.seams.identities import REQUEST_OPTIONS
 from sglang_epd.wire import EncodeItem
 
-# No processor looks at it.
-_WITHOUT_EFFECT = {"detail"}
+# No processor looks at them.
+_WITHOUT_EFFECT = {"detail", SALT}
 # What SGLang puts into the `video_config` of a chat itself, for the few that read it.
 _SGLANGS_OWN = "_"
 

@@ -2,12 +2,16 @@
 
 Leans on the rank and width names of `runtime_context`'s parallel context, on
 `utils.network.get_local_ip_auto`, and on the transfer engine that SGLang shares with
-prefill-decode disaggregation (`get_mooncake_transfer_engine`).
+prefill-decode disaggregation (`get_mooncake_transfer_engine`). The launcher ends a server at
+SIGQUIT, which `managers.scheduler.run_scheduler_process` sends it when a scheduler fails.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +98,7 @@ def start(readers: int) -> None:
             grant_ttl_s=settings.grant_timeout_s,
             engine=engine,
             tally=tally,
+            on_death=end_server,
         )
     except OSError as error:
         raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
@@ -108,6 +113,17 @@ def start(readers: int) -> None:
         kept_mb,
         readers,
     )
+
+
+def end_server() -> None:
+    """End all of this server's processes, as SGLang does when one of its own fails.
+
+    Without a receiver no request with media ends but by its deadline. It owns memory that
+    schedulers read and encoders write to, so another could not take its place; a supervisor
+    starts the server anew.
+    """
+    launcher = os.getpid() if multiprocessing.parent_process() is None else os.getppid()
+    os.kill(launcher, signal.SIGQUIT)
 
 
 def _shared_engine() -> MooncakeEngine:

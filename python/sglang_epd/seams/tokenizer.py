@@ -2,7 +2,9 @@
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
-`send_encode_request(obj, ...)` for each request with media, before it tokenizes, or, with
+`auto_create_handle_loop()` at each request, in its event loop; `generate_request(obj, request)`,
+whose answers begin when all of this is done; `send_encode_request(obj, ...)`
+for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
 yields its answers; and `_handle_abort_finish_reason(out, state, is_stream)` when the
@@ -34,12 +36,13 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.families import family_of
-from sglang_epd.language import manifest
+from sglang_epd.lag import LoopLag
+from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.language.planner import content_key, plan
+from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import (
@@ -73,8 +76,13 @@ class TokenizerSeam:
         *,
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
+        observe_lag: Callable[[float], None] = lambda _seconds: None,
+        tells_sources: bool = True,
     ) -> None:
+        self._tells_sources = tells_sources
         self.frontend = frontend
+        # Of the event loop that all of a tokenizer process runs in.
+        self.lag = LoopLag(observe_lag)
         # Where a prompt may be encoded here: decides, and does it.
         self.adaptive: adaptive.Adaptive | None = None
         self._collector = collector
@@ -113,34 +121,62 @@ class TokenizerSeam:
         prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
         samples = getattr(obj, "parallel_sample_num", 1)
         prompts = [prompt for prompt in prompts if prompt.contains_mm_input()]
+        # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
+        # once a sample; each of them waits for the same items.
+        consumers = 1 if samples == 1 else samples + 1
         slots = [self._slot(prompt) for prompt in prompts]
+        started = []
         try:
-            planned = [self._plan(prompt) for prompt in prompts]
+            planned = [self._planned(prompt) for prompt in prompts]
+            reading.forget()
             among = self._chosen()
-        except (MediaError, ProtocolError) as error:
-            for slot in slots:
-                if slot is not None:
-                    slot.failed(MediaError(error.message))
+            for prompt, items, slot in zip(prompts, planned, slots, strict=True):
+                parent = tracing.span_of_state(self._live.get(prompt.rid))
+                expect = self.frontend.start(
+                    prompt.rid, items, consumers, slot, among, parent=parent
+                )
+                started.append(prompt.rid)
+                prompt.need_wait_for_mm_inputs = True
+                prompt.encoder_urls = manifest.write(expect, rundir.secret())
+        except Exception as error:
+            # SGLang ends all of the request: nobody is to wait for any of it.
+            for rid in started:
+                self.frontend.cancel(rid)
+            if not isinstance(error, MediaError | ProtocolError):
+                _refuse(slots, error)
+                raise
+            _refuse(slots, MediaError(error.message))
             raise ValueError(error.message) from None
-        for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-            # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
-            # once a sample; each of them waits for the same items.
-            consumers = 1 if samples == 1 else samples + 1
-            parent = tracing.span_of_state(self._live.get(prompt.rid))
-            expect = self.frontend.start(prompt.rid, items, consumers, slot, among, parent=parent)
-            prompt.need_wait_for_mm_inputs = True
-            prompt.encoder_urls = manifest.write(expect, rundir.secret())
 
-    def send_again(self, rid: str, expect: Expect) -> None:
+    def read_first(
+        self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Around `generate_request`: the media of a large request are read in a thread before
+        anything of it is begun."""
+        answers: AsyncGenerator[dict[str, Any]] = original(manager, obj, *args, **options)
+        try:
+            found = entries(obj)
+        except MediaError:
+            return answers  # its plan says so
+        return _after_reading(answers, obj, found) if reading.is_large(found) else answers
+
+    async def send_again(self, rid: str, expect: Expect) -> None:
         """A scheduler needs items of a live request after all.
 
         Raises:
             EpdError: they are not there any more.
         """
+        await self._read_if_large(rid)
         state = self._live.get(rid)
         if state is None:
             raise RequestCancelledError("the request is over")
-        self.frontend.again(rid, plan(state.obj), expect, tracing.span_of_state(state))
+        self.frontend.again(rid, self._plan(state.obj), expect, tracing.span_of_state(state))
+
+    async def _read_if_large(self, rid: str) -> None:
+        """Of a live request, in a task of its own."""
+        state = self._live.get(rid)
+        if state is not None and reading.is_large(found := entries(state.obj)):
+            await reading.beforehand(found, hashed=has_content_hashes(state.obj))
 
     async def recv_mm_data(
         self,
@@ -185,7 +221,7 @@ class TokenizerSeam:
         """Around `_wait_one_response`: answers say where a request's media came from, and
         are given up when the client leaves."""
         answers = original(manager, obj, *args, **options)
-        if not obj.contains_mm_input():
+        if not self._tells_sources or not obj.contains_mm_input():
             return answers
         http = args[0] if args else options.get("request")
         attended = aborted_when_left(manager, obj, http)
@@ -230,14 +266,18 @@ class TokenizerSeam:
 
     def _start(self, prompt: Any, slot: Slot | None) -> Expect:
         try:
-            items = self._plan(prompt)
+            items = self._planned(prompt)
             among = self._chosen()
-        except (MediaError, ProtocolError) as error:
-            if slot is not None:
-                slot.failed(error)
+            parent = tracing.span_of_state(self._live.get(prompt.rid))
+            return self.frontend.start(prompt.rid, items, 1, slot, among, parent=parent)
+        except Exception as error:
+            _refuse([slot], error)
             raise
-        parent = tracing.span_of_state(self._live.get(prompt.rid))
-        return self.frontend.start(prompt.rid, items, 1, slot, among, parent=parent)
+
+    def _planned(self, prompt: Any) -> list[EncodeItem]:
+        """A prompt's items, planned once."""
+        decided = None if self.adaptive is None else self.adaptive.planned(prompt.rid)
+        return self._plan(prompt) if decided is None else decided
 
     def _slot(self, prompt: Any) -> Slot | None:
         if self.layouts is None or not isinstance(prompt.bootstrap_room, int):
@@ -253,7 +293,8 @@ def create_frontend(
 
     settings = Settings.from_env()
     roles.install_logs(settings)
-    identity = namespace(hf_config, served(), str(dtype).removeprefix("torch."))
+    checkpoint = served(whole=settings.fingerprint == "full")
+    identity = namespace(hf_config, checkpoint, str(dtype).removeprefix("torch."))
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
@@ -281,7 +322,14 @@ def create_frontend(
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
     planner = plan if family_of(architecture) is None else plan_without_options
     seam = TokenizerSeam(
-        frontend, Collector(control), timeout_s, chosen, lays_out=lay_out, plan=planner
+        frontend,
+        Collector(control),
+        timeout_s,
+        chosen,
+        lays_out=lay_out,
+        plan=planner,
+        observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
+        tells_sources=settings.tell_sources,
     )
     control.on_again = seam.send_again
     seam.adaptive = adaptive.create(
@@ -300,7 +348,7 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move
-    discovery.start(pool)
+    discovery.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 
 
@@ -317,6 +365,28 @@ def _dispatcher(
         patience=Patience(settings.encoder_wait_s, settings.encoder_timeout_s),
         tally=tally,
     )
+
+
+def _refuse(slots: list[Slot | None], error: Exception) -> None:
+    """A decode server does not wait for a request that was refused."""
+    if not isinstance(error, EpdError):
+        error = EncodeError("the request's media could not be dispatched")
+    for slot in slots:
+        if slot is not None:
+            slot.failed(error)
+
+
+async def _after_reading(
+    answers: AsyncGenerator[dict[str, Any]], obj: Any, found: list[Any]
+) -> AsyncGenerator[dict[str, Any]]:
+    async with contextlib.aclosing(answers):
+        await reading.beforehand(found, hashed=has_content_hashes(obj))
+        try:
+            async for answer in answers:
+                reading.forget()
+                yield answer
+        finally:
+            reading.forget()
 
 
 async def _with_sources(

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # The receiver ends a request at its deadline. This long after it, it must be dead.
 _GRACE_S = 30.0
+
+
+async def _nothing_again(_rid: str, _expect: wire.Expect) -> None:
+    """Where nobody sends for items again."""
 
 
 class Control:
@@ -46,7 +50,9 @@ class Control:
         self._arena: Arena | None = None
         # Called with a request's id and a new announcement of its items; raises an EpdError
         # where they cannot be sent for.
-        self.on_again: Callable[[str, wire.Expect], None] = lambda _rid, _expect: None
+        self.on_again: Callable[[str, wire.Expect], Awaitable[None]] = _nothing_again
+        # Those in work: media may have to be read first, and other messages do not wait for it.
+        self._agains: set[asyncio.Task[None]] = set()
 
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
@@ -133,6 +139,8 @@ class Control:
         """Close the socket, and the mapping of the arena once no item is read from it."""
         if self._reader is not None:
             self._reader.cancel()
+        for task in self._agains:
+            task.cancel()
         self._context.destroy(linger=0)
         self._arena = None
 
@@ -168,7 +176,9 @@ class Control:
                     if message.ticket in self._needed:
                         self._needed[message.ticket].put_nowait(message)
                 elif isinstance(message, wire.Again):
-                    await self._again(message)
+                    task = asyncio.create_task(self._again(message), name=f"again {message.rid}")
+                    self._agains.add(task)
+                    task.add_done_callback(self._agains.discard)
                 else:
                     raise ProtocolError(f"{type(message).__name__} from the receiver")
             except ProtocolError as error:
@@ -179,7 +189,7 @@ class Control:
 
     async def _again(self, message: wire.Again) -> None:
         try:
-            self.on_again(message.rid, message.expect)
+            await self.on_again(message.rid, message.expect)
         except EpdError as error:
             await self.fail(message.expect.ticket, error)
         except Exception:

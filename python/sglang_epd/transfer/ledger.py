@@ -66,7 +66,8 @@ class Ledger:
         self._remembered = remembered
         # In order of age.
         self._entries: dict[str, Entry] = {}
-        self._ended: OrderedDict[str, EpdError | None] = OrderedDict()
+        # Of each: what it failed of, and the counts of `Needed`.
+        self._ended: OrderedDict[str, tuple[EpdError | None, int, int]] = OrderedDict()
         self._waiting: dict[str, Entry] = {}
         self._outcomes: list[Outcome] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
@@ -109,7 +110,9 @@ class Ledger:
         """
         ticket = message.ticket
         if ticket in self._ended:
-            self._notify(watcher, wire.Needed(ticket, over=True))
+            _, covered, cached = self._ended[ticket]
+            over = wire.Needed(ticket, over=True, covered=covered, cached=cached)
+            self._notify(watcher, over)
             return
         entry = self._entries.get(ticket)
         if entry is None:
@@ -141,7 +144,7 @@ class Ledger:
         self.expect(message.expect, now)
         entry = self._entries.get(ticket)
         if entry is None:
-            error = self._ended.get(ticket) or ProtocolError("the request's items are gone")
+            error = self._ended[ticket][0] or ProtocolError("the request's items are gone")
             self._outcomes.append(Outcome(claimant, error=error))
         elif len(entry.claims) >= entry.consumers or claimant in entry.claims:
             error = ProtocolError("more requests claim the items than were announced")
@@ -250,7 +253,7 @@ class Ledger:
         entry = self._entries.get(ticket)
         if entry is None and ticket not in self._ended:
             # Word of its end was faster than its announcement.
-            self._remember(ticket, error)
+            self._remember(ticket, (error, 0, 0))
         if entry is None or entry.error is not None:
             return
         ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
@@ -347,11 +350,11 @@ class Ledger:
         assert len(self._ended) <= self._remembered
 
     def _refusal(self, entry: Entry | None, message: wire.Offer) -> str | None:
-        error = self._ended.get(message.ticket) if entry is None else entry.error
+        ended = self._ended.get(message.ticket)
+        error = entry.error if entry is not None else ended[0] if ended else None
         if error is not None:
             return wire.DECLINE_CANCELLED
         if entry is None:
-            ended = message.ticket in self._ended
             return wire.DECLINE_DUPLICATE if ended else wire.DECLINE_UNKNOWN
         if message.item >= len(entry.items):
             return wire.DECLINE_UNKNOWN
@@ -561,11 +564,11 @@ class Ledger:
             return
         self._waiting.pop(ticket, None)
         self._turns += 1
-        self._remember(ticket, entry.error)
+        self._remember(ticket, (entry.error, entry.covered, entry.cached))
         over = wire.Needed(ticket, over=True, covered=entry.covered, cached=entry.cached)
         self._notify(entry.watcher, over)
 
-    def _remember(self, ticket: str, error: EpdError | None) -> None:
-        self._ended[ticket] = error
+    def _remember(self, ticket: str, end: tuple[EpdError | None, int, int]) -> None:
+        self._ended[ticket] = end
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)

@@ -84,6 +84,7 @@ class Receiver:
         grant_ttl_s: how long an encoder may take from the grant to the payload.
         engine: transfer engine that encoders may write through.
         tally: counts what happens.
+        on_death: called in the thread when it ends without having been told to.
 
     Raises:
         OSError: an address cannot be bound, or the arena not made.
@@ -101,7 +102,9 @@ class Receiver:
         grant_ttl_s: float = 30.0,
         engine: RemoteMemory | None = None,
         tally: Tally | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_death = on_death
         self.tally = tally or Tally()
         self._arena = Arena.create(budget_bytes, readers)
         self._readers = readers
@@ -149,7 +152,7 @@ class Receiver:
         self._next_housekeeping = 0.0
         self._last_payload: float | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="epd-receiver", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -163,6 +166,14 @@ class Receiver:
             self._thread.join(timeout=5)
         self._context.destroy(linger=0)
         self._arena.close()
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            if not self._stopping:
+                logger.critical("The receiver has died, nothing is received", exc_info=True)
+                self._on_death()
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -7,9 +7,13 @@ Media travel as binary, not as base64 inside JSON.
 from __future__ import annotations
 
 import math
+import secrets
+import struct
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
+from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.envelope import open_envelope, seal
@@ -20,9 +24,14 @@ _MAX_ID_CHARS = 256
 # What is laid out allocates by these numbers; no model's context comes near them.
 _MAX_TOKENS = 1 << 22
 _MAX_PATCHES = 1 << 26
+# msgpack's headers of binary data, with a length in one byte and in four.
+_BIN_8, _BIN_32 = struct.Struct(">BB"), struct.Struct(">BI")
+# Stands for media in a body, until they are put in its place.
+_MARK_BYTES = 16
+_COPIED_BYTES = 64 << 10
 
 
-class EncodeItem(msgspec.Struct, frozen=True):
+class EncodeItem(msgspec.Struct, frozen=True, dict=True):
     """One image, video or audio part.
 
     Attributes:
@@ -50,6 +59,11 @@ class EncodeItem(msgspec.Struct, frozen=True):
             raise ValueError("no such modality")
         if (self.data is None) == (self.url is None):
             raise ValueError(f"item {self.item} is either data or a URL")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The blake3 digest of inline data, empty of a URL; hashed when it is first asked for."""
+        return b"" if self.data is None else blake3(self.data).digest()
 
 
 class ReplyTo(msgspec.Struct, frozen=True):
@@ -160,6 +174,29 @@ T = TypeVar("T")
 def encode_body(body: msgspec.Struct) -> bytes:
     """Encode a request or reply, envelope included."""
     return seal(_ENCODER.encode(body))
+
+
+def body_pieces(request: EncodeRequest) -> list[bytes]:
+    """What `encode_body` makes of a request, in pieces: large media are not copied, because
+    nothing else would run meanwhile."""
+    marks = {
+        item.item: secrets.token_bytes(_MARK_BYTES)
+        for item in request.items
+        if item.data is not None and len(item.data) > _COPIED_BYTES
+    }
+    items = [
+        msgspec.structs.replace(item, data=marks[item.item]) if item.item in marks else item
+        for item in request.items
+    ]
+    rest = encode_body(msgspec.structs.replace(request, items=items))
+    pieces = []
+    for item in request.items:
+        if item.item in marks:
+            assert item.data is not None
+            mark = _BIN_8.pack(0xC4, _MARK_BYTES) + marks[item.item]
+            before, _, rest = rest.partition(mark)
+            pieces += [before + _BIN_32.pack(0xC6, len(item.data)), item.data]
+    return [*pieces, rest]
 
 
 def decode_body(data: bytes | bytearray, kind: type[T], max_bytes: int) -> T:

@@ -47,7 +47,7 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
 def _namespaces(found: dict[str, str]) -> Iterator[Finding]:
     if len(set(found.values())) > 1:
         told = ", ".join(f"{name} {namespace}" for name, namespace in found.items())
-        mend = "give all of them one checkpoint, one --dtype and one version of sglang-epd"
+        mend = "give all of them one checkpoint, --dtype, --quantization and version of sglang-epd"
         yield fail("namespace", f"not all hold the same encoder: {told}", mend)
     elif found:
         yield ok("namespace", f"{next(iter(found.values()))} on {len(found)} servers")

@@ -1,0 +1,106 @@
+"""A large request's inline media, read in a thread before the request is planned.
+
+Base64 and digests of hundreds of megabytes would stop the tokenizer's event loop, where all
+requests are. SGLang asks for a request's plan in that loop and waits for it, so what takes
+long is done beforehand and found here. Small requests are read when they are planned: a
+thread takes longer to wake than they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from sglang_epd.errors import MediaError
+from sglang_epd.media import EscapeBudget, MediaSource, digest, parse_source
+
+# What takes about a millisecond.
+LARGE_BYTES = 1 << 20
+# Each has a request's media twice, encoded and decoded; others wait for their turn.
+_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Read:
+    """One entry of a request's media.
+
+    Attributes:
+        entry: the entry itself, so that no other has its place in memory.
+        source: what it is, or why it cannot be read.
+        digest: of inline bytes; empty of all else.
+        sha256: the same, where the request has content hashes.
+    """
+
+    entry: object
+    source: MediaSource | MediaError
+    digest: bytes = b""
+    sha256: str = ""
+
+
+_threads = ThreadPoolExecutor(_THREADS, "epd-read")
+# Of the current request, by the identity of the entry.
+_read: ContextVar[dict[int, Read] | None] = ContextVar("sglang_epd_read", default=None)
+
+
+def is_large(entries: Sequence[object]) -> bool:
+    """Whether reading these would be felt by other requests."""
+    return sum(map(_weight, entries)) > LARGE_BYTES
+
+
+async def beforehand(entries: Sequence[object], *, hashed: bool) -> None:
+    """Read entries in a thread, for the plans of the current task until `forget`.
+
+    Cancelling it leaves nothing behind: what a thread has begun is dropped.
+
+    Args:
+        hashed: whether somebody will compare content hashes.
+    """
+    reading = asyncio.get_running_loop().run_in_executor(_threads, _all, entries, hashed)
+    _read.set(await reading)
+
+
+def forget() -> None:
+    """The current task's requests are planned."""
+    _read.set(None)
+
+
+def find(entry: object) -> Read | None:
+    """What was read of an entry beforehand; None where nothing was."""
+    known = _read.get()
+    found = known.get(id(entry)) if known else None
+    return found if found is not None and found.entry is entry else None
+
+
+def _all(entries: Sequence[object], hashed: bool) -> dict[int, Read]:
+    escapes = EscapeBudget()
+    read = {}
+    for entry in entries:
+        if id(entry) not in read:
+            read[id(entry)] = _one(entry, escapes, hashed)
+    return read
+
+
+def _one(entry: object, escapes: EscapeBudget, hashed: bool) -> Read:
+    try:
+        source = parse_source(entry, escapes)
+    except MediaError as error:
+        # Not its traceback, which holds the media.
+        return Read(entry, error.with_traceback(None))
+    if source.data is None:
+        return Read(entry, source)
+    sha256 = hashlib.sha256(source.data).hexdigest() if hashed else ""
+    return Read(entry, source, digest(source.data), sha256)
+
+
+def _weight(entry: Any) -> int:
+    if isinstance(entry, Image.Image):
+        return 3 * entry.width * entry.height
+    place = entry.get("url") if isinstance(entry, Mapping) else getattr(entry, "url", entry)
+    return len(place) if isinstance(place, str | bytes | bytearray | memoryview) else 0

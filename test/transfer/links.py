@@ -18,6 +18,7 @@ _LONG, _COMMAND = 0x02, 0x04
 _KIND = re.compile(rb"\xa1t[\xa0-\xbf]([a-z]+)")
 # A connection that ends so is reset: what was not read of it is gone.
 _RESET = struct.pack("ii", 1, 0)
+_Pair = tuple[socket.socket, socket.socket]
 
 
 class _Frames:
@@ -48,6 +49,15 @@ class _Frames:
                 kinds.append(kind.group(1).decode())
 
 
+def _end(pair: _Pair) -> None:
+    for one in pair:
+        with contextlib.suppress(OSError):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            # Wakes the threads that read it or write to it.
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
 class Link:
     """Listens on a port of its own and forwards to `endpoint`.
 
@@ -63,7 +73,7 @@ class Link:
         self._flowing = threading.Event()
         self._flowing.set()
         self._lock = threading.Lock()
-        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._pairs: set[_Pair] = set()
         self._bytes_left: int | None = None
         self._kinds: dict[str, bool] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -83,12 +93,8 @@ class Link:
         with self._lock:
             pairs, self._pairs = self._pairs, set()
             self.cuts += bool(pairs)
-        for one in (end for pair in pairs for end in pair):
-            with contextlib.suppress(OSError):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                # Wakes the thread that reads it.
-                one.shutdown(socket.SHUT_RD)
-            one.close()
+        for pair in pairs:
+            _end(pair)
 
     def cut_in(self, nbytes: int) -> None:
         """Cut when so many more bytes have come through."""
@@ -128,9 +134,10 @@ class Link:
                 self._pairs.add((near, far))
             for source, sink in ((near, far), (far, near)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+                pump = threading.Thread(target=self._pump, args=(source, sink, (near, far)))
+                pump.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, pair: _Pair) -> None:
         frames = _Frames()
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
@@ -140,8 +147,12 @@ class Link:
                 sink.sendall(data[:through])
                 if cut:
                     self.cut()
-                    return
-            sink.shutdown(socket.SHUT_WR)
+        # What one end has closed is reset at the other.
+        with self._lock:
+            known = pair in self._pairs
+            self._pairs.discard(pair)
+        if known:
+            _end(pair)
 
     def _through(self, frames: _Frames, data: bytes) -> tuple[int, bool]:
         """How much of it comes through, and whether it is the last."""

@@ -53,7 +53,7 @@ _RECEIVE_HWM = 32
 # Messages for an encoder that reads nothing; more than it can have items in work.
 _SEND_HWM = 8192
 # How often an encoder is asked about a grant that it may still be using.
-_ASK_S = 2.0
+_ASK_S = 1.0
 _TICK_MS = 500
 # While offers wait, readers' drops are looked for this often.
 _WAITING_TICK_MS = 5

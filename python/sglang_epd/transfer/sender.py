@@ -44,7 +44,8 @@ _UNUSED_S = 300.0
 # Until a silent connection is taken for broken, and between attempts to connect anew.
 _DEAD_S = 20.0
 _RECONNECT_MS = 100, 2_000
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
 _REMOTE_THREADS = 4
 
 
@@ -420,7 +421,7 @@ class Sender:
         stood = False
         while True:
             event = (await recv_monitor_message(peer.events))["event"]
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            if event & _REFUSED:
                 return True
             if event == zmq.EVENT_DISCONNECTED and stood:
                 return False

@@ -123,9 +123,7 @@ def claim_there(folder: Path) -> None:
     assert done.stdout.strip() == "True"
 
 
-def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(
-    tmp_path, monkeypatch
-):
+def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(tmp_path, monkeypatch):
     (left(tmp_path, "killed") / "lock").touch()
     left(tmp_path, "not-claimed-yet")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

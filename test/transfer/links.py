@@ -130,10 +130,11 @@ class Link:
             except OSError:
                 near.close()
                 continue
+            for one in (near, far):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._pairs.add((near, far))
             for source, sink in ((near, far), (far, near)):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 pump = threading.Thread(target=self._pump, args=(source, sink, (near, far)))
                 pump.start()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ from sglang_epd import wire
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
-from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, until
+from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler
 from transfer.links import Link
+from transfer.receiver_process import receiver_process
 from transfer.test_sender import soon
 
 FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
@@ -202,62 +201,33 @@ async def test_a_receiver_that_was_started_again_says_so(receiver, link, sender,
         await asyncio.to_thread(other.stop)
 
 
-_FROZEN = """
-import sys
-from pathlib import Path
-from sglang_epd.transfer.receiver import Receiver
-receiver = Receiver("127.0.0.1", "127.0.0.1", Path(sys.argv[1]), budget_bytes=1 << 20, readers=3)
-receiver.start()
-print(receiver.endpoint, flush=True)
-for _ in sys.stdin:
-    reserved, counts = receiver._reservations, receiver.tally.counts
-    print(reserved.held_bytes, reserved.quarantined, counts["waits", ""], flush=True)
-"""
-
-
 async def test_a_receiver_that_stands_still_for_longer_than_its_connections_live(
     tmp_path: Path, sender: Sender
 ):
     control = tmp_path / "c"
-    child = subprocess.Popen(
-        [sys.executable, "-c", _FROZEN, str(control)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def told() -> list[int]:
-        print(file=child.stdin, flush=True)
-        return [int(word) for word in child.stdout.readline().split()]
-
-    scheduler = None
-    try:
-        endpoint = child.stdout.readline().strip()
+    with receiver_process(control) as process:
         scheduler = await asyncio.to_thread(Scheduler, control)
         scheduler.expecting("a", "a")
         scheduler.expecting()
         holder = Sender(dead_s=60.0)
         full = wire.Offer("a", 0, bytes(32), FULL, BUDGET)
-        async with holder.offer(endpoint, full) as offered:
+        async with holder.offer(process.endpoint, full) as offered:
             await asyncio.wait_for(offered.decided, PATIENCE_S)
-            asking = asyncio.create_task(encoded(sender, endpoint))
-            await soon(lambda: told()[2] == 1)
-            os.kill(child.pid, signal.SIGSTOP)
+            asking = asyncio.create_task(encoded(sender, process.endpoint))
+            await soon(lambda: process.state()["waits"] == 1)
+            os.kill(process.pid, signal.SIGSTOP)
             await asyncio.sleep(3 * DEAD_S)
-            os.kill(child.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             # Nothing but the connection has changed: it waits on, under a new one.
-            await soon(lambda: told()[2] == 2)
+            await soon(lambda: process.state()["waits"] == 2)
         assert await asking in {"inline", "shared"}
         await holder.close()
         (tensor,) = await asyncio.to_thread(scheduler.tensors)
         assert torch.equal(tensor, EMBEDDING)
         del tensor
-        await asyncio.to_thread(until, lambda: told()[:2] == [0, 0])
-    finally:
-        child.kill()
-        child.communicate()
-        if scheduler is not None:
-            scheduler.close()
+        await soon(lambda: not process.state()["held"])
+        assert not process.state()["quarantined"]
+        scheduler.close()
 
 
 async def test_a_break_before_each_item_loses_none(receiver, link, sender, scheduler):

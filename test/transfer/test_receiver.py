@@ -280,6 +280,49 @@ def test_a_withdrawn_grant_makes_room(receiver, connect, scheduler):
     assert isinstance(first.offer("a"), wire.Grant), "the item is still wanted"
 
 
+def test_memory_that_nobody_could_be_told_of_is_free_at_once(receiver, connect, scheduler):
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    first, gone = connect(receiver), connect(receiver)
+    grant = first.grant("a", layout=FULL_LAYOUT)
+    waiting = gone.offer("b", layout=FULL_LAYOUT, process=host.this_process())
+    assert waiting == wire.Wait("b", 0)
+    gone.socket.close()
+    first.flush()
+    time.sleep(0.1)  # until the end of its connection is known
+    first.send(wire.Withdraw("a", 0, grant.grant))
+    until(lambda: receiver.tally.counts["dropped", "unreachable"])
+    until(lambda: not held(receiver))
+    assert receiver._reservations.quarantined == 0
+    assert isinstance(first.offer("b"), wire.Grant), "the item is still wanted"
+
+
+def test_an_encoder_that_offers_again_has_given_up_what_it_was_granted(
+    receiver, connect, scheduler
+):
+    scheduler.expecting()
+    encoder = connect(receiver)
+    old, new = encoder.grant(layout=FULL_LAYOUT), encoder.grant(layout=FULL_LAYOUT)
+    assert old.grant != new.grant
+    assert receiver._reservations.held_bytes == BUDGET
+    assert encoder.deliver(old).error == messages.ACK_NOT_GRANTED
+
+
+def test_an_encoder_is_asked_about_memory_that_it_may_write_to(
+    receiver, connect, scheduler, monkeypatch
+):
+    monkeypatch.setattr(receiver_module, "_ASK_S", 0.05)
+    scheduler.expecting()
+    encoder = connect(receiver)
+    grant = encoder.grant(process=host.this_process())
+    scheduler.claims.abandon("r")
+    for _ in range(2):
+        assert encoder.receive() == wire.Grant("t", 0, grant.grant, 0.0, wire.Inline())
+    assert receiver._reservations.quarantined == 1
+    encoder.send(wire.Withdraw("t", 0, grant.grant))
+    until(lambda: not held(receiver))
+
+
 def test_a_request_that_waits_is_told_when_it_is_over(receiver, connect, scheduler, tokenizer):
     scheduler.expecting("a", "a")
     scheduler.expecting("b", "b")

@@ -156,6 +156,7 @@ class Sender:
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._peers: dict[str, _Peer] = {}
+        self._closed = False
         self._remote = remote
         self._checksum = checksum
         self._dead_ms = int(dead_s * 1e3)
@@ -229,6 +230,7 @@ class Sender:
         return how
 
     async def close(self) -> None:
+        self._closed = True
         for endpoint in list(self._peers):
             await self._close_peer(endpoint)
         for pool in (self._sharing, self._writing):
@@ -303,6 +305,8 @@ class Sender:
         When the call is cancelled the thread writes on; the receiver is told when it has
         ended, and keeps the memory until then.
         """
+        if self._closed:
+            raise UnavailableError("this encoder is shutting down")
         writing = asyncio.get_running_loop().run_in_executor(pool, write)
         try:
             await asyncio.shield(writing)
@@ -355,6 +359,8 @@ class Sender:
     def _peer(self, endpoint: str) -> _Peer:
         peer = self._peers.get(endpoint)
         if peer is None:
+            if self._closed:
+                raise UnavailableError("this encoder is shutting down")
             peer = _Peer(endpoint)
             self._dial(peer)
             peer.keeper = asyncio.create_task(self._keep(peer), name="keep a payload channel")
@@ -456,10 +462,11 @@ class Sender:
 
     async def _close_peer(self, endpoint: str) -> None:
         peer = self._peers.pop(endpoint)
-        self._fail(peer, UnavailableError("this encoder is shutting down"))
         peer.keeper.cancel()
         await asyncio.wait([peer.keeper])
         self._hang_up(peer)
+        # Last, so that nothing is sent after it and waits for an answer.
+        self._fail(peer, UnavailableError("this encoder is shutting down"))
 
     def _fail(self, peer: _Peer, error: Exception) -> None:
         for _, offered in peer.offers.values():

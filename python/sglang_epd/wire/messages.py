@@ -192,7 +192,11 @@ class Wait(Message, frozen=True, tag="wait"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Receiver: memory is reserved under `grant` for `ttl_s`; send the payload there."""
+    """Receiver: memory is reserved under `grant` for `ttl_s`; send the payload there.
+
+    Where no time is left it is a question: an encoder that may not write under it any more,
+    or never knew of it, answers with a Withdraw.
+    """
 
     ticket: str
     item: int

@@ -74,6 +74,7 @@ class Link:
         self._flowing.set()
         self._lock = threading.Lock()
         self._pairs: set[_Pair] = set()
+        self._stranded: set[_Pair] = set()
         self._bytes_left: int | None = None
         self._kinds: dict[str, bool] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -95,6 +96,11 @@ class Link:
             self.cuts += bool(pairs)
         for pair in pairs:
             _end(pair)
+
+    def strand(self) -> None:
+        """Forward nothing on the connections that there are, not even their end."""
+        with self._lock:
+            self._stranded |= self._pairs
 
     def cut_in(self, nbytes: int) -> None:
         """Cut when so many more bytes have come through."""
@@ -144,14 +150,17 @@ class Link:
             while data := source.recv(1 << 16):
                 time.sleep(self.delay_s)
                 self._flowing.wait()
+                if pair in self._stranded:
+                    continue
                 through, cut = self._through(frames, data)
                 sink.sendall(data[:through])
                 if cut:
                     self.cut()
         # What one end has closed is reset at the other.
         with self._lock:
-            known = pair in self._pairs
-            self._pairs.discard(pair)
+            known = pair in self._pairs - self._stranded
+            if known:
+                self._pairs.discard(pair)
         if known:
             _end(pair)
 

@@ -186,6 +186,23 @@ async def test_a_link_that_freezes_is_left_and_what_it_lets_go_late_does_no_harm
     await nothing_held(receiver)
 
 
+async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
+    receiver, link, sender, scheduler
+):
+    """As where something between the two forgets a connection without a word."""
+    full = wire.Offer("a", 0, bytes(32), FULL, BUDGET)
+    scheduler.expecting("a", "a")
+    scheduler.expecting()
+    async with sender.offer(link.endpoint, full) as offered:
+        await asyncio.wait_for(offered.decided, PATIENCE_S)
+        waiting = asyncio.create_task(encoded(sender, link.endpoint))
+        await soon(lambda: receiver.tally.counts["waits", ""] == 1)
+        link.strand()
+        await soon(lambda: receiver.tally.counts["waits", ""] == 2)
+    assert await waiting in {"inline", "shared"}
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+
+
 async def test_a_receiver_that_was_started_again_says_so(receiver, link, sender, tmp_path):
     asking = asyncio.create_task(encoded(sender, link.endpoint))
     await soon(lambda: receiver.tally.counts["offers", ""])

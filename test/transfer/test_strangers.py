@@ -149,13 +149,17 @@ def test_a_costly_layout_of_a_known_ticket_is_refused_before_it_is_made(process,
 def test_one_who_offers_much_of_nothing_known_crowds_nobody_else_out(process, scheduler, dial):
     """An honest offer may still overtake its announcement."""
     hostile, honest = dial(process.endpoint), dial(process.endpoint)
-    for number in range(60):
+    for number in range(40):
         hostile.send(costly_offer(f"unknown-{number}"))
-    until(lambda: process.state()["unanswered"] > 20)
+    for number in range(20):
+        hostile.send(wire.Offer(f"small-{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+    # Nothing more fits: whatever is held next, something else has to go.
+    assert hostile.receive().reason == messages.DECLINE_UNKNOWN
+    hostile.send(wire.Payload("flush", 0, 0))
+    while not isinstance(hostile.receive(), wire.Ack):
+        pass
     honest.send(wire.Offer("t", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
     honest.flush()
-    for number in range(60, 80):
-        hostile.send(costly_offer(f"unknown-{number}"))
     scheduler.expecting()
     assert isinstance(honest.receive(), wire.Grant)
 

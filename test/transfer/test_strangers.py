@@ -17,7 +17,7 @@ import zmq
 
 from sglang_epd import wire
 from sglang_epd.wire import messages, seal
-from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Peer, Scheduler, until
+from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Peer, Scheduler
 from transfer.receiver_process import MIB, ReceiverProcess, receiver_process
 
 # As many empty lists as one message holds; each is a byte here, and 56 once it is made.

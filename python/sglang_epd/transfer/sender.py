@@ -404,10 +404,12 @@ class Sender:
             finally:
                 reader.cancel()
                 await asyncio.wait([reader])
-            if refused:
-                self._fail(peer, UnavailableError("the language server takes no payloads of us"))
-                continue
             self._hang_up(peer)
+            if refused:
+                # libzmq may give such a socket up: the next offer has another.
+                del self._peers[peer.endpoint]
+                self._fail(peer, UnavailableError("the language server takes no payloads of us"))
+                return
             try:
                 self._dial(peer)
             except UnavailableError as error:
@@ -461,7 +463,9 @@ class Sender:
                 logger.warning("Dropped a %s of a language server", type(message).__name__)
 
     async def _close_peer(self, endpoint: str) -> None:
-        peer = self._peers.pop(endpoint)
+        peer = self._peers.pop(endpoint, None)
+        if peer is None:
+            return  # it was refused meanwhile
         peer.keeper.cancel()
         await asyncio.wait([peer.keeper])
         self._hang_up(peer)

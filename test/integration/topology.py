@@ -369,7 +369,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             **_NOTHING_KEPT,
         },
         # All of them have to know of both encoders.
-        {"language": f"--tokenizer-worker-num 2 {_NO_PREFIXES}"},
+        {"language": f"--tokenizer-worker-num 2 --enable-metrics {_NO_PREFIXES}"},
     ),
 }
 

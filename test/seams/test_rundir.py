@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,68 @@ def test_the_folder_is_removed_at_exit(tmp_path):
     )
     assert done.stdout.strip().startswith(str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def left(folder: Path, name: str) -> Path:
+    """What looks like the folder of a server that was killed."""
+    made = folder / f"sglang-epd-{os.getuid()}-{name}"
+    made.mkdir()
+    return made
+
+
+_CLAIM = (
+    "from sglang_epd.seams import rundir\n"
+    "rundir.draw_run_id()\n"
+    "rundir.claim()\n"
+    "print(rundir.control_path().parent.is_dir())\n"
+)
+
+
+def claim_there(folder: Path) -> None:
+    """What a server does that starts; it must not hang."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CLAIM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert done.stdout.strip() == "True"
+
+
+def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(tmp_path, monkeypatch):
+    (left(tmp_path, "killed") / "lock").touch()
+    left(tmp_path, "not-claimed-yet")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rundir.draw_run_id()
+    held = rundir.claim()
+    try:
+        claim_there(tmp_path)
+        names = {path.name.split("-", 3)[-1] for path in tmp_path.iterdir()}
+        assert names == {rundir.control_path().parent.name.split("-", 3)[-1], "not-claimed-yet"}
+    finally:
+        os.close(held)
+
+
+def test_a_pipe_in_place_of_a_lock_blocks_no_start(tmp_path):
+    os.mkfifo(left(tmp_path, "pipe") / "lock")
+    claim_there(tmp_path)
+
+
+def test_a_lock_that_leads_elsewhere_is_left_alone(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    os.mkfifo(elsewhere)
+    made = left(tmp_path, "link")
+    (made / "lock").symlink_to(elsewhere)
+    claim_there(tmp_path)
+    assert made.is_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_another_users_folder_is_left_alone(tmp_path):
+    made = left(tmp_path, "theirs")
+    (made / "lock").touch()
+    os.chown(made, 12345, 12345)
+    claim_there(tmp_path)
+    assert made.is_dir()

@@ -12,6 +12,7 @@ import zmq
 
 from sglang_epd import wire
 from sglang_epd.transfer import arena as arena_module
+from sglang_epd.transfer import gate
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.claims import Claims
@@ -39,7 +40,10 @@ class Peer:
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint)
+        if endpoint.startswith("ipc:"):
+            self.socket.connect(endpoint)
+        else:
+            gate.dial(self.socket, endpoint)
 
     def send(self, message: wire.Message | bytes, *frames: bytes | memoryview) -> None:
         head = wire.encode_message(message) if isinstance(message, wire.Message) else message

@@ -710,6 +710,19 @@ def test_an_encoder_that_writes_by_itself_keeps_its_memory_until_it_says_so(book
     assert ledger.granted(wire.Payload("t", 0, new.grant)) is new
 
 
+def test_an_encoder_that_renews_its_own_offer_is_not_in_its_own_way(books, ledger):
+    opened(ledger)
+    renewal = wire.Offer("t", 0, KEY, LAYOUT, PAGE, renewal=True)
+    old = ledger.offer(offer("t", 0), 0.0, peer=b"one")
+    assert ledger.offer(renewal, 0.0, peer=b"another").reason == messages.DECLINE_DUPLICATE
+    new = ledger.offer(renewal, 0.0, landing="shared", peer=b"one")
+    assert new.grant != old.grant
+    assert books.reservations.held_bytes == PAGE
+    assert ledger.offer(renewal, 0.0, peer=b"one").grant not in (old.grant, new.grant)
+    assert books.reservations.in_doubt == [new]
+    ledger.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("happened", "reason"),
     [

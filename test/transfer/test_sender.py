@@ -381,6 +381,27 @@ async def test_a_second_grant_of_one_offer_is_given_back(sender, router):
     assert await router.receive() == wire.Withdraw("t", 0, 7)
 
 
+async def test_a_grant_that_is_known_may_be_told_again(sender, router):
+    """As a receiver does that asks whether it is still used."""
+    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
+    async with sender.offer(router.endpoint, offer()) as offered:
+        await router.receive()
+        await router.say(INLINE, INLINE, question)
+        assert (await offered.decided).message == INLINE
+        assert await router.silent()
+    assert await router.receive() == wire.Withdraw("t", 0, 7)
+
+
+async def test_a_question_about_a_grant_that_nobody_knows_is_answered_and_no_answer(sender, router):
+    async with sender.offer(router.endpoint, offer()) as offered:
+        await router.receive()
+        await router.say(wire.Grant("t", 0, 6, 0.0, wire.Inline()))
+        assert await router.receive() == wire.Withdraw("t", 0, 6)
+        assert not offered.decided.done()
+        await router.say(INLINE)
+        assert (await offered.decided).message == INLINE
+
+
 async def test_a_declined_offer_gives_nothing_back(sender, router):
     async with sender.offer(router.endpoint, offer()) as offered:
         await router.receive()

@@ -132,7 +132,7 @@ def test_an_outcome_of_an_older_encoder_has_no_layout():
         ({"grid": []}, "the grid"),
         ({"grid": [[]]}, "the grid"),
         ({"grid": [[1, 2, -3]]}, "the grid"),
-        ({"grid": [[2] * 1000]}, "the grid"),
+        ({"grid": [[2] * 1000]}, "grid"),
         ({"grid": [[1, 2, 3], [1, 1 << 20, 1 << 20]]}, "patches"),
     ],
 )

@@ -107,7 +107,8 @@ def start(readers: int) -> None:
     announce("language", hashes)
     logger.info(
         "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d of it to keep, %d readers)",
-        receiver.endpoint,
+        # Without its secret.
+        f"tcp://{receiver.endpoint.rpartition('@')[2]}",
         get_disagg().encoder_transfer_backend,
         budget_mb,
         kept_mb,

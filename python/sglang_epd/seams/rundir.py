@@ -54,8 +54,19 @@ def claim() -> int:
     held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     for other in folder.parent.glob(f"sglang-epd-{os.getuid()}-*"):
-        with contextlib.suppress(OSError), (other / "lock").open("rb") as lock:
-            # Fails with BlockingIOError, an OSError, where the owner lives.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other, ignore_errors=True)
+        # Another user may have put there what looks like ours: a pipe would block us.
+        with contextlib.suppress(OSError):
+            if other.lstat().st_uid == os.getuid():
+                _remove_unless_held(other)
     return held
+
+
+def _remove_unless_held(folder: Path) -> None:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(folder / "lock", flags)
+    try:
+        # Fails with BlockingIOError, an OSError, where the owner lives.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

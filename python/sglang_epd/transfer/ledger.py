@@ -165,14 +165,27 @@ class Ledger:
             self._settle(ticket, now)
 
     def offer(
-        self, message: wire.Offer, now: float, *, landing: str = "inline"
+        self,
+        message: wire.Offer,
+        now: float,
+        *,
+        landing: str = "inline",
+        peer: Hashable | None = None,
     ) -> Block | wire.Decline | wire.Wait:
         """Decide on an encoder's offer; a block is a grant.
 
+        An encoder that offers an item anew has never heard of its grant, or has given it up.
+
         Args:
             landing: the way its payload is to come.
+            peer: the encoder; None is nobody's name.
         """
         entry = self._entries.get(message.ticket)
+        if entry is not None and peer is not None and 0 <= message.item < len(entry.items):
+            item = entry.items[message.item]
+            if item.block is not None and item.state is _S.GRANTED and item.block.peer == peer:
+                self._revoke(item, now)
+                item.move(_S.PLANNED)
         reason = self._refusal(entry, message)
         if reason is not None:
             if entry is not None:
@@ -203,7 +216,8 @@ class Ledger:
             self._revoke(item, now)
         item.move(_S.GRANTED)
         item.offer, item.block = message, block
-        block.ticket, block.writer, block.landing = message.ticket, message.process, landing
+        block.ticket, block.item, block.peer = message.ticket, message.item, peer
+        block.writer, block.landing = message.process, landing
         block.until = min(now + self._grant_ttl_s, entry.deadline)
         if not entry.open_items:
             self._turns += 1

@@ -1,12 +1,15 @@
 """The receiver thread of a language server: one a server, whatever its ranks.
 
-It owns the ledger, the arena and two ROUTER sockets: `payload` (TCP, encoders) and
-`control` (a Unix socket in a folder only this user may enter: the tokenizer, and every
-scheduler). A thread of its own answers offers while its process is inside a forward
+It owns the ledger, the arena and two ROUTER sockets: `payload` (TCP, encoders, behind a
+gate) and `control` (a Unix socket in a folder only this user may enter: the tokenizer, and
+every scheduler). A thread of its own answers offers while its process is inside a forward
 pass, so that a grant never waits for one.
 
 What a peer sends is never trusted: whatever is malformed, oversized, unknown or
 late is counted, logged once a kind, and dropped.
+
+An encoder's connection has a name that outlives a break of it. What is said to an encoder
+may be lost with its connection: it then offers anew, and is asked about what it was granted.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,7 @@ from sglang_epd.errors import EpdError, ProtocolError, from_code
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
+from sglang_epd.transfer.gate import Gate
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
@@ -37,11 +42,18 @@ logger = logging.getLogger(__name__)
 # An offer may overtake the announcement of its ticket: they come over two sockets. It is
 # held for as long as a starved tokenizer process may take to get the latter out.
 _HOLD_S = 2.0
-_MAX_HELD_UNKNOWN = 1024
+# What such offers may take in all, and what one takes at least. Where there are too many,
+# the connection with the most is not waited for.
+_MAX_UNKNOWN_BYTES = 8 << 20
+_MIN_UNKNOWN_BYTES = 8 << 10
 # How many messages one turn takes from a socket before it looks at the other one.
 _BURST = 64
 # Frames that libzmq may buffer for one connection before anybody has looked at them.
 _RECEIVE_HWM = 32
+# Messages for an encoder that reads nothing; more than it can have items in work.
+_SEND_HWM = 8192
+# How often an encoder is asked about a grant that it may still be using.
+_ASK_S = 1.0
 _TICK_MS = 500
 # While offers wait, readers' drops are looked for this often.
 _WAITING_TICK_MS = 5
@@ -64,10 +76,16 @@ class _Held:
     """An offer without an answer yet."""
 
     peer: bytes
-    offer: wire.Offer
+    unread: wire.UnreadOffer
+    nbytes: int
     since: float
-    # Its ticket is not known, or there is no memory for it.
-    unknown: bool = True
+    # Once its ticket is known.
+    offer: wire.Offer | None = None
+    waits: bool = False
+
+    @property
+    def name(self) -> tuple[bytes, str, int]:
+        return self.peer, self.unread.ticket, self.unread.item
 
 
 class Receiver:
@@ -128,6 +146,11 @@ class Receiver:
         self._payload.setsockopt(zmq.LINGER, 0)
         self._payload.setsockopt(zmq.IPV6, 1)
         self._payload.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        self._payload.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        # Who dials again under the same name is the same encoder; who cannot be told is known.
+        self._payload.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._payload.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = Gate(self._context, self._payload)
         # ZMQ drops the connection of a peer whose frame is longer than this.
         longest = max(wire.MAX_CHUNK_BYTES, wire.MAX_HEADER_BYTES)
         self._payload.setsockopt(zmq.MAXMSGSIZE, longest)
@@ -137,7 +160,7 @@ class Receiver:
             self._context.destroy(linger=0)
             self._arena.close()
             raise OSError(f"cannot listen on {bind_host}: {error}") from error
-        self.endpoint = f"tcp://{_bracketed(advertise_host)}:{port}"
+        self.endpoint = self._gate.address(_bracketed(advertise_host), port)
         control_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
@@ -147,9 +170,12 @@ class Receiver:
         self._alarm = self._context.socket(zmq.PULL)
         self._alarm.bind(f"inproc://stop-{id(self)}")
 
-        self._held: list[_Held] = []
+        self._held: dict[tuple[bytes, str, int], _Held] = {}
+        # Bytes of held offers whose ticket is unknown, by connection.
+        self._unknown: Counter[bytes] = Counter()
         self._seen_news = -1
         self._next_housekeeping = 0.0
+        self._next_question = 0.0
         self._last_payload: float | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._live, name="epd-receiver", daemon=True)
@@ -177,7 +203,7 @@ class Receiver:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._control, self._payload, self._alarm):
+        for socket in (self._control, self._payload, self._gate.socket, self._alarm):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll(_WAITING_TICK_MS if self._held else _TICK_MS))
@@ -185,6 +211,8 @@ class Receiver:
                 self._drain(self._control, self._on_control)
             if self._payload in ready:
                 self._drain(self._payload, self._on_payload)
+            if self._gate.socket in ready:
+                self._gate.answer()
             try:
                 self._go_on(time.monotonic())
             except Exception:
@@ -252,20 +280,18 @@ class Receiver:
             raise ProtocolError(f"{type(message).__name__} does not belong on this channel")
 
     def _on_payload(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        message = wire.decode_message(frames[0].buffer)
+        message = wire.decode_from_encoder(frames[0].buffer)
         now = time.monotonic()
-        if isinstance(message, wire.Offer):
+        if isinstance(message, wire.UnreadOffer):
             self.tally.add("offers")
-            if message.nbytes != spec_bytes(message.layout.embedding):
-                raise ProtocolError("offer: size and shape disagree")
-            self._answer(_Held(peer, message, now), now)
+            # One that is held already was sent again, by an encoder that lost its connection.
+            held = _Held(peer, message, len(frames[0]), now)
+            self._let_go(held)
+            self._answer(held, now)
         elif isinstance(message, wire.Payload):
             self._on_bytes(peer, message, frames[1:], now)
-        elif isinstance(message, wire.Withdraw):
-            if self._ledger.withdraw(message):
-                self.tally.add("withdrawals")
-        else:
-            raise ProtocolError(f"{type(message).__name__} does not belong on this channel")
+        elif self._ledger.withdraw(message):
+            self.tally.add("withdrawals")
 
     def _on_bytes(
         self, peer: bytes, message: wire.Payload, frames: list[zmq.Frame], now: float
@@ -288,8 +314,7 @@ class Receiver:
         if error == wire.ACK_NOT_GRANTED:
             self.tally.add("dropped", "not_granted")
         if message.last or error:
-            ack = wire.Ack(message.ticket, message.item, message.grant, error)
-            self._send(self._payload, peer, ack)
+            self._tell(peer, wire.Ack(message.ticket, message.item, message.grant, error))
 
     def _take(self, block: Block, message: wire.Payload, frames: list[zmq.Frame]) -> None:
         """Put a frame where it belongs; after the last one, see that all is there."""
@@ -322,39 +347,70 @@ class Receiver:
             return
         news, ledger = self._ledger.news, self._ledger
         changed, self._seen_news = news != self._seen_news, news
-        again: list[_Held] = []
-        still: list[_Held] = []
-        for held in self._held:
-            known = changed if not held.unknown else ledger.knows(held.offer.ticket)
-            overdue = held.unknown and now >= held.since + _HOLD_S
-            (again if known or overdue else still).append(held)
-        self._held = still
-        for held in sorted(again, key=lambda held: ledger.age(held.offer.ticket)):
-            self._answer(held, now)
+        again = [
+            held
+            for held in self._held.values()
+            if (changed if held.offer else ledger.knows(held.unread.ticket))
+            or (not held.offer and now >= held.since + _HOLD_S)
+        ]
+        for held in sorted(again, key=lambda held: ledger.age(held.unread.ticket)):
+            self._let_go(held)
+            try:
+                self._answer(held, now)
+            except EpdError as error:
+                self._drop(type(error).__name__, str(error))
 
     def _answer(self, held: _Held, now: float) -> None:
         """Answer an offer, or hold it if it is to wait or its ticket may yet be announced."""
-        offer = held.offer
-        landing = self._landing(offer)
-        answer = self._ledger.offer(offer, now, landing=_kind(landing))
+        if held.offer is None:
+            if not self._ledger.knows(held.unread.ticket):
+                if now >= held.since + _HOLD_S or not self._hold_unknown(held):
+                    self._decline(held, wire.DECLINE_UNKNOWN)
+                return
+            held.offer = held.unread.read()
+            if held.offer.nbytes != spec_bytes(held.offer.layout.embedding):
+                raise ProtocolError("offer: size and shape disagree")
+        landing = self._landing(held.offer)
+        answer = self._ledger.offer(held.offer, now, landing=_kind(landing), peer=held.peer)
         if isinstance(answer, wire.Wait):
-            if held.unknown:
+            if not held.waits:
                 self.tally.add("waits")
-                self._send(self._payload, held.peer, answer)
-                held.unknown = False
-            self._held.append(held)
+                self._tell(held.peer, answer)
+                held.waits = True
+            self._held[held.name] = held
         elif isinstance(answer, wire.Decline):
-            unknown = answer.reason == wire.DECLINE_UNKNOWN
-            patient = now < held.since + _HOLD_S and held.unknown
-            if unknown and patient and sum(one.unknown for one in self._held) < _MAX_HELD_UNKNOWN:
-                self._held.append(held)
-            else:
-                self.tally.add("declines", answer.reason)
-                self._send(self._payload, held.peer, answer)
-        else:
-            if not held.unknown:
-                self.tally.waited(now - held.since)
-            self._send(self._payload, held.peer, self._grant(offer, answer, landing, now))
+            self._decline(held, answer.reason)
+        elif not self._tell(held.peer, self._grant(answer, landing, now)):
+            # Nobody was told of it: it can be used by others at once.
+            self._ledger.withdraw(wire.Withdraw(answer.ticket, answer.item, answer.grant))
+        elif held.waits:
+            self.tally.waited(now - held.since)
+
+    def _decline(self, held: _Held, reason: str) -> None:
+        self.tally.add("declines", reason)
+        self._tell(held.peer, wire.Decline(held.unread.ticket, held.unread.item, reason))
+
+    def _hold_unknown(self, held: _Held) -> bool:
+        """Wait for the ticket of an offer to be announced, if there is room for it."""
+        self._unknown[held.peer] += max(held.nbytes, _MIN_UNKNOWN_BYTES)
+        self._held[held.name] = held
+        if self._unknown.total() <= _MAX_UNKNOWN_BYTES:
+            return True
+        (most, _), *_ = self._unknown.most_common(1)
+        mine = (one for one in self._held.values() if one.peer == most and not one.offer)
+        victim = held if most == held.peer else next(mine)
+        self._let_go(victim)
+        if victim is not held:
+            self._decline(victim, wire.DECLINE_UNKNOWN)
+        return victim is not held
+
+    def _let_go(self, held: _Held) -> None:
+        """Nothing happens if no such offer is held."""
+        known = self._held.pop(held.name, None)
+        if known is not None and known.offer is None:
+            self._unknown[held.peer] -= max(known.nbytes, _MIN_UNKNOWN_BYTES)
+            if not self._unknown[held.peer]:
+                del self._unknown[held.peer]
 
     def _landing(self, offer: wire.Offer) -> wire.Landing:
         """How an encoder is to deliver, but for the place."""
@@ -365,22 +421,28 @@ class Receiver:
             return wire.Shared(address.path, address.size, address.seal, 0)
         return wire.Inline()
 
-    def _grant(
-        self, offer: wire.Offer, block: Block, landing: wire.Landing, now: float
-    ) -> wire.Grant:
+    def _grant(self, block: Block, landing: wire.Landing, now: float) -> wire.Grant:
         if isinstance(landing, wire.Remote):
             landing = wire.Remote(landing.session, self._arena.machine_address + block.offset)
         elif isinstance(landing, wire.Shared):
             begin = self._arena.data_offset + block.offset
             landing = wire.Shared(landing.path, landing.size, landing.seal, begin)
         ttl_s = block.until - now
-        return wire.Grant(offer.ticket, offer.item, block.grant, ttl_s, landing)
+        return wire.Grant(block.ticket, block.item, block.grant, ttl_s, landing)
 
     def _keep_house(self, now: float) -> None:
         self._next_housekeeping = now + (_WAITING_TICK_MS / 1e3 if self._held else _HOUSEKEEPING_S)
         self._reservations.reclaim(now)
         self._ledger.expire(now)
-        waiting = sum(not held.unknown for held in self._held)
+        if now >= self._next_question:
+            self._next_question = now + _ASK_S
+            for block in self._reservations.in_doubt:
+                # One that no time is left of is only a question: an encoder that does not
+                # know it, or not any more, withdraws it.
+                assert isinstance(block.peer, bytes)
+                question = wire.Grant(block.ticket, block.item, block.grant, 0.0, wire.Inline())
+                self._tell(block.peer, question)
+        waiting = sum(held.waits for held in self._held.values())
         reserved = self._reservations
         self.tally.held(
             reserved.held_bytes, waiting, reserved.quarantined, kept=reserved.kept_bytes
@@ -408,12 +470,22 @@ class Receiver:
             )
             self._send(self._control, peer, settled)
 
-    def _send(self, socket: zmq.Socket, peer: bytes, message: wire.Message) -> None:
-        # A ROUTER drops what it sends to a peer that has gone.
+    def _tell(self, encoder: bytes, message: wire.Message) -> bool:
+        """Returns whether it was sent; it may be lost with the connection all the same."""
         try:
-            socket.send_multipart([peer, wire.encode_message(message)], zmq.NOBLOCK)
+            self._send(self._payload, encoder, message)
         except zmq.Again:
             self._drop("peer_not_reading", type(message).__name__)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.tally.add("dropped", "unreachable")
+        else:
+            return True
+        return False
+
+    def _send(self, socket: zmq.Socket, peer: bytes, message: wire.Message) -> None:
+        socket.send_multipart([peer, wire.encode_message(message)], zmq.NOBLOCK)
 
 
 def _kind(landing: wire.Landing) -> str:

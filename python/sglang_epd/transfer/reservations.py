@@ -10,15 +10,15 @@ A block is granted to one encoder for one item, filled, and handed to the proces
 read it; when all of them have dropped it, it is free again, or kept for the next request
 with the same item until its room is needed (`kept`). A granted block that nobody wants
 any more, but that its encoder may still be writing to (shared memory and Mooncake write
-without asking), is quarantined: not reused before the encoder says that it is done, or is
-gone.
+without asking), is quarantined: not reused before the encoder, which is asked, says that it
+is done, or is gone.
 
 Synchronous and without a clock, a socket or memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -60,7 +60,8 @@ class Block:
     Attributes:
         grant: its number, never used twice.
         slot: where its readers count.
-        ticket: whose it is.
+        ticket, item: whose it is.
+        peer: the encoder's connection, if it may be asked about the grant.
         writer: the process that may write to it without asking, or "" if unknown.
         landing: the way the payload is to come: inline, shared or remote.
         expected: how often each reader will drop it.
@@ -73,6 +74,8 @@ class Block:
     nbytes: int
     slot: int
     ticket: str = ""
+    item: int = 0
+    peer: Hashable | None = None
     writer: str = ""
     landing: str = "inline"
     until: float = 0.0
@@ -162,6 +165,11 @@ class Reservations:
     def quarantined(self) -> int:
         """Blocks that an encoder may still be writing to, for nobody."""
         return len(self._quarantined)
+
+    @property
+    def in_doubt(self) -> list[Block]:
+        """Those of them whose encoder can be asked."""
+        return [block for block in self._quarantined.values() if block.peer is not None]
 
     def grant(
         self, nbytes: int, *, high: bool = False, within: tuple[int, int] | None = None

@@ -2,6 +2,10 @@
 
 Offers are made before the vision forward, so that the grant is there when the
 embedding is. Sockets are opened on first use and closed when unused for a while.
+
+What is on its way when a connection breaks may be lost. So the next connection begins with
+all offers that are open, and a payload that nobody acknowledged is taken back, to be offered
+again. Connections are probed, so that a frozen one breaks too.
 """
 
 from __future__ import annotations
@@ -9,20 +13,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 from blake3 import blake3
+from zmq.utils.monitor import recv_monitor_message
 
 from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
+from sglang_epd.transfer.gate import dial
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
@@ -33,13 +41,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNUSED_S = 300.0
-_HEARTBEAT_MS = 5_000
-_DEAD_MS = 20_000
+# Until a silent connection is taken for broken, and between attempts to connect anew.
+_DEAD_S = 20.0
+_RECONNECT_MS = 100, 2_000
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
 _REMOTE_THREADS = 4
 
 
 class GrantLostError(Exception):
-    """The grant is void (it expired, or another encoder has the item): offer again."""
+    """The grant is void (it expired, another encoder has the item, or the connection
+    broke): offer again."""
+
+
+# Of a grant: ticket, item, number.
+_Name = tuple[str, int, int]
+_Frames = list[bytes | memoryview]
 
 
 @dataclass
@@ -100,14 +117,23 @@ class Offered:
 
 @dataclass
 class _Peer:
-    socket: zmq.asyncio.Socket
-    reader: asyncio.Task[None]
-    used: float
+    """A language server; its socket is replaced when its connection breaks."""
+
+    endpoint: str
+    # Nobody but the server hears it, and takes a connection over by it. A name of ROUTER's
+    # own making begins with a zero.
+    name: bytes = field(default_factory=lambda: b"e" + secrets.token_bytes(16))
+    socket: zmq.asyncio.Socket = field(init=False)
+    events: zmq.asyncio.Socket = field(init=False)
+    keeper: asyncio.Task[None] = field(init=False)
+    used: float = field(default_factory=time.monotonic)
     # Whether this process can write into its memory, as far as is known.
     shares: bool = True
     # An item has one offer, then one payload, open at a time.
-    offers: dict[tuple[str, int], Offered] = field(default_factory=dict)
-    acks: dict[tuple[str, int, int], asyncio.Future[wire.Ack]] = field(default_factory=dict)
+    offers: dict[tuple[str, int], tuple[wire.Offer, Offered]] = field(default_factory=dict)
+    acks: dict[_Name, asyncio.Future[wire.Ack]] = field(default_factory=dict)
+    # Grants under which something may be written yet.
+    grants: set[_Name] = field(default_factory=set)
 
 
 class Sender:
@@ -117,6 +143,7 @@ class Sender:
         remote: writes through a transfer engine, where receivers have one.
         checksum: whether payloads carry a digest that receivers compare.
         share_memory: whether to write into the memory of this machine's receivers.
+        dead_s: after so long without a sign of life a connection is taken for broken.
     """
 
     def __init__(
@@ -125,11 +152,14 @@ class Sender:
         *,
         checksum: bool = False,
         share_memory: bool = True,
+        dead_s: float = _DEAD_S,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._peers: dict[str, _Peer] = {}
+        self._closed = False
         self._remote = remote
         self._checksum = checksum
+        self._dead_ms = int(dead_s * 1e3)
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
         self._sharing = ThreadPoolExecutor(1, "epd-share")
@@ -151,19 +181,10 @@ class Sender:
         if name in peer.offers:
             # Of an earlier try at this encoder, which has yet to hear that it was given up.
             raise UnavailableError(f"item {offer.item} has an offer open already")
-        offered = peer.offers[name] = Offered(offer.nbytes)
-        able = wire.Offer(
-            offer.ticket,
-            offer.item,
-            offer.key,
-            offer.layout,
-            offer.nbytes,
-            self._process if peer.shares else "",
-            self._remote is not None,
-            offer.renewal,
-        )
+        offered = Offered(offer.nbytes)
+        peer.offers[name] = offer, offered
         try:
-            await self._send(peer, [wire.encode_message(able)])
+            self._ask(peer, offer)
             yield offered
         finally:
             del peer.offers[name]
@@ -195,16 +216,13 @@ class Sender:
         if time.monotonic() >= granted.until:
             self._withdraw(peer, grant)
             raise GrantLostError
-        ack: asyncio.Future[wire.Ack] = asyncio.get_running_loop().create_future()
-        peer.acks[_name(grant)] = ack
+        peer.grants.add(_name(grant))
         try:
             async with asyncio.timeout(timeout_s):
-                how = await self._deliver(peer, grant, payload, timeout_s)
-                answer = await ack
+                how, frames = await self._write(peer, grant, payload, timeout_s)
+                answer = await self._say_written(peer, grant, frames)
         except TimeoutError:
             raise DeadlineError("the language server did not answer in time") from None
-        finally:
-            del peer.acks[_name(grant)]
         if answer.error == wire.ACK_NOT_GRANTED:
             raise GrantLostError
         if answer.error:
@@ -212,6 +230,7 @@ class Sender:
         return how
 
     async def close(self) -> None:
+        self._closed = True
         for endpoint in list(self._peers):
             await self._close_peer(endpoint)
         for pool in (self._sharing, self._writing):
@@ -226,52 +245,59 @@ class Sender:
                 await self._close_peer(endpoint)
         await asyncio.get_running_loop().run_in_executor(self._sharing, self._shared.forget_gone)
 
-    async def _deliver(
+    async def _write(
         self, peer: _Peer, grant: wire.Grant, payload: memoryview, timeout_s: float
-    ) -> str:
+    ) -> tuple[str, Iterator[_Frames]]:
+        """Write a payload where it was granted.
+
+        Returns:
+            The way it went, and what is to be sent for it.
+        """
         checksum = b""
         if self._checksum:
             checksum = await asyncio.to_thread(lambda: blake3(payload).digest())
-        done = wire.Payload(grant.ticket, grant.item, grant.grant, checksum=checksum)
+        done: _Frames = [wire.encode_message(wire.Payload(*_name(grant), checksum=checksum))]
         raw = np.frombuffer(payload, dtype=np.uint8)
         landing = grant.landing
         if isinstance(landing, wire.Remote):
             if self._remote is None:
                 raise EncodeError("a grant that this encoder did not offer to use")
             remote = self._remote
-            await self._write(
+            await self._in_thread(
                 peer, grant, self._writing, lambda: remote.write(landing, raw, timeout_s)
             )
-            await self._send(peer, [wire.encode_message(done)])
-            return "remote"
+            return "remote", iter([done])
         if isinstance(landing, wire.Shared) and peer.shares:
             try:
-                await self._write(
+                await self._in_thread(
                     peer, grant, self._sharing, lambda: self._shared.write(landing, raw)
                 )
             except (OSError, ProtocolError) as error:
                 peer.shares = False
                 logger.warning("Embeddings go over the socket: no shared memory (%s)", error)
             else:
-                await self._send(peer, [wire.encode_message(done)])
-                return "shared"
+                return "shared", iter([done])
+        return "inline", _chunks(grant, payload, checksum)
+
+    async def _say_written(
+        self, peer: _Peer, grant: wire.Grant, messages: Iterator[_Frames]
+    ) -> wire.Ack:
+        """Send the rest of a payload, under which nothing is written any more after this."""
+        ack: asyncio.Future[wire.Ack] = asyncio.get_running_loop().create_future()
+        peer.acks[_name(grant)] = ack
         try:
-            await self._send_chunks(peer, grant, payload, checksum)
+            for frames in messages:
+                await self._send(peer, frames)
+            answer = await ack
         except BaseException:
             self._withdraw(peer, grant)
             raise
-        return "inline"
+        finally:
+            del peer.acks[_name(grant)]
+        peer.grants.discard(_name(grant))
+        return answer
 
-    async def _send_chunks(
-        self, peer: _Peer, grant: wire.Grant, payload: memoryview, checksum: bytes
-    ) -> None:
-        for begin in range(0, len(payload), wire.MAX_CHUNK_BYTES):
-            end = min(begin + wire.MAX_CHUNK_BYTES, len(payload))
-            last = end == len(payload)
-            part = wire.Payload(*_name(grant), begin, last, checksum if last else b"")
-            await self._send(peer, [wire.encode_message(part), payload[begin:end]])
-
-    async def _write(
+    async def _in_thread(
         self, peer: _Peer, grant: wire.Grant, pool: ThreadPoolExecutor, write: Callable[[], None]
     ) -> None:
         """Run a writer in a thread.
@@ -279,6 +305,8 @@ class Sender:
         When the call is cancelled the thread writes on; the receiver is told when it has
         ended, and keeps the memory until then.
         """
+        if self._closed:
+            raise UnavailableError("this encoder is shutting down")
         writing = asyncio.get_running_loop().run_in_executor(pool, write)
         try:
             await asyncio.shield(writing)
@@ -297,30 +325,51 @@ class Sender:
 
     def _withdraw(self, peer: _Peer, grant: wire.Grant) -> None:
         """Tell the receiver that nothing will be written under a grant any more."""
-        message = wire.encode_message(wire.Withdraw(*_name(grant)))
-        # If it is not told, it finds out when the grant expires.
+        peer.grants.discard(_name(grant))
+        # If it is not told, it asks.
+        self._post(peer, wire.Withdraw(*_name(grant)))
+
+    def _ask(self, peer: _Peer, offer: wire.Offer) -> None:
+        """Make an offer; if it is lost with the connection it is made again."""
+        process = self._process if peer.shares else ""
+        remote = self._remote is not None
+        self._post(peer, msgspec.structs.replace(offer, process=process, remote=remote))
+
+    def _post(self, peer: _Peer, message: wire.Message) -> None:
+        """Send without waiting; nothing happens where the socket is closed."""
+        peer.used = time.monotonic()
         with contextlib.suppress(zmq.ZMQError):
-            sending = asyncio.ensure_future(peer.socket.send(message, zmq.NOBLOCK))
+            sending = asyncio.ensure_future(peer.socket.send(wire.encode_message(message)))
             sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
 
-    async def _send(self, peer: _Peer, frames: list[bytes | memoryview]) -> None:
+    async def _send(self, peer: _Peer, frames: _Frames) -> None:
         peer.used = time.monotonic()
+        socket = peer.socket
         try:
-            await peer.socket.send_multipart(frames, copy=False)
+            await socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
             raise UnavailableError(f"the payload channel was closed: {error}") from None
+        except asyncio.CancelledError:
+            # A socket that is closed cancels what waits to be sent.
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                raise GrantLostError from None
+            raise
 
     def _peer(self, endpoint: str) -> _Peer:
         peer = self._peers.get(endpoint)
         if peer is None:
-            socket = self._dial(endpoint)
-            reader = asyncio.create_task(self._read(endpoint, socket), name=f"read {endpoint}")
-            peer = self._peers[endpoint] = _Peer(socket, reader, time.monotonic())
+            if self._closed:
+                raise UnavailableError("this encoder is shutting down")
+            peer = _Peer(endpoint)
+            self._dial(peer)
+            peer.keeper = asyncio.create_task(self._keep(peer), name="keep a payload channel")
+            self._peers[endpoint] = peer
         return peer
 
-    def _dial(self, endpoint: str) -> zmq.asyncio.Socket:
+    def _dial(self, peer: _Peer) -> None:
         # An asker names the endpoint, and may not reach this machine's own sockets by it.
-        if not endpoint.startswith("tcp://"):
+        if not peer.endpoint.startswith("tcp://"):
             raise ProtocolError("the reply endpoint is not a tcp:// address")
         try:
             socket = self._context.socket(zmq.DEALER)
@@ -328,51 +377,116 @@ class Sender:
             raise UnavailableError(f"no more reply endpoints can be dialled: {error}") from None
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
+        socket.setsockopt(zmq.ROUTING_ID, peer.name)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._dead_ms // 4)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._dead_ms)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+        peer.socket = socket
         try:
-            socket.connect(endpoint)
+            peer.events = socket.get_monitor_socket(_EVENTS)
+            dial(socket, peer.endpoint)
         except zmq.ZMQError as error:
-            socket.close()
+            self._hang_up(peer)
             raise UnavailableError(f"cannot dial the reply endpoint: {error}") from None
-        return socket
 
-    async def _read(self, endpoint: str, socket: zmq.asyncio.Socket) -> None:
+    def _hang_up(self, peer: _Peer) -> None:
+        peer.socket.disable_monitor()
+        peer.events.close()
+        peer.socket.close()
+
+    async def _keep(self, peer: _Peer) -> None:
+        """Read answers, and dial again whenever the connection broke."""
         while True:
-            frame = await socket.recv()
+            reader = asyncio.create_task(self._read(peer), name="read a payload channel")
+            try:
+                refused = await self._broken(peer)
+            finally:
+                reader.cancel()
+                await asyncio.wait([reader])
+            self._hang_up(peer)
+            if refused:
+                # libzmq may give such a socket up: the next offer has another.
+                del self._peers[peer.endpoint]
+                self._fail(peer, UnavailableError("the language server takes no payloads of us"))
+                return
+            try:
+                self._dial(peer)
+            except UnavailableError as error:
+                self._fail(peer, error)
+                del self._peers[peer.endpoint]
+                return
+            logger.info("Dialling a language server again, with %d open offers", len(peer.offers))
+            for ack in peer.acks.values():
+                if not ack.done():
+                    ack.set_exception(GrantLostError())
+            for offer, offered in peer.offers.values():
+                if not offered.decided.done():
+                    self._ask(peer, offer)
+
+    async def _broken(self, peer: _Peer) -> bool:
+        """Wait until a connection that stood breaks; whether it was refused instead."""
+        stood = False
+        while True:
+            event = (await recv_monitor_message(peer.events))["event"]
+            if event & _REFUSED:
+                return True
+            if event == zmq.EVENT_DISCONNECTED and stood:
+                return False
+            stood = stood or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    async def _read(self, peer: _Peer) -> None:
+        while True:
+            frame = await peer.socket.recv()
             try:
                 message = wire.decode_message(frame)
             except ProtocolError as error:
-                logger.warning("Dropped a message from %s: %s", endpoint, error)
+                logger.warning("Dropped a message of a language server: %s", error)
                 continue
-            peer = self._peers[endpoint]
             if isinstance(message, wire.Ack):
                 ack = peer.acks.get((message.ticket, message.item, message.grant))
                 if ack is not None and not ack.done():
                     ack.set_result(message)
+            elif isinstance(message, wire.Grant) and _name(message) in peer.grants:
+                continue  # it is asked whether that is so
             elif isinstance(message, wire.Wait | wire.Grant | wire.Decline):
-                offered = peer.offers.get((message.ticket, message.item))
-                if offered is not None and not offered.decided.done():
+                _, offered = peer.offers.get((message.ticket, message.item), (None, None))
+                question = isinstance(message, wire.Grant) and message.ttl_s <= 0
+                if offered is not None and not offered.decided.done() and not question:
                     offered.answer(message)
+                    if isinstance(message, wire.Grant):
+                        peer.grants.add(_name(message))
                 elif isinstance(message, wire.Grant):
                     # Nobody here wants it any more.
                     self._withdraw(peer, message)
             else:
-                logger.warning("Dropped a %s from %s", type(message).__name__, endpoint)
+                logger.warning("Dropped a %s of a language server", type(message).__name__)
 
     async def _close_peer(self, endpoint: str) -> None:
-        peer = self._peers.pop(endpoint)
-        closing = UnavailableError("this encoder is shutting down")
-        for offered in peer.offers.values():
-            offered.fail(closing)
+        peer = self._peers.pop(endpoint, None)
+        if peer is None:
+            return  # it was refused meanwhile
+        peer.keeper.cancel()
+        await asyncio.wait([peer.keeper])
+        self._hang_up(peer)
+        # Last, so that nothing is sent after it and waits for an answer.
+        self._fail(peer, UnavailableError("this encoder is shutting down"))
+
+    def _fail(self, peer: _Peer, error: Exception) -> None:
+        for _, offered in peer.offers.values():
+            offered.fail(error)
         for ack in peer.acks.values():
             if not ack.done():
-                ack.set_exception(closing)
-        peer.reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await peer.reader
-        peer.socket.close(linger=0)
+                ack.set_exception(error)
 
 
-def _name(grant: wire.Grant) -> tuple[str, int, int]:
+def _chunks(grant: wire.Grant, payload: memoryview, checksum: bytes) -> Iterator[_Frames]:
+    for begin in range(0, len(payload), wire.MAX_CHUNK_BYTES):
+        end = min(begin + wire.MAX_CHUNK_BYTES, len(payload))
+        last = end == len(payload)
+        part = wire.Payload(*_name(grant), begin, last, checksum if last else b"")
+        yield [wire.encode_message(part), payload[begin:end]]
+
+
+def _name(grant: wire.Grant) -> _Name:
     return grant.ticket, grant.item, grant.grant

@@ -22,7 +22,7 @@ items, and nobody else can.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ MAX_CONTROL_BYTES = 64 << 20
 # have to be buffered before their ticket is looked at.
 MAX_CHUNK_BYTES = 1 << 20
 MAX_ITEMS = 4096
+# A grid has an entry or a few, of one to three extents.
+_MAX_GRID_ENTRIES = 4096
+_MAX_GRID_EXTENTS = 3
 KEY_BYTES = 32
 
 MODALITIES = ("IMAGE", "VIDEO", "AUDIO")
@@ -87,7 +90,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     modality: str
     embedding: TensorSpec
-    grid: list[list[int]]
+    # An empty list is one byte on the wire and some sixty in memory.
+    grid: Annotated[
+        list[Annotated[list[int], msgspec.Meta(max_length=_MAX_GRID_EXTENTS)]],
+        msgspec.Meta(max_length=_MAX_GRID_ENTRIES),
+    ]
     extra: dict[str, Any] = {}
 
     @property
@@ -150,6 +157,33 @@ class Offer(Message, frozen=True, tag="offer"):
     renewal: bool = False
 
 
+class UnreadOffer(Message, frozen=True, tag="offer"):
+    """An Offer whose layout is not read before its ticket is known: anybody may send one."""
+
+    ticket: str
+    item: int
+    key: bytes
+    layout: msgspec.Raw
+    nbytes: int
+    process: str = ""
+    remote: bool = False
+    renewal: bool = False
+
+    def read(self) -> Offer:
+        """The offer.
+
+        Raises:
+            ProtocolError: it is not well-formed.
+        """
+        try:
+            layout = _LAYOUT_DECODER.decode(self.layout)
+        except MALFORMED as error:
+            raise ProtocolError(f"offer: malformed layout: {error}") from None
+        offer = Offer(**{**msgspec.structs.asdict(self), "layout": layout})
+        _check_offer(offer)
+        return offer
+
+
 class Wait(Message, frozen=True, tag="wait"):
     """Receiver: no memory now; a Grant or Decline follows when there is."""
 
@@ -158,7 +192,11 @@ class Wait(Message, frozen=True, tag="wait"):
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Receiver: memory is reserved under `grant` for `ttl_s`; send the payload there."""
+    """Receiver: memory is reserved under `grant` for `ttl_s`; send the payload there.
+
+    Where no time is left it is a question: an encoder that may not write under it any more,
+    or never knew of it, answers with a Withdraw.
+    """
 
     ticket: str
     item: int
@@ -379,7 +417,10 @@ _AnyMessage = (
     | Cancel
 )
 _ENCODER = msgspec.msgpack.Encoder()
+M = TypeVar("M")
 _DECODER = msgspec.msgpack.Decoder(_AnyMessage)
+_ENCODERS_DECODER = msgspec.msgpack.Decoder(UnreadOffer | Payload | Withdraw)
+_LAYOUT_DECODER = msgspec.msgpack.Decoder(Layout)
 
 
 def encode_message(message: Message) -> bytes:
@@ -394,11 +435,7 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
         ProtocolError: for anything that is not a well-formed message of this
             major version within its bounds.
     """
-    body = open_envelope(frame, max_bytes)
-    try:
-        message: Message = _DECODER.decode(body)
-    except MALFORMED as error:
-        raise ProtocolError(f"malformed message: {error}") from None
+    message = _decode(_DECODER, frame, max_bytes)
     if isinstance(message, Offer):
         _check_offer(message)
     elif isinstance(message, Expect):
@@ -413,9 +450,36 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
         _check_expect(message.expect)
         if not message.expect.announcer:
             raise ProtocolError("again: it is not said who announced the request")
-    elif isinstance(message, Payload) and message.offset < 0:
-        raise ProtocolError("payload: negative offset")
+    elif isinstance(message, Payload):
+        _check_payload(message)
     return message
+
+
+def decode_from_encoder(frame: bytes | memoryview) -> UnreadOffer | Payload | Withdraw:
+    """Decode one frame of the payload port; no other messages belong there.
+
+    Costs about as much memory as the frame has bytes, whatever it holds.
+
+    Raises:
+        ProtocolError: for anything else.
+    """
+    message = _decode(_ENCODERS_DECODER, frame, MAX_HEADER_BYTES)
+    if isinstance(message, Payload):
+        _check_payload(message)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview, max_bytes: int) -> M:
+    body = open_envelope(frame, max_bytes)
+    try:
+        return decoder.decode(body)
+    except MALFORMED as error:
+        raise ProtocolError(f"malformed message: {error}") from None
+
+
+def _check_payload(payload: Payload) -> None:
+    if payload.offset < 0:
+        raise ProtocolError("payload: negative offset")
 
 
 def _check_expect(expect: Expect) -> None:

@@ -1,0 +1,258 @@
+"""Connections that break between an encoder and a language server lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_epd import wire
+from sglang_epd.transfer import receiver as receiver_module
+from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler
+from transfer.links import Link
+from transfer.receiver_process import receiver_process
+from transfer.test_sender import soon
+
+FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
+KEY = b"k" * 32
+# After so long without a sign of life a connection is taken for broken.
+DEAD_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "_ASK_S", 0.05)
+
+
+@pytest.fixture
+def link(receiver: Receiver) -> Iterator[Link]:
+    link = Link(receiver.endpoint)
+    yield link
+    link.close()
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "shared"])
+async def sender(request: pytest.FixtureRequest) -> AsyncIterator[Sender]:
+    sender = Sender(share_memory=request.param, dead_s=DEAD_S)
+    yield sender
+    await sender.close()
+
+
+async def encode(sender: Sender, endpoint: str, ticket: str = "t") -> str:
+    """Offer an item until it is taken, as an encoder does."""
+    renewal = False
+    while True:
+        offer = wire.Offer(ticket, 0, KEY, LAYOUT, EMBEDDING.nbytes, renewal=renewal)
+        async with sender.offer(endpoint, offer) as offered:
+            decision = await offered.decided
+            if isinstance(decision, wire.Decline):
+                return decision.reason
+            try:
+                return await sender.deliver(endpoint, decision, EMBEDDING, PATIENCE_S)
+            except GrantLostError:
+                renewal = True
+
+
+async def encoded(sender: Sender, endpoint: str) -> str:
+    return await asyncio.wait_for(encode(sender, endpoint), PATIENCE_S)
+
+
+async def nothing_held(receiver: Receiver) -> None:
+    await soon(lambda: not receiver._reservations.held_bytes)
+    assert not receiver._reservations.quarantined
+    assert not receiver._held
+
+
+async def test_an_offer_that_waits_outlives_its_connection(
+    receiver, link, sender, connect, scheduler
+):
+    scheduler.expecting("a", "a")
+    scheduler.expecting()
+    other = connect(receiver)
+    grant = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
+    waiting = asyncio.create_task(encoded(sender, link.endpoint))
+    await soon(lambda: receiver.tally.counts["waits", ""])
+    link.cut()
+    await soon(lambda: receiver.tally.counts["waits", ""] == 2)
+    other.send(wire.Withdraw("a", 0, grant.grant))
+    assert await waiting in {"inline", "shared"}
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+    await nothing_held(receiver)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["lost", "arrived"])
+@pytest.mark.parametrize("kind", ["offer", "grant", "payload", "ack"])
+async def test_any_message_may_be_the_last_of_a_connection(
+    receiver, link, sender, scheduler, kind, after
+):
+    scheduler.expecting()
+    link.cut_at(kind, after=after)
+    assert await encoded(sender, link.endpoint) in {"inline", "shared", "duplicate"}
+    await soon(lambda: link.cuts == 1)
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+    await nothing_held(receiver)
+
+
+async def test_a_grant_that_was_lost_with_its_connection_is_not_quarantined_for_good(
+    receiver, link, sender, scheduler
+):
+    """Nobody offers the item again: its encoder has to be asked."""
+    scheduler.expecting()
+    link.cut_at("grant", after=False)
+    asking = asyncio.create_task(encode(sender, link.endpoint))
+    await soon(lambda: link.cuts)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await scheduler_abandons(scheduler)
+    await nothing_held(receiver)
+
+
+async def scheduler_abandons(scheduler: Scheduler) -> None:
+    scheduler.claims.abandon("r")
+    assert (await asyncio.to_thread(scheduler.settle))[0].code == "RequestCancelledError"
+
+
+async def test_an_encoder_that_writes_keeps_its_memory_when_it_is_asked(
+    receiver, link, scheduler, monkeypatch
+):
+    sender = Sender(dead_s=DEAD_S)
+    scheduler.expecting()
+    writing, go_on = threading.Event(), threading.Event()
+    write = sender._shared.write
+
+    def slowly(landing, raw):
+        writing.set()
+        assert go_on.wait(PATIENCE_S)
+        write(landing, raw)
+
+    monkeypatch.setattr(sender._shared, "write", slowly)
+    delivery = asyncio.create_task(encode(sender, link.endpoint))
+    try:
+        await soon(writing.is_set)
+        await scheduler_abandons(scheduler)
+        await soon(lambda: link.seen["grant"] > 5)
+        assert receiver._reservations.quarantined == 1
+        go_on.set()
+        assert await asyncio.wait_for(delivery, PATIENCE_S) == "cancelled"
+        await nothing_held(receiver)
+    finally:
+        go_on.set()
+        await sender.close()
+
+
+async def test_a_large_payload_is_sent_again_from_its_beginning(start_receiver, connect_scheduler):
+    receiver = start_receiver(budget_bytes=16 << 20)
+    scheduler = await asyncio.to_thread(connect_scheduler)
+    scheduler.expecting()
+    embedding = torch.randn(1 << 18, 8)
+    layout = wire.Layout("IMAGE", wire.TensorSpec("float32", tuple(embedding.shape)), [])
+    offer = wire.Offer("t", 0, KEY, layout, embedding.nbytes)
+    sender, link = Sender(share_memory=False, checksum=True, dead_s=DEAD_S), Link(receiver.endpoint)
+    try:
+        async with sender.offer(link.endpoint, offer) as offered:
+            decision = await offered.decided
+            link.cut_in(5 << 20)
+            with pytest.raises(GrantLostError):
+                await sender.deliver(link.endpoint, decision, embedding, PATIENCE_S)
+        async with sender.offer(link.endpoint, offer) as offered:
+            decision = await asyncio.wait_for(offered.decided, PATIENCE_S)
+            assert isinstance(decision, Granted)
+            way = await sender.deliver(link.endpoint, decision, embedding, PATIENCE_S)
+    finally:
+        await sender.close()
+        link.close()
+    assert way == "inline"
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], embedding)
+
+
+async def test_a_link_that_freezes_is_left_and_what_it_lets_go_late_does_no_harm(
+    receiver, link, sender, scheduler
+):
+    scheduler.expecting()
+    link.freeze()
+    asking = asyncio.create_task(encoded(sender, link.endpoint))
+    await asyncio.sleep(3 * DEAD_S)
+    link.thaw()
+    assert await asking in {"inline", "shared", "duplicate"}
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+    await nothing_held(receiver)
+
+
+async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
+    receiver, link, sender, scheduler
+):
+    """As where something between the two forgets a connection without a word."""
+    full = wire.Offer("a", 0, bytes(32), FULL, BUDGET)
+    scheduler.expecting("a", "a")
+    scheduler.expecting()
+    async with sender.offer(link.endpoint, full) as offered:
+        await asyncio.wait_for(offered.decided, PATIENCE_S)
+        waiting = asyncio.create_task(encoded(sender, link.endpoint))
+        await soon(lambda: receiver.tally.counts["waits", ""] == 1)
+        link.strand()
+        await soon(lambda: receiver.tally.counts["waits", ""] == 2)
+    assert await waiting in {"inline", "shared"}
+    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+
+
+async def test_a_receiver_that_was_started_again_says_so(receiver, link, sender, tmp_path):
+    asking = asyncio.create_task(encoded(sender, link.endpoint))
+    await soon(lambda: receiver.tally.counts["offers", ""])
+    other = Receiver("127.0.0.1", "127.0.0.1", tmp_path / "other" / "c", budget_bytes=BUDGET)
+    other.start()
+    try:
+        link.lead_to(other.endpoint)
+        link.cut()
+        with pytest.raises(Exception, match="takes no payloads of us"):
+            await asking
+        assert await encoded(sender, link.endpoint) == "unknown"
+    finally:
+        await asyncio.to_thread(other.stop)
+
+
+async def test_a_receiver_that_stands_still_for_longer_than_its_connections_live(
+    tmp_path: Path, sender: Sender
+):
+    control = tmp_path / "c"
+    with receiver_process(control) as process:
+        scheduler = await asyncio.to_thread(Scheduler, control)
+        scheduler.expecting("a", "a")
+        scheduler.expecting()
+        holder = Sender(dead_s=60.0)
+        full = wire.Offer("a", 0, bytes(32), FULL, BUDGET)
+        async with holder.offer(process.endpoint, full) as offered:
+            await asyncio.wait_for(offered.decided, PATIENCE_S)
+            asking = asyncio.create_task(encoded(sender, process.endpoint))
+            await soon(lambda: process.state()["waits"] == 1)
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(3 * DEAD_S)
+            os.kill(process.pid, signal.SIGCONT)
+            # Nothing but the connection has changed: it waits on, under a new one.
+            await soon(lambda: process.state()["waits"] == 2)
+        assert await asking in {"inline", "shared"}
+        await holder.close()
+        (tensor,) = await asyncio.to_thread(scheduler.tensors)
+        assert torch.equal(tensor, EMBEDDING)
+        del tensor
+        await soon(lambda: not process.state()["held"])
+        assert not process.state()["quarantined"]
+        scheduler.close()
+
+
+async def test_a_break_before_each_item_loses_none(receiver, link, sender, scheduler):
+    for number in range(20):
+        scheduler.expecting(f"r{number}", f"t{number}")
+        link.cut()
+        outcome = await asyncio.wait_for(encode(sender, link.endpoint, f"t{number}"), PATIENCE_S)
+        assert outcome in {"inline", "shared", "duplicate"}
+    settled = await asyncio.to_thread(scheduler.settle, 20)
+    assert not any(one.code for one in settled)
+    assert len(receiver._ledger) == 0

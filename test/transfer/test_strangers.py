@@ -1,0 +1,218 @@
+"""What others on the network can cost a language server: their bytes, and little time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from sglang_epd import wire
+from sglang_epd.wire import messages, seal
+from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Peer, Scheduler
+from transfer.receiver_process import MIB, ReceiverProcess, receiver_process
+
+# As many empty lists as one message holds; each is a byte here, and 56 once it is made.
+LISTS = 261_000
+SLACK = 4 * MIB
+
+
+def costly_offer(ticket: str) -> bytes:
+    offer = {
+        "t": "offer",
+        "ticket": ticket,
+        "item": 0,
+        "key": bytes(32),
+        "layout": {"modality": "IMAGE", "embedding": ["float32", [2, 4]], "grid": [[]] * LISTS},
+        "nbytes": 32,
+    }
+    frame = seal(msgspec.msgpack.encode(offer))
+    assert len(frame) < messages.MAX_HEADER_BYTES
+    return frame
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ReceiverProcess]:
+    with receiver_process(tmp_path / "run" / "c", budget=64 * MIB) as process:
+        yield process
+
+
+@pytest.fixture
+def scheduler(process: ReceiverProcess, tmp_path: Path) -> Iterator[Scheduler]:
+    scheduler = Scheduler(tmp_path / "run" / "c")
+    yield scheduler
+    scheduler.close()
+
+
+class Stranger:
+    """Speaks ZMTP by hand, as far as it is let."""
+
+    def __init__(self, endpoint: str, mechanism: bytes) -> None:
+        host, _, port = endpoint.rpartition("@")[2].rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        signature = b"\xff" + bytes(8) + b"\x7f"
+        self.socket.sendall(signature + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
+
+    def command(self, name: bytes, body: bytes) -> None:
+        text = bytes([len(name)]) + name + body
+        self.socket.sendall(b"\x04" + bytes([len(text)]) + text)
+
+    def sent(self, data: bytes, times: int) -> int:
+        """How much is taken of it before the connection ends."""
+        taken = 0
+        with contextlib.suppress(OSError):
+            for _ in range(times):
+                self.socket.sendall(data)
+                taken += len(data)
+        return taken
+
+
+def ready(stranger: Stranger) -> None:
+    kind = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    stranger.command(b"READY", kind + b"\x08Identity" + struct.pack(">I", 0))
+
+
+def guess(stranger: Stranger) -> None:
+    stranger.command(b"HELLO", b"\x03epd\x20" + b"0" * 32)
+
+
+def nothing(_: Stranger) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "say"),
+    [(b"NULL", ready), (b"PLAIN", guess), (b"PLAIN", ready), (b"PLAIN", nothing)],
+    ids=["no mechanism", "a wrong secret", "no secret", "nothing"],
+)
+def test_frames_without_end_are_read_of_nobody_without_the_secret(
+    process: ReceiverProcess, scheduler: Scheduler, dial, mechanism: bytes, say: Callable
+):
+    """Of one message libzmq takes any number of frames, for 32 times their bytes."""
+    scheduler.expecting()
+    before = process.rss
+    stranger = Stranger(process.endpoint, mechanism)
+    say(stranger)
+    frames = b"\x01\x00" * (1 << 19)
+    # What the system buffers is all that can be sent.
+    assert stranger.sent(frames, 64) < 32 * MIB
+    stranger.socket.close()
+    assert process.rss - before < SLACK
+    assert isinstance(dial(process.endpoint).offer(), wire.Grant)
+
+
+def test_whoever_does_not_know_the_secret_is_heard_by_nobody(process, scheduler, context):
+    scheduler.expecting()
+    place = process.endpoint.rpartition("@")[2]
+    for secret in ("", "0" * 32, process.endpoint.partition("@")[0][6:-1]):
+        peer = Peer(context, f"tcp://{secret}@{place}" if secret else f"tcp://{place}")
+        peer.send(wire.Offer("t", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+        assert not peer.socket.poll(200)
+        peer.socket.close()
+
+
+def test_offers_of_unknown_tickets_cost_their_bytes(process, dial):
+    """Sixty of them took over a gigabyte once, and the thread 90 ms each."""
+    encoder = dial(process.endpoint)
+    encoder.offer()
+    before = process.rss
+    frames = [costly_offer(f"unknown-{number}") for number in range(60)]
+    for frame in frames:
+        encoder.send(frame)
+    most = 0
+    for _ in frames:
+        most = max(most, process.rss)
+        assert encoder.receive().reason == messages.DECLINE_UNKNOWN
+    assert most - before < sum(map(len, frames)) + SLACK
+    assert process.state()["unanswered"] == 0
+
+
+def test_a_costly_layout_of_a_known_ticket_is_refused_before_it_is_made(process, scheduler, dial):
+    scheduler.expecting()
+    encoder = dial(process.endpoint)
+    encoder.flush()
+    before = process.rss
+    encoder.send(costly_offer("t"))
+    encoder.flush()
+    assert process.rss - before < SLACK
+    assert isinstance(encoder.offer(), wire.Grant)
+
+
+def test_one_who_offers_much_of_nothing_known_crowds_nobody_else_out(process, scheduler, dial):
+    """An honest offer may still overtake its announcement."""
+    hostile, honest = dial(process.endpoint), dial(process.endpoint)
+    for number in range(40):
+        hostile.send(costly_offer(f"unknown-{number}"))
+    for number in range(20):
+        hostile.send(wire.Offer(f"small-{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+    # Nothing more fits: whatever is held next, something else has to go.
+    assert hostile.receive().reason == messages.DECLINE_UNKNOWN
+    hostile.send(wire.Payload("flush", 0, 0))
+    while not isinstance(hostile.receive(), wire.Ack):
+        pass
+    honest.send(wire.Offer("t", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+    honest.flush()
+    scheduler.expecting()
+    assert isinstance(honest.receive(), wire.Grant)
+
+
+def latencies(process: ReceiverProcess, dial: Callable, scheduler: Scheduler, count: int) -> float:
+    """Seconds that 99 of 100 honest offers take at most until they are granted."""
+    honest, taken = dial(process.endpoint), []
+    for number in range(count):
+        ticket = f"{time.monotonic()}-{number}"
+        scheduler.expecting(ticket, ticket)
+        began = time.perf_counter()
+        grant = honest.grant(ticket)
+        taken.append(time.perf_counter() - began)
+        honest.send(wire.Withdraw(ticket, 0, grant.grant))
+        scheduler.claims.abandon(ticket)
+        scheduler.settle()
+    return float(np.quantile(taken, 0.99))
+
+
+@pytest.mark.extended
+def test_honest_offers_are_granted_beside_a_flood_of_costly_ones(process, scheduler, dial):
+    """Twenty connections that know the secret, 10 MB/s."""
+    calm = latencies(process, dial, scheduler, 400)
+    before = process.rss
+    stop, sent = threading.Event(), 0
+
+    def flood() -> None:
+        nonlocal sent
+        context = zmq.Context()
+        peers = [Peer(context, process.endpoint) for _ in range(20)]
+        frame, began = costly_offer("unknown"), time.monotonic()
+        while not stop.is_set():
+            peer = peers[(sent // len(frame)) % 20]
+            peer.socket.send(frame)
+            sent += len(frame)
+            time.sleep(max(0.0, began + sent / 10e6 - time.monotonic()))
+        context.destroy(linger=0)
+
+    flooding = threading.Thread(target=flood)
+    began = time.monotonic()
+    flooding.start()
+    try:
+        beside, most = 0.0, 0
+        while time.monotonic() < began + 8:
+            beside = max(beside, latencies(process, dial, scheduler, 200))
+            most = max(most, process.rss)
+    finally:
+        stop.set()
+        flooding.join()
+    rate = sent / (time.monotonic() - began)
+    print(f"p99 {calm * 1e3:.1f} ms calm, {beside * 1e3:.1f} ms at {rate / 1e6:.1f} MB/s")
+    print(f"{(most - before) / MIB:.1f} MiB more")
+    assert rate > 5e6, "the flood was none"
+    assert beside < max(0.05, 2 * calm)
+    # What is held of unknown tickets, and what libzmq reads ahead of each connection.
+    assert most - before < 8 * MIB + 20 * 32 * len(costly_offer("unknown")) + SLACK

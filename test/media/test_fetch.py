@@ -471,7 +471,7 @@ async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
         assert media.data == BODY
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [getattr(result, "reason", None) for result in results] == ["timeout"] * 6
-        assert not fetcher._hosts
+        assert not fetcher._slots.hosts
 
 
 async def test_a_failure_has_a_reason(serve: Serve) -> None:

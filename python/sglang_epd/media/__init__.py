@@ -11,7 +11,7 @@ from sglang_epd.media.audio import check_audio
 from sglang_epd.media.container import check_container
 from sglang_epd.media.content_hash import check_content_hash, parse_content_hash
 from sglang_epd.media.decode import decode_image
-from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
+from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, RoomFor, reading_until
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
@@ -25,6 +25,7 @@ __all__ = [
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",
+    "RoomFor",
     "Step",
     "Trail",
     "VideoFacts",

@@ -1,0 +1,52 @@
+"""Sockets to servers that nobody here trusts.
+
+aiohttp parses all that one read has brought before the event loop goes on: 256 KiB of interim
+answers (`HTTP/1.1 103`, 18 bytes) take a quarter of a second. One read brings at most 16 KiB
+here, and only so many bytes are taken in while an answer is awaited. asyncio's own event loop
+reads by these methods; uvloop does not.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+_READ_BYTES = 16 << 10
+# A TLS handshake with a long chain of certificates, and headers.
+_UNANSWERED_BYTES = 64 << 10
+
+
+class GuardedSocket(socket.socket):
+    """A stream socket whose reads are small.
+
+    Attributes:
+        answering: whether the answer's headers have come, and its body has not ended.
+    """
+
+    _answering = False
+    _unanswered = 0
+
+    @property
+    def answering(self) -> bool:
+        return self._answering
+
+    @answering.setter
+    def answering(self, value: bool) -> None:
+        self._answering = value
+        self._unanswered = 0
+
+    def recv(self, size: int, *flags: Any) -> bytes:
+        data = super().recv(min(size, _READ_BYTES), *flags)
+        self._note(len(data))
+        return data
+
+    def recv_into(self, buffer: Any, *options: Any) -> int:
+        count = super().recv_into(memoryview(buffer)[:_READ_BYTES], *options)
+        self._note(count)
+        return count
+
+    def _note(self, count: int) -> None:
+        if not self._answering:
+            self._unanswered += count
+            if self._unanswered > _UNANSWERED_BYTES:
+                raise ConnectionAbortedError("too many bytes without an answer")

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from sglang_epd.encoder.admission import Admission
+from sglang_epd.errors import RequestCancelledError
 
 Age = tuple[int, int]
 
@@ -24,12 +25,14 @@ class Arrival:
 
     Attributes:
         nbytes: that are counted for it.
+        closed: a fetch in another thread, which was given up, may still ask for room.
     """
 
     def __init__(self, intake: Intake, age: Age) -> None:
         self._intake = intake
         self.age = age
         self.nbytes = 0
+        self.closed = False
 
     async def grow(self, nbytes: int) -> None:
         """Wait until the item may have `nbytes` bytes, with those that it has."""
@@ -90,7 +93,7 @@ class Intake:
         """Let those go on for whom there is room now."""
         while self._waiting:
             _, _, arrival, nbytes, turn = self._waiting[0]
-            if not turn.done():  # else its fetch was given up
+            if not (turn.done() or arrival.closed):  # else its fetch was given up
                 if not self._permits(arrival, nbytes):
                     return
                 self._count(arrival, nbytes - arrival.nbytes)
@@ -98,6 +101,8 @@ class Intake:
             heapq.heappop(self._waiting)
 
     async def _grow(self, arrival: Arrival, nbytes: int) -> None:
+        if arrival.closed:
+            raise RequestCancelledError("nobody waits for these media")
         if nbytes <= arrival.nbytes:
             return
         if self._over is arrival or (not self._waiting and self._permits(arrival, nbytes)):
@@ -134,6 +139,7 @@ class Intake:
             self._over = heir
 
     def _close(self, arrival: Arrival) -> None:
+        arrival.closed = True
         if self._over is arrival:
             self._over = None
         self._count(arrival, -arrival.nbytes)

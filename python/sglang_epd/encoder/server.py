@@ -37,7 +37,7 @@ from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import share_mb
-from sglang_epd.media import MediaFetcher, MediaLimits
+from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.store import StoreMetrics
@@ -98,7 +98,7 @@ def launch(server_args: Any) -> None:
             await tower.warm_up()
         identity = namespace(towers[0].hf_config, served(), towers[0].dtype)
         async with AsyncExitStack() as stack:
-            fetcher = await stack.enter_async_context(MediaFetcher(limits))
+            fetcher = await stack.enter_async_context(FetchingThread(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
             sender = Sender(
                 _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
@@ -222,7 +222,7 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
 
 def _open_urls(
-    fetcher: MediaFetcher, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
+    fetcher: FetchingThread, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
 ) -> UrlReader | None:
     """What remembers URLs, closed with `stack`; None where nothing is to."""
     if not entries:

@@ -32,7 +32,7 @@ from sglang_epd.errors import (
     EpdError,
     NamespaceError,
 )
-from sglang_epd.media import MediaFetcher, MediaSource, check_content_hash
+from sglang_epd.media import Fetcher, MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
@@ -100,7 +100,7 @@ class EncoderService:
         self,
         *,
         computations: Computations,
-        fetcher: MediaFetcher,
+        fetcher: Fetcher,
         sender: Sender,
         admission: Admission,
         metrics: EncoderMetrics,

@@ -20,7 +20,7 @@ from yarl import URL
 from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
 from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Answer, MediaFetcher, MediaSource, RoomFor, reading_until
+from sglang_epd.media import Answer, Fetcher, MediaSource, RoomFor, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -61,7 +61,7 @@ class UrlReader:
         metrics: counts what became of them.
     """
 
-    def __init__(self, fetcher: MediaFetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
+    def __init__(self, fetcher: Fetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
         self._fetcher = fetcher
         self.memory = memory
         self._metrics = metrics

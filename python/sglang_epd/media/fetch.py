@@ -16,7 +16,7 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -34,7 +34,7 @@ from sglang_epd.media.guarded_socket import GuardedSocket
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.local import open_local, read_local
 from sglang_epd.media.resolver import SystemResolver
-from sglang_epd.media.slots import Slots, Turn
+from sglang_epd.media.slots import RoomFor, Slots, Turn
 from sglang_epd.media.source import MediaSource, digest, display
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -58,12 +58,8 @@ _HEADERS = {
 }
 
 
-# Waits until an item may have so many bytes in memory.
-RoomFor = Callable[[int], Awaitable[None]]
-
-
-async def _any_room(_nbytes: int) -> None:
-    pass
+async def any_room(_nbytes: int) -> None:
+    """There is always room."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,7 @@ class MediaFetcher:
             self._resolver = None
 
     async def fetch(
-        self, source: MediaSource, deadline: float, room_for: RoomFor = _any_room
+        self, source: MediaSource, deadline: float, room_for: RoomFor = any_room
     ) -> FetchedMedia:
         """Read an item's bytes and hash them.
 
@@ -215,7 +211,7 @@ class MediaFetcher:
             return FetchedMedia(data, await _digest(data), source)
 
     async def ask(
-        self, source: MediaSource, known: Trail | None = None, room_for: RoomFor = _any_room
+        self, source: MediaSource, known: Trail | None = None, room_for: RoomFor = any_room
     ) -> Answer:
         """Read an HTTP URL and hash what is there, unless that is known.
 
@@ -389,7 +385,8 @@ class MediaFetcher:
         most = limit if length is None else length
         body = io.BytesIO()  # gives its bytes without a copy of them
         room = chunks = 0
-        async for part, ends_chunk in response.content.iter_chunks():
+        while not response.content.at_eof():
+            part, ends_chunk = await response.content.readchunk()
             turn.nbytes += len(part)
             if turn.nbytes > limit:
                 raise _too_large(f"media from {host}", limit)
@@ -398,7 +395,8 @@ class MediaFetcher:
                 raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
             if turn.nbytes > room:
                 # What was announced is not believed: bytes that do not come are not kept for it.
-                room = min(max(2 * turn.nbytes, _FIRST_BYTES), max(most, turn.nbytes))
+                more = max(_FIRST_BYTES, turn.nbytes // 4)
+                room = min(turn.nbytes + more, max(most, turn.nbytes))
                 await room_for(room)
             body.write(part)
         return body.getvalue()

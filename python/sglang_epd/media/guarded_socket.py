@@ -1,9 +1,9 @@
 """Sockets to servers that nobody here trusts.
 
 aiohttp parses all that one read has brought before the event loop goes on: 256 KiB of interim
-answers (`HTTP/1.1 103`, 18 bytes) take a quarter of a second. One read brings at most 16 KiB
-here, and only so many bytes are taken in while an answer is awaited. asyncio's own event loop
-reads by these methods; uvloop does not.
+answers (`HTTP/1.1 103`, 18 bytes) take a quarter of a second. Here a read brings little while
+an answer is awaited, and only so many bytes are taken in before there is one. asyncio's own
+event loop reads by these methods; uvloop does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-_READ_BYTES = 16 << 10
+# At a time: while an answer is awaited, and of a body.
+_READ_BYTES = {False: 2 << 10, True: 64 << 10}
 # A TLS handshake with a long chain of certificates, and headers.
 _UNANSWERED_BYTES = 64 << 10
 
@@ -36,12 +37,12 @@ class GuardedSocket(socket.socket):
         self._unanswered = 0
 
     def recv(self, size: int, *flags: Any) -> bytes:
-        data = super().recv(min(size, _READ_BYTES), *flags)
+        data = super().recv(min(size, _READ_BYTES[self._answering]), *flags)
         self._note(len(data))
         return data
 
     def recv_into(self, buffer: Any, *options: Any) -> int:
-        count = super().recv_into(memoryview(buffer)[:_READ_BYTES], *options)
+        count = super().recv_into(memoryview(buffer)[: _READ_BYTES[self._answering]], *options)
         self._note(count)
         return count
 

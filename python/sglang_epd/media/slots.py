@@ -8,8 +8,9 @@ hosts of many names can therefore not fill all slots.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from sglang_epd.errors import MediaError
 from sglang_epd.media.shares import Shares
@@ -18,6 +19,9 @@ from sglang_epd.media.shares import Shares
 GRACE_S = 1.5
 MIN_BYTES_PER_S = 64 << 10
 _LOOK_S = 0.1
+
+# Waits until an item may have so many bytes in memory.
+RoomFor = Callable[[int], Coroutine[Any, Any, None]]
 
 
 class Turn:
@@ -49,7 +53,7 @@ class Turn:
         self.gave_way = True
         self._patience.reschedule(self._clock())
 
-    def pausing(self, wait: Callable[[int], Awaitable[None]]) -> Callable[[int], Awaitable[None]]:
+    def pausing(self, wait: RoomFor) -> RoomFor:
         """`wait`, of which the time does not count."""
 
         async def paused(nbytes: int) -> None:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 24
 _CLOSE_S = 3
 _EXPORT_S = 1.0
+_DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
 
 
@@ -72,6 +74,7 @@ def launch(server_args: Any) -> None:
     )
 
     started = time.monotonic()
+    _allow_descriptors()
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
@@ -171,6 +174,15 @@ def launch(server_args: Any) -> None:
                 await registration.leave()
 
     _run(serve())
+
+
+def _allow_descriptors() -> None:
+    """As many as this user may open, as SGLang's other servers do: hosts that are read from, and
+    names that are looked up, may take more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:

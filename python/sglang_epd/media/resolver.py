@@ -13,8 +13,9 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from sglang_epd.media.shares import Shares
 
-_THREADS = 1024
-_PER_DOMAIN = 32
+# Each has a file descriptor or two.
+_THREADS = 512
+_PER_DOMAIN = 16
 _WAIT_S = 2.0
 _KNOWN_NAMES = 4096
 

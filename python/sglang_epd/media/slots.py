@@ -44,7 +44,7 @@ class Turn:
     def rate(self) -> float | None:
         """Bytes a second; None where it is too early to tell, or not the host's fault."""
         elapsed_s = self._clock() - self._began
-        if self._paused or elapsed_s < GRACE_S:
+        if self._paused or self._patience.expired() or elapsed_s < GRACE_S:
             return None
         return self.nbytes / elapsed_s
 

@@ -84,15 +84,23 @@ async def test_some_interim_answers_pass(make) -> None:
         assert await fetch(make, url) == b"body"
 
 
-async def test_a_connection_that_is_reused_takes_in_as_much_again(serve: Serve) -> None:
-    async def handle(_request: web.Request) -> web.Response:
-        return web.Response(body=b"body", headers={"X-Long": "x" * 7000})
+@pytest.mark.parametrize("nbytes", [4, 300_000])
+async def test_a_connection_that_is_reused_takes_in_as_much_again(
+    serve: Serve, nbytes: int
+) -> None:
+    peers = set()
+
+    async def handle(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        peers.add(request.transport.get_extra_info("peername"))
+        return web.Response(body=bytes(nbytes), headers={"X-Long": "x" * 7000})
 
     url = await serve(handle)
     async with FetchingThread(local_limits()) as fetcher:
         for _ in range(20):
             media = await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
-            assert media.data == b"body"
+            assert len(media.data) == nbytes
+    assert len(peers) == 1
 
 
 class Threads(AbstractResolver):
@@ -139,15 +147,18 @@ async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> No
     async def handle(_request: web.Request) -> web.Response:
         return web.Response(body=bytes(300_000))
 
+    waits = [1.2, 0.6, 5.0]
+
     async def room_for(_nbytes: int) -> None:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(waits.pop(0))
 
     source = MediaSource(url=await serve(handle))
-    async with make(local_limits(total_timeout_s=0.8)) as fetcher:
-        media = await fetcher.fetch(source, in_seconds(PATIENCE_S), room_for)
-        assert len(media.data) == 300_000
+    async with make(local_limits(total_timeout_s=1.0)) as fetcher:
         with pytest.raises(DeadlineError):
-            await fetcher.fetch(source, in_seconds(0.2), room_for)
+            await fetcher.fetch(source, in_seconds(2.5), room_for)
+        assert waits == []
+        media = await fetcher.fetch(source, in_seconds(PATIENCE_S))
+        assert len(media.data) == 300_000
 
 
 # Slots

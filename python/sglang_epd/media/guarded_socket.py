@@ -24,30 +24,26 @@ class GuardedSocket(socket.socket):
         answering: whether the answer's headers have come, and its body has not ended.
     """
 
-    _answering = False
+    answering = False
+    # Bytes since something was sent.
     _unanswered = 0
 
-    @property
-    def answering(self) -> bool:
-        return self._answering
-
-    @answering.setter
-    def answering(self, value: bool) -> None:
-        self._answering = value
+    def send(self, *data: Any) -> int:
         self._unanswered = 0
+        return super().send(*data)
 
     def recv(self, size: int, *flags: Any) -> bytes:
-        data = super().recv(min(size, _READ_BYTES[self._answering]), *flags)
+        data = super().recv(min(size, _READ_BYTES[self.answering]), *flags)
         self._note(len(data))
         return data
 
     def recv_into(self, buffer: Any, *options: Any) -> int:
-        count = super().recv_into(memoryview(buffer)[: _READ_BYTES[self._answering]], *options)
+        count = super().recv_into(memoryview(buffer)[: _READ_BYTES[self.answering]], *options)
         self._note(count)
         return count
 
     def _note(self, count: int) -> None:
-        if not self._answering:
+        if not self.answering:
             self._unanswered += count
             if self._unanswered > _UNANSWERED_BYTES:
                 raise ConnectionAbortedError("too many bytes without an answer")

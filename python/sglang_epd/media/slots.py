@@ -107,8 +107,9 @@ class Slots:
                     yield turn
             except TimeoutError:
                 if turn is not None and turn.gave_way:
-                    text = f"{shown} was sent too slowly while other media waited"
-                    raise MediaError(text, reason="slow") from None
+                    raise MediaError(
+                        f"{shown} was sent too slowly while other media waited", reason="slow"
+                    ) from None
                 raise MediaError(
                     f"{shown} took longer than {limit_s:g} s", reason="timeout"
                 ) from None

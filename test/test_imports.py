@@ -6,8 +6,8 @@
     sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families
-    wire, media, checkpoint, config, errors, trust, deferred, machine, tally, lag, spans, logs,
-    unread
+    wire, media, processes, checkpoint, config, errors, trust, deferred, machine, tally, lag,
+    spans, logs, unread
     platform                      stands by itself beside all of them
 
 A package may import what stands below it. Packages of one row do not import each other,
@@ -34,11 +34,12 @@ LAYERS = (
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
     {"wire", "media", "checkpoint", "config", "errors", "trust", "deferred"}
-    | {"machine", "tally", "spans", "logs", "lag", "unread"},
+    | {"processes", "machine", "tally", "lag", "spans", "logs", "unread"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
+SIDEWAYS |= {("processes", "errors")}
 # The schema of settings is one.
 SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.

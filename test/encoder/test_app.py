@@ -15,7 +15,10 @@ import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import app as app_module
+from sglang_epd.encoder import computations
+from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
+from sglang_epd.encoder.intake import Intake
 from sglang_epd.errors import (
     DuplicateError,
     MediaTooLargeError,
@@ -527,7 +530,8 @@ async def test_known_urls_can_be_looked_at_and_forgotten(serve, http, service, r
     site.headers = [("Cache-Control", "max-age=60")]
     for path in ("/a?signature=secret", "/b", "/c"):
         source = MediaSource(url=site.url + path)
-        await reader.read(source, time.monotonic() + PATIENCE_S, lambda _digest: False)
+        with Intake(Admission(1, 1 << 20)).arrival((0, 0)) as arrival:
+            await reader.read(source, time.monotonic() + PATIENCE_S, lambda _digest: False, arrival)
     async with http.get(f"{url}/v1/urls") as response:
         contents = await response.json()
     assert (contents["entries"], contents["capacity"]) == (3, 4)

@@ -12,6 +12,8 @@ from aiohttp import web
 from encoder.site import BODY, Site
 from media.samples import in_seconds, local_limits
 from sglang_epd.cache import UrlMemory
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.intake import Intake
 from sglang_epd.encoder.urls import Content, UrlReader
 from sglang_epd.errors import (
     DeadlineError,
@@ -31,10 +33,15 @@ class Asker:
         self.reader = reader
         self._site = site
         self.held: set[bytes] = set()
+        self.admission = Admission(1, 1 << 30)
+        self.intake = Intake(self.admission)
 
     async def __call__(self, path: str = "/a", timeout_s: float = PATIENCE_S) -> Content:
         source = MediaSource(url=self._site.url + path)
-        content = await self.reader.read(source, in_seconds(timeout_s), self.held.__contains__)
+        with self.intake.arrival((0, 0)) as arrival:
+            content = await self.reader.read(
+                source, in_seconds(timeout_s), self.held.__contains__, arrival
+            )
         if content.data is not None:
             assert digest(content.data) == content.digest
             self.held.add(content.digest)

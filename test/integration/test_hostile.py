@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -12,7 +13,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
-from integration.hostile import flood_the_payload_port
+from integration.hostile import dear_to_read, flood_the_payload_port
 from integration.topology import Topology
 from sglang_epd.language import manifest
 from sglang_epd.wire import Expect
@@ -78,6 +79,40 @@ def test_garbage_on_the_encode_api(qwen2_5: Topology, language: Client, message:
         response = requests.post(url, data=body, timeout=10)
         assert response.status_code == 400
     assert language.answer(message)
+
+
+def test_urls_that_are_dear_to_read_silence_no_encoder(
+    qwen2_5: Topology, language: Client, message: dict, photographs: Photographs
+) -> None:
+    """One request of 32 of them, three times; with 10 s of an encoder's silence each before."""
+    health = f"{qwen2_5.urls['encoder']}/health"
+    log = qwen2_5.servers["language"].log_path
+    logged = len(log.read_text())
+    waits: list[float] = []
+    done = threading.Event()
+
+    def probe() -> None:
+        while not done.wait(0.05):
+            begin = time.monotonic()
+            assert requests.get(health, timeout=30).status_code == 200
+            waits.append(time.monotonic() - begin)
+
+    with dear_to_read() as url, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        probing = pool.submit(probe)
+        try:
+            for n in range(3):
+                urls = [f"{url}/{kind}/{n}/{m}" for m in range(16) for kind in ("chunks", "none")]
+                parts = [*map(image_part, urls), text_part("What?")]
+                refused = pool.submit(language.chat, user(*parts))
+                honest = data_url(photographs[1].resize((224 + 28 * n, 168)))
+                assert language.answer(user(image_part(honest), text_part("What?")))
+                assert refused.result(timeout=60).status_code == 400
+        finally:
+            done.set()
+        probing.result(timeout=60)
+    assert max(waits) < 1.0
+    assert "suspect" not in log.read_text()[logged:]
+    assert _status(qwen2_5)["bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from io import BytesIO
 
 import numpy as np
@@ -38,3 +40,31 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+@asynccontextmanager
+async def raw_server(answer: bytes | Callable, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """A server that sends these very bytes, well-formed or not."""
+
+    handlers: list[asyncio.Task | None] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            if callable(answer):
+                await answer(writer)
+            else:
+                writer.write(answer)
+                await writer.drain()
+        except (ConnectionError, EOFError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, host, 0)
+    async with server:
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
+    for handler in filter(None, handlers):
+        handler.cancel()
+        await handler

@@ -84,6 +84,27 @@ def test_an_embedded_address_is_judged_in_its_stead(host: str) -> None:
         assert not AddressPolicy().permits(str(ipaddress.IPv6Address(embedded)))
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",  # AWS, Azure, Google, Oracle, DigitalOcean, Hetzner, OpenStack
+        "168.63.129.16",  # Azure's host agent (WireServer)
+        "169.254.170.2",  # credentials of AWS containers
+        "100.100.100.200",  # Alibaba
+        "192.0.0.192",  # Oracle, older shapes
+        "169.254.0.23",  # Tencent
+        "169.254.42.42",  # Scaleway
+        "fd00:ec2::254",  # AWS
+        "fd20:ce::254",  # Google
+        "fd00:c1::a9fe:a9fe",  # Oracle
+        "fd00:42::42",  # Scaleway
+        "fe80::a9fe:a9fe",  # OpenStack
+    ],
+)
+def test_metadata_of_clouds_is_closed(host: str) -> None:
+    assert not AddressPolicy().permits(host)
+
+
 def test_networks_are_opened_one_by_one() -> None:
     policy = AddressPolicy(("127.0.0.0/8", "fd00:1::/32"))
     assert policy.permits("127.0.0.1")

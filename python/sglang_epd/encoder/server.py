@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -41,7 +42,7 @@ from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.lag import LoopLag
 from sglang_epd.machine import share_mb
-from sglang_epd.media import MediaFetcher, MediaLimits
+from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.store import StoreMetrics
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 24
 _CLOSE_S = 3
 _EXPORT_S = 1.0
+_DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
 
 
@@ -76,6 +78,7 @@ def launch(server_args: Any) -> None:
     )
 
     started = time.monotonic()
+    _allow_descriptors()
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
@@ -103,7 +106,7 @@ def launch(server_args: Any) -> None:
         checkpoint = served(whole=settings.fingerprint == "full")
         identity = namespace(towers[0].hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
-            fetcher = await stack.enter_async_context(MediaFetcher(limits))
+            fetcher = await stack.enter_async_context(FetchingThread(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
             sender = Sender(
                 _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
@@ -178,6 +181,15 @@ def launch(server_args: Any) -> None:
                 await registration.leave()
 
     _run(serve())
+
+
+def _allow_descriptors() -> None:
+    """As many as this user may open, as SGLang's other servers do: hosts that are read from, and
+    names that are looked up, may take more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
@@ -256,7 +268,7 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
 
 def _open_urls(
-    fetcher: MediaFetcher, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
+    fetcher: FetchingThread, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
 ) -> UrlReader | None:
     """What remembers URLs, closed with `stack`; None where nothing is to."""
     if not entries:

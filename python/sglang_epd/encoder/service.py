@@ -11,6 +11,7 @@ Owns admission, cancellation and the outcomes. Does not own HTTP, sockets or the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -23,6 +24,7 @@ from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.computations import Computations
 from sglang_epd.encoder.hold import Hold, MediaNeededError
+from sglang_epd.encoder.intake import Arrival, Intake
 from sglang_epd.encoder.urls import Content, UrlReader
 from sglang_epd.errors import (
     DeadlineError,
@@ -30,7 +32,7 @@ from sglang_epd.errors import (
     EpdError,
     NamespaceError,
 )
-from sglang_epd.media import MediaFetcher, MediaSource, check_content_hash
+from sglang_epd.media import Fetcher, MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
@@ -52,16 +54,16 @@ _RETRY_AFTER_S = (1.0, 30.0)
 
 
 class Room:
-    """The bytes that one request takes, from its first to its end.
+    """The bytes that came inline with one request, from their first to its end.
 
-    Attributes:
-        fetching: whether its media may be fetched.
+    Args:
+        age: of the request; one that came earlier has a smaller one.
     """
 
-    def __init__(self, service: EncoderService) -> None:
+    def __init__(self, service: EncoderService, age: int) -> None:
         self._service = service
         self._nbytes = 0
-        self.fetching = False
+        self.age = age
 
     def take(self, nbytes: int) -> None:
         """Before bytes of the request are read.
@@ -73,13 +75,9 @@ class Room:
         service.admission.take_bytes(nbytes, service.retry_after_s, self._nbytes)
         self._nbytes += nbytes
 
-    def note(self, nbytes: int) -> None:
-        """Bytes that have been fetched for it."""
-        self._service.admission.note_bytes(nbytes)
-        self._nbytes += nbytes
-
     def close(self) -> None:
-        self._service._give_bytes(self._nbytes)
+        self._service.admission.give_bytes(self._nbytes)
+        self._service.intake.serve()
         self._nbytes = 0
 
 
@@ -102,7 +100,7 @@ class EncoderService:
         self,
         *,
         computations: Computations,
-        fetcher: MediaFetcher,
+        fetcher: Fetcher,
         sender: Sender,
         admission: Admission,
         metrics: EncoderMetrics,
@@ -121,9 +119,8 @@ class EncoderService:
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        # Set while no more bytes are in work than may be.
-        self._roomy = asyncio.Event()
-        self._roomy.set()
+        self.intake = Intake(admission)
+        self._ages = itertools.count()
         # Requests that have come to their end, whatever it was.
         self.finished = 0
         self._started = time.monotonic()
@@ -146,7 +143,7 @@ class EncoderService:
             OverloadedError: there is no room for anything.
         """
         self.admission.check(self.retry_after_s)
-        room = Room(self)
+        room = Room(self, next(self._ages))
         try:
             yield room
         finally:
@@ -245,11 +242,6 @@ class EncoderService:
         """The last items: whose they were, what became of them, and their timings."""
         return list(self._recent)
 
-    def _give_bytes(self, nbytes: int) -> None:
-        self.admission.give_bytes(nbytes)
-        if self.admission.nbytes <= self.admission.max_bytes:
-            self._roomy.set()
-
     async def _encode_item(
         self,
         request: EncodeRequest,
@@ -315,38 +307,40 @@ class EncoderService:
         # Again when the store does not have the embedding of a known URL, or when one that
         # was at hand went while its receiver had no memory.
         while True:
-            with self._stage("acquire", ms, span):
-                content = await self._acquire(item, deadline, room, at_hand)
-            key = key_of(content.digest)
-            hold = self.computations.hold(
-                key, item.modality, content.data, request.request_id, deadline, looked=looked
-            )
-            try:
-                return await self._deliver(request, item, deadline, hold, ms, span=span)
-            except MediaNeededError as needed:
-                looked = True
-                logger.info("Reading %s of %s: %s", item.label, request.request_id, needed)
-            finally:
-                hold.release()
-                ms |= hold.ms
-                if span:
-                    _show_stages(span, hold)
+            with self.intake.arrival((room.age, item.item)) as arrival:
+                with self._stage("acquire", ms, span):
+                    content = await self._acquire(item, deadline, arrival, at_hand)
+                key = key_of(content.digest)
+                hold = self.computations.hold(
+                    key, item.modality, content.data, request.request_id, deadline, looked=looked
+                )
+                del content
+                try:
+                    return await self._deliver(request, item, deadline, hold, ms, span=span)
+                except MediaNeededError as needed:
+                    looked = True
+                    logger.info("Reading %s of %s: %s", item.label, request.request_id, needed)
+                finally:
+                    hold.release()
+                    ms |= hold.ms
+                    if span:
+                        _show_stages(span, hold)
 
     async def _acquire(
-        self, item: EncodeItem, deadline: float, room: Room, at_hand: Callable[[bytes], bool]
+        self,
+        item: EncodeItem,
+        deadline: float,
+        arrival: Arrival,
+        at_hand: Callable[[bytes], bool],
     ) -> Content:
         source = MediaSource(data=item.data, url=item.url)
         try:
-            if item.data is None and not room.fetching:
-                await self._roomy.wait()
-                # All of a request or nothing of it: what it has is free when it ends.
-                room.fetching = True
             if item.data is None and self.urls is not None:
                 # What is to be compared with a hash has to be here.
                 enough = (lambda _digest: False) if item.content_hash else at_hand
-                content = await self.urls.read(source, deadline, enough)
+                content = await self.urls.read(source, deadline, enough, arrival)
             else:
-                media = await self._fetcher.fetch(source, deadline)
+                media = await self._fetcher.fetch(source, deadline, arrival.grow)
                 content = Content(media.digest, media.data)
             if item.content_hash and content.data is not None:
                 await asyncio.to_thread(check_content_hash, content.data, item.content_hash)
@@ -354,10 +348,8 @@ class EncoderService:
             reason = getattr(error, "reason", "") or error.code
             self._metrics.fetch_failures.labels(reason).inc()
             raise
-        if item.data is None and content.data is not None:
-            room.note(len(content.data))
-            if self.admission.nbytes > self.admission.max_bytes:
-                self._roomy.clear()
+        here = content.data if item.data is None else None  # what came inline is counted
+        arrival.settle(len(here or b""))
         return content
 
     async def _deliver(

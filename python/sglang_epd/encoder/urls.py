@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from yarl import URL
 
 from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
+from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Answer, MediaFetcher, MediaSource, reading_until
+from sglang_epd.media import Answer, Fetcher, MediaSource, RoomFor, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -44,6 +45,8 @@ class _Flight:
 
     name: tuple[bytes, bytes]
     task: asyncio.Task[Answer]
+    # Counts the bytes while they are on their way; then each asker counts them.
+    arrival: Arrival
     askers: int = 0
     # Whether somebody has had an answer that is not for several.
     taken: bool = False
@@ -58,7 +61,7 @@ class UrlReader:
         metrics: counts what became of them.
     """
 
-    def __init__(self, fetcher: MediaFetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
+    def __init__(self, fetcher: Fetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
         self._fetcher = fetcher
         self.memory = memory
         self._metrics = metrics
@@ -67,7 +70,11 @@ class UrlReader:
         self._flights: dict[tuple[bytes, bytes], _Flight] = {}
 
     async def read(
-        self, source: MediaSource, deadline: float, at_hand: Callable[[bytes], bool]
+        self,
+        source: MediaSource,
+        deadline: float,
+        at_hand: Callable[[bytes], bool],
+        arrival: Arrival,
     ) -> Content:
         """Find out what is behind a URL.
 
@@ -76,13 +83,14 @@ class UrlReader:
             deadline: the asker's, in seconds of `time.monotonic()`.
             at_hand: whether the embedding of content with this digest is there, or may
                 be, so that its bytes are not needed now.
+            arrival: of the item. Bytes that several wait for are counted in one beside it.
 
         Raises:
             MediaError: it cannot be read, or may not be, now.
             DeadlineError: the deadline passed first.
         """
         async with reading_until(deadline, source):
-            return await self._read(source, deadline, at_hand)
+            return await self._read(source, deadline, at_hand, arrival)
 
     async def close(self) -> None:
         """Give up what is on its way."""
@@ -92,11 +100,15 @@ class UrlReader:
         await asyncio.gather(*(flight.task for flight in flights.values()), return_exceptions=True)
 
     async def _read(
-        self, source: MediaSource, deadline: float, at_hand: Callable[[bytes], bool]
+        self,
+        source: MediaSource,
+        deadline: float,
+        at_hand: Callable[[bytes], bool],
+        arrival: Arrival,
     ) -> Content:
         url = self._rememberable(source.url or "")
         if url is None:
-            media = await self._fetcher.fetch(source, deadline)
+            media = await self._fetcher.fetch(source, deadline, arrival.grow)
             return Content(media.digest, media.data)
         known = self.memory.find(name_of(url))
         answer = None
@@ -107,11 +119,11 @@ class UrlReader:
                 if known.trail.fresh(time.monotonic()):
                     self._count("fresh")
                     return Content(known.digest)
-                answer = await self._share(source, url, known, conditional=True)
+                answer = await self._share(source, url, known, arrival, conditional=True)
                 if answer.media is None and at_hand(known.digest):
                     return Content(known.digest)
         if answer is None or answer.media is None:
-            answer = await self._share(source, url, known)
+            answer = await self._share(source, url, known, arrival)
         assert answer.media is not None
         return Content(answer.media.digest, answer.media.data)
 
@@ -129,7 +141,13 @@ class UrlReader:
         return str(url.with_fragment(None))
 
     async def _share(
-        self, source: MediaSource, url: str, known: Remembered | None, *, conditional: bool = False
+        self,
+        source: MediaSource,
+        url: str,
+        known: Remembered | None,
+        arrival: Arrival,
+        *,
+        conditional: bool = False,
     ) -> Answer:
         """Ask for a URL, or wait with those who have, unless its answer is not for several.
 
@@ -142,36 +160,47 @@ class UrlReader:
         flight = self._flights.get(whole) or self._flights.get(name)
         joined = flight is not None
         if flight is None:
-            task = asyncio.create_task(self._ask(source, url, known, conditional=conditional))
-            flight = self._flights[name] = _Flight(name, task)
-            task.add_done_callback(lambda _task: self._land(flight))
+            shared = arrival.beside()
+            asking = self._ask(source, url, known, shared.grow, conditional=conditional)
+            flight = self._flights[name] = _Flight(name, asyncio.create_task(asking), shared)
+            flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
         try:
             answer = await asyncio.shield(flight.task)
+            alone = flight.taken and not answer.trail.shared
+            if not alone and answer.media is not None:
+                arrival.share(flight.arrival)
         except MediaError as error:
             # One of its own for each: an exception that is kept keeps the frames it
             # went through.
             raise copy.copy(error) from None
         finally:
             flight.askers -= 1
-            if not flight.askers and not flight.task.done():
+            if not flight.askers:
                 flight.task.cancel()
                 self._land(flight)  # who asks from now on is not to wait for its end
-        if flight.taken and not answer.trail.shared:
+        if alone:
             self._count("missed")
-            return await self._fetcher.ask(source)
+            return await self._fetcher.ask(source, room_for=arrival.grow)
         flight.taken = True
         if joined:
             self._count("coalesced")
         return answer
 
     async def _ask(
-        self, source: MediaSource, url: str, known: Remembered | None, *, conditional: bool
+        self,
+        source: MediaSource,
+        url: str,
+        known: Remembered | None,
+        room_for: RoomFor,
+        *,
+        conditional: bool,
     ) -> Answer:
         """Ask for a URL, and remember what may be remembered of the answer."""
         name = name_of(url)
         try:
-            answer = await self._fetcher.ask(source, known.trail if known and conditional else None)
+            trail = known.trail if known and conditional else None
+            answer = await self._fetcher.ask(source, trail, room_for)
         except MediaError as error:
             if error.reason == "http_4xx":  # it is gone, or not for everybody any more
                 self.memory.drop(name)
@@ -200,6 +229,8 @@ class UrlReader:
             del self._flights[flight.name]
         if flight.task.done() and not flight.task.cancelled():
             flight.task.exception()  # nobody may be left to be told
+        if flight.task.done() and not flight.askers:
+            flight.arrival.close()
 
     def _count(self, outcome: str) -> None:
         self._metrics.url_lookups.labels(outcome).inc()

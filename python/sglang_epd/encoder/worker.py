@@ -12,11 +12,9 @@ answer, so that what is in work can be finished.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -24,7 +22,6 @@ from typing import Any, NoReturn
 
 from sglang_epd.encoder.channel import (
     TO_WORKER,
-    Channel,
     Discard,
     Done,
     Embedding,
@@ -36,18 +33,14 @@ from sglang_epd.encoder.channel import (
     Prepare,
     Ready,
     Start,
-    close_all,
-    read_file,
-    receive_now,
-    send_now,
     write_tensor,
 )
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import EncodeError, EpdError
+from sglang_epd.processes.dependent import depend_on
+from sglang_epd.processes.packets import Channel, close_all, read_file, receive_now, send_now
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -140,11 +133,7 @@ def _failure(call: int, error: Exception) -> Failed:
 
 def main() -> NoReturn:
     fd, front = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != front:
-        sys.exit("the front is gone")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    depend_on(front)
     os.set_inheritable(fd, False)
     end = socket.socket(fileno=fd)
     try:

@@ -31,7 +31,6 @@ import msgspec
 
 from sglang_epd.encoder.channel import (
     TO_FRONT,
-    Channel,
     Discard,
     Done,
     Embedding,
@@ -42,13 +41,11 @@ from sglang_epd.encoder.channel import (
     Prepare,
     Ready,
     Start,
-    close_all,
-    pair,
     read_tensor,
-    write_file,
 )
 from sglang_epd.encoder.tower import Prepared, TowerLostError
 from sglang_epd.errors import EncodeError, EpdError, from_code
+from sglang_epd.processes.packets import Channel, close_all, pair, write_file
 
 if TYPE_CHECKING:
     import torch

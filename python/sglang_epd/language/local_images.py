@@ -16,7 +16,7 @@ from PIL import Image
 
 from sglang_epd.errors import EpdError, MediaTypeError
 from sglang_epd.media import (
-    MediaFetcher,
+    FetchingThread,
     MediaLimits,
     MediaSource,
     check_content_hash,
@@ -48,7 +48,7 @@ class LocalImages:
     def __init__(self, namespace: str, limits: MediaLimits) -> None:
         self._namespace = namespace
         self._limits = limits
-        self._fetcher = MediaFetcher(limits)
+        self._fetcher = FetchingThread(limits)
         self._opening = asyncio.Lock()
         self._open = False
         self._decoding = asyncio.Semaphore(_DECODERS)

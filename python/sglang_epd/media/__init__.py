@@ -12,9 +12,11 @@ from sglang_epd.media.container import check_container
 from sglang_epd.media.content_hash import check_content_hash, parse_content_hash
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
+from sglang_epd.media.fetching_thread import Fetcher, FetchingThread
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
+from sglang_epd.media.slots import RoomFor
 from sglang_epd.media.source import EscapeBudget, MediaSource, digest, display, parse_source
 from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
@@ -23,9 +25,12 @@ __all__ = [
     "Answer",
     "EscapeBudget",
     "FetchedMedia",
+    "Fetcher",
+    "FetchingThread",
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",
+    "RoomFor",
     "Step",
     "Trail",
     "VideoFacts",

@@ -20,6 +20,7 @@ _DENIED_V4 = tuple(
         "10.0.0.0/8",  # private
         "100.64.0.0/10",  # shared by carriers (RFC 6598); some clouds' metadata
         "127.0.0.0/8",  # loopback
+        "168.63.129.16/32",  # Azure's host agent, which virtual machines alone reach
         "169.254.0.0/16",  # link-local; most clouds' metadata
         "172.16.0.0/12",  # private
         "192.0.0.0/24",  # protocol assignments

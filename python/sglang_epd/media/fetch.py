@@ -3,18 +3,21 @@
 What is bounded and denied, and where: the URL and its host on every hop (`_follow`),
 the address at the moment a socket is made for it (`_guarded_socket`), the bytes while
 they arrive (`_read_body`) and once unpacked (`_decompress`), the time round all of it
-(`_turn`, `fetch`). Decoding the media is not done here, nor is anything remembered.
+(`slots`, `fetch`). Decoding the media is not done here, nor is anything remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import ipaddress
+import os
 import socket
 import time
+import weakref
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -27,9 +30,11 @@ from yarl import URL
 from sglang_epd.errors import DeadlineError, MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media.address import AddressPolicy
 from sglang_epd.media.freshness import STATUS, Step, Trail
+from sglang_epd.media.guarded_socket import GuardedSocket
 from sglang_epd.media.limits import MediaLimits
-from sglang_epd.media.local import read_local
+from sglang_epd.media.local import open_local, read_local
 from sglang_epd.media.resolver import SystemResolver
+from sglang_epd.media.slots import RoomFor, Slots, Turn
 from sglang_epd.media.source import MediaSource, digest, display
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -37,12 +42,24 @@ _UNREADABLE_ENCODINGS = frozenset({"br", "zstd", "compress", "x-compress"})
 _ZLIB_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 # Hashing less than this (0.1 ms) is cheaper than handing it to a thread.
 _INLINE_HASH_BYTES = 256 << 10
+# Asked for before anything is read, and the least that is asked for then.
+_FIRST_BYTES = 64 << 10
+# Chunks that aiohttp parses in one go: a sixteenth of this (`StreamReader`).
+_BUFFER_BYTES = 64 << 10
+# A chunked body has at most so many chunks, and one more for each so many bytes. Each costs the
+# event loop two microseconds; servers flush a kilobyte and more at a time.
+_FEW_CHUNKS = 64
+_CHUNK_BYTES = 256
 _HEADERS = {
     "Accept": "*/*",
     # Media is compressed already; packed transfer only serves decompression bombs.
     "Accept-Encoding": "identity",
     "User-Agent": "sglang-epd",
 }
+
+
+async def any_room(_nbytes: int) -> None:
+    """There is always room."""
 
 
 @dataclass(frozen=True)
@@ -111,27 +128,26 @@ class MediaFetcher:
         self,
         limits: MediaLimits,
         *,
-        concurrency: int = 128,
+        concurrency: int = 512,
         per_host: int = 32,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        if concurrency < 1 or per_host < 1:
-            raise ValueError("concurrency must be positive")
         self._limits = limits
         self._policy = AddressPolicy(limits.allowed_networks)
         self._domains = tuple(map(_canonical_host, limits.allowed_domains))
         self._hosts_allowed = frozenset(map(_canonical_host, limits.allowed_hosts))
         self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
         self._concurrency = concurrency
-        self._slots = asyncio.Semaphore(concurrency)
-        self._per_host = per_host
-        # Of hosts that are being read from, with how many want to.
-        self._hosts: dict[str, tuple[asyncio.Semaphore, int]] = {}
+        self._slots = Slots(concurrency, per_host)
+        # By their file descriptors, which is how a connection tells its socket.
+        self._sockets: weakref.WeakValueDictionary[int, GuardedSocket] = (
+            weakref.WeakValueDictionary()
+        )
         self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._resolver = self._resolver or SystemResolver(self._concurrency)
+        self._resolver = self._resolver or SystemResolver()
         connector = aiohttp.TCPConnector(
             limit=self._concurrency,
             resolver=self._resolver,
@@ -144,6 +160,7 @@ class MediaFetcher:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout_s),
             auto_decompress=False,
             trust_env=False,
+            read_bufsize=_BUFFER_BYTES,
         )
         return self
 
@@ -160,12 +177,15 @@ class MediaFetcher:
             await self._resolver.close()
             self._resolver = None
 
-    async def fetch(self, source: MediaSource, deadline: float) -> FetchedMedia:
+    async def fetch(
+        self, source: MediaSource, deadline: float, room_for: RoomFor = any_room
+    ) -> FetchedMedia:
         """Read an item's bytes and hash them.
 
         Args:
             source: inline bytes are only checked and hashed.
             deadline: the request's, in seconds of `time.monotonic()`.
+            room_for: as of `ask`.
 
         Raises:
             MediaForbiddenError: the URL leads to an address, domain or file that may
@@ -179,16 +199,20 @@ class MediaFetcher:
             if source.url is None:
                 data = self._check_inline(source)
             elif source.url[:5].lower() == "file:":
-                async with self._turn(source):
-                    data = await asyncio.to_thread(read_local, source.url, self._limits)
+                async with self._turn(source) as turn:
+                    with await asyncio.to_thread(open_local, source.url, self._limits) as file:
+                        await turn.pausing(room_for)(os.fstat(file.fileno()).st_size)
+                        data = await asyncio.to_thread(read_local, file, self._limits)
                     _check_not_empty(data, source)
             else:
-                answer = await self.ask(source)
+                answer = await self.ask(source, room_for=room_for)
                 assert answer.media is not None
                 return answer.media
             return FetchedMedia(data, await _digest(data), source)
 
-    async def ask(self, source: MediaSource, known: Trail | None = None) -> Answer:
+    async def ask(
+        self, source: MediaSource, known: Trail | None = None, room_for: RoomFor = any_room
+    ) -> Answer:
         """Read an HTTP URL and hash what is there, unless that is known.
 
         There is no deadline but `limits.total_timeout_s`, from when there is a slot: it is
@@ -197,12 +221,17 @@ class MediaFetcher:
         Args:
             known: how it was come by before; of it, what is stale is asked for, and the
                 media only if they have changed.
+            room_for: is asked before anything is read, and while bytes arrive before more
+                are read. The time that it takes is not the host's.
 
         Raises:
             MediaError: as of `fetch`.
         """
-        async with self._turn(source):
-            data, trail = await self._follow(_parse(source.url or ""), known)
+        async with self._turn(source) as turn:
+            room = turn.pausing(room_for)
+            # With a slot: whoever may have bytes can go on, and so gives them back.
+            await room(_FIRST_BYTES)
+            data, trail = await self._follow(_parse(source.url or ""), known, turn, room)
         if data is None:
             return Answer(None, trail)
         _check_not_empty(data, source)
@@ -229,35 +258,13 @@ class MediaFetcher:
         if nbytes > self._max_url_bytes:
             raise _too_large(f"media of {nbytes} bytes from {host}", self._max_url_bytes)
 
-    @asynccontextmanager
-    async def _turn(self, source: MediaSource) -> AsyncIterator[None]:
+    def _turn(self, source: MediaSource) -> AbstractAsyncContextManager[Turn]:
         """A slot, and the time that one item may take."""
-        limit_s = self._limits.total_timeout_s
-        async with self._slot_of_host(source.url or ""), self._slots:
-            # Counted from when there is a slot: a full fetcher is not the media's fault.
-            try:
-                async with asyncio.timeout(limit_s):
-                    yield
-            except TimeoutError:
-                raise MediaError(
-                    f"{display(source)} took longer than {limit_s:g} s", reason="timeout"
-                ) from None
-
-    @asynccontextmanager
-    async def _slot_of_host(self, url: str) -> AsyncIterator[None]:
         try:
-            host = urlsplit(url).netloc.rpartition("@")[2].lower()
+            host = urlsplit(source.url or "").netloc.rpartition("@")[2].lower()
         except ValueError:  # what is wrong with it is said where it is read
             host = ""
-        slots, users = self._hosts.get(host) or (asyncio.Semaphore(self._per_host), 0)
-        self._hosts[host] = slots, users + 1
-        try:
-            async with slots:
-                yield
-        finally:
-            slots, users = self._hosts.pop(host)
-            if users > 1:
-                self._hosts[host] = slots, users - 1
+        return self._slots.turn(host, display(source), self._limits.total_timeout_s)
 
     def _check_inline(self, source: MediaSource) -> bytes:
         data = source.data or b""
@@ -267,7 +274,9 @@ class MediaFetcher:
             raise _too_large(f"inline media of {len(data)} bytes", self._limits.max_bytes)
         return data
 
-    async def _follow(self, url: URL, known: Trail | None) -> tuple[bytes | None, Trail]:
+    async def _follow(
+        self, url: URL, known: Trail | None, turn: Turn, room_for: RoomFor
+    ) -> tuple[bytes | None, Trail]:
         """Get `url`, following redirects by hand so that each hop is judged.
 
         Of what is known, only what is stale is asked for; no bytes if all of it holds.
@@ -309,7 +318,8 @@ class MediaFetcher:
                         )
                     if response.status != 200:
                         step = replace(step, obstacle=STATUS)
-                    body = await self._read_body(response, host)
+                    with self._answering(response):
+                        body = await self._read_body(response, host, turn, room_for)
                     encoding = response.headers.get("Content-Encoding", "").strip().lower()
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # ValueError: a header or an address that cannot be parsed.
@@ -347,18 +357,49 @@ class MediaFetcher:
         family, kind, protocol, _, location = address
         if not self._policy.permits(location[0]):
             raise _AddressRefused("address refused")
-        return socket.socket(family, kind, protocol)
+        guarded = GuardedSocket(family, kind, protocol)
+        self._sockets[guarded.fileno()] = guarded
+        return guarded
 
-    async def _read_body(self, response: aiohttp.ClientResponse, host: str) -> bytes:
+    @contextmanager
+    def _answering(self, response: aiohttp.ClientResponse) -> Iterator[None]:
+        """Around the body of an answer, for which a socket takes in what comes."""
+        transport = response.connection and response.connection.transport
+        if transport is None:  # all of it is here
+            yield
+            return
+        guarded = self._sockets[transport.get_extra_info("socket").fileno()]
+        guarded.answering = True
+        try:
+            yield
+        finally:
+            guarded.answering = False
+
+    async def _read_body(
+        self, response: aiohttp.ClientResponse, host: str, turn: Turn, room_for: RoomFor
+    ) -> bytes:
         limit = self._max_url_bytes
-        if response.content_length is not None and response.content_length > limit:
-            raise _too_large(f"media of {response.content_length} bytes from {host}", limit)
-        body = bytearray()  # a list of chunks costs fifty times their size if they are tiny
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > limit:
+        length = response.content_length
+        if length is not None and length > limit:
+            raise _too_large(f"media of {length} bytes from {host}", limit)
+        most = limit if length is None else length
+        body = io.BytesIO()  # gives its bytes without a copy of them
+        room = chunks = 0
+        while not response.content.at_eof():
+            part, ends_chunk = await response.content.readchunk()
+            turn.nbytes += len(part)
+            if turn.nbytes > limit:
                 raise _too_large(f"media from {host}", limit)
-        return bytes(body)
+            chunks += ends_chunk
+            if chunks > _FEW_CHUNKS + turn.nbytes // _CHUNK_BYTES:
+                raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
+            if turn.nbytes > room:
+                # What was announced is not believed: bytes that do not come are not kept for it.
+                more = max(_FIRST_BYTES, turn.nbytes // 4)
+                room = min(turn.nbytes + more, max(most, turn.nbytes))
+                await room_for(room)
+            body.write(part)
+        return body.getvalue()
 
     async def _unpack(self, body: bytes, encoding: str, host: str) -> bytes:
         if encoding in _UNREADABLE_ENCODINGS or "," in encoding:

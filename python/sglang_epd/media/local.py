@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote_to_bytes
 
 from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media.limits import NO_LIMIT, MediaLimits
 
 
-def read_local(url: str, limits: MediaLimits) -> bytes:
-    """Read the file of a file URL. Blocking: call it off the event loop.
+def open_local(url: str, limits: MediaLimits) -> BinaryIO:
+    """Open the file of a file URL. Blocking: call it off the event loop.
 
     Symbolic links are resolved before the path is judged, so one that leads out of
     `limits.allowed_local_root` does not help; and a file outside is refused without
@@ -39,21 +40,37 @@ def read_local(url: str, limits: MediaLimits) -> bytes:
             raise MediaError("the path is not a regular file")
         # O_NOFOLLOW and O_NONBLOCK hold should the file be replaced in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise MediaError("the path is not a regular file")
-            if status.st_size > limits.max_bytes:
-                raise MediaTooLargeError(
-                    f"the file has {status.st_size} bytes, limit {limits.max_bytes}"
-                )
-            bounded = limits.max_bytes < NO_LIMIT
-            data = file.read(limits.max_bytes + 1 if bounded else -1)
+        file = os.fdopen(descriptor, "rb")
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_size <= limits.max_bytes:
+            return file
+        file.close()
     except FileNotFoundError:
         raise MediaError("no such file") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise MediaError(f"the file cannot be read: {reason}") from None
+        raise _unreadable(error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise MediaError("the path is not a regular file")
+    raise MediaTooLargeError(f"the file has {status.st_size} bytes, limit {limits.max_bytes}")
+
+
+def read_local(file: BinaryIO, limits: MediaLimits) -> bytes:
+    """Read an opened file. Blocking: call it off the event loop.
+
+    Raises:
+        MediaTooLargeError: it has grown larger than `limits.max_bytes`.
+        MediaError: it cannot be read.
+    """
+    bounded = limits.max_bytes < NO_LIMIT
+    try:
+        data = file.read(limits.max_bytes + 1 if bounded else -1)
+    except OSError as error:
+        raise _unreadable(error) from None
     if len(data) > limits.max_bytes:
         raise MediaTooLargeError(f"the file has more than {limits.max_bytes} bytes")
     return data
+
+
+def _unreadable(error: Exception) -> MediaError:
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    return MediaError(f"the file cannot be read: {reason}")

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from sglang_epd.media.shares import Shares
+
+# Each has a file descriptor or two.
+_THREADS = 512
+_PER_DOMAIN = 16
+_WAIT_S = 2.0
+_KNOWN_NAMES = 4096
+
 
 class SystemResolver(AbstractResolver):
-    """The system's resolver (`getaddrinfo`) on a thread pool of its own.
+    """The system's resolver (`getaddrinfo`), each look-up in a thread that nothing waits for.
 
-    A look-up cannot be called off: one at a name server that never answers holds its
-    thread for half a minute, long after its fetch has given up. On the event loop's
-    own pool, which has a handful of threads, a few such names would stop every other
-    user of that pool.
+    A look-up cannot be called off: one at a name server that never answers holds its thread
+    for up to half a minute, long after its fetch has given up. Names of one domain (their last
+    two labels) have a share of the threads. While all are taken, a name that was found before
+    keeps its addresses, and another cannot be resolved if it finds no thread in two seconds.
 
     Args:
         threads: look-ups at a time.
+        per_domain: of these, of one domain's names.
+        look_up: `getaddrinfo`, by host, port and family.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media-dns")
+    def __init__(
+        self,
+        threads: int = _THREADS,
+        per_domain: int = _PER_DOMAIN,
+        look_up: Callable[[str, int, int], list[Any]] | None = None,
+    ) -> None:
+        self._free = asyncio.Semaphore(threads)
+        self._domains = Shares(per_domain)
+        self._look_up = look_up or _look_up
+        self._known: dict[tuple[str, int, int], list[Any]] = {}
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """The stream addresses of `host`. Raises OSError where there are none."""
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._pool, _look_up, host, port, family
-        )
+        found = self._known.get((host, port, family)) if self._free.locked() else None
         return [
             ResolveResult(
                 hostname=host,
@@ -40,15 +59,49 @@ class SystemResolver(AbstractResolver):
                 proto=protocol,
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
-            for kind, _, protocol, _, location in found
+            for kind, _, protocol, _, location in found or await self._find(host, port, family)
         ]
 
     async def close(self) -> None:
-        """Forget the look-ups that have not begun; those under way end by themselves."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Nothing to be done: look-ups under way end by themselves."""
+
+    async def _find(self, host: str, port: int, family: int) -> list[Any]:
+        domain = ".".join(host.rstrip(".").lower().split(".")[-2:])
+        try:
+            async with asyncio.timeout(_WAIT_S) as patience, self._domains.of(domain), self._free:
+                patience.reschedule(None)
+                found = await self._in_a_thread(host, port, family)
+        except TimeoutError:
+            raise OSError("too many look-ups are under way") from None
+        self._known.pop((host, port, family), None)
+        self._known[host, port, family] = found
+        if len(self._known) > _KNOWN_NAMES:
+            del self._known[next(iter(self._known))]
+        return found
+
+    async def _in_a_thread(self, *name: Any) -> list[Any]:
+        """A daemon: those of a pool keep a process from ending."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Any]] = loop.create_future()
+
+        def say(found: list[Any] | None, error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_exception(error) if error else answer.set_result(found or [])
+
+        def run() -> None:
+            found = error = None
+            try:
+                found = self._look_up(*name)
+            except Exception as failure:
+                error = failure
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(say, found, error)
+
+        threading.Thread(target=run, name="media-dns", daemon=True).start()
+        return await answer
 
 
-def _look_up(host: str, port: int, family: socket.AddressFamily) -> list:
+def _look_up(host: str, port: int, family: int) -> list[Any]:
     try:
         return socket.getaddrinfo(
             host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG

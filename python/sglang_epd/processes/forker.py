@@ -1,0 +1,121 @@
+"""A small process with one thread, which forks children for a server (`nursery`).
+
+Started as `python -m sglang_epd.processes.forker FD FRONT MODULE...`: FD is its end of
+the channel, FRONT the server's process id, and what children need of the modules is
+imported here, once. A child begins within milliseconds, and shares what was imported
+with the others. Nothing of a user is ever read in this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import select
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import msgspec
+
+from sglang_epd.processes.dependent import depend_on, gain_nothing
+from sglang_epd.processes.packets import receive_now, send_now
+
+
+class Bear(msgspec.Struct, frozen=True, tag="bear"):
+    """Server: fork a child; its end of a channel comes with this.
+
+    Attributes:
+        factory: `module:function`, called in the child with its end and the options.
+            The child ends when it returns.
+    """
+
+    factory: str
+    options: dict[str, Any]
+
+
+class Born(msgspec.Struct, frozen=True, tag="born"):
+    """First on a child's channel: it lives; a descriptor of the process comes with this."""
+
+    pid: int
+
+
+# What serves users comes first on a busy machine.
+_NICE = 5
+_BEAR = msgspec.msgpack.Decoder(Bear)
+
+
+class _Forker:
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._pid = os.getpid()
+        self._children: dict[int, int] = {}  # process ids by descriptor
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def serve(self) -> None:
+        """Fork and reap until the server is gone."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._children:
+                    self._poll.unregister(fd)
+                    os.waitpid(self._children.pop(fd), 0)
+                    os.close(fd)
+                    continue
+                try:
+                    told, fds = receive_now(self._end, _BEAR)
+                except EOFError:
+                    return
+                with socket.socket(fileno=fds[0]) as end:
+                    self._fork(told, end)
+
+    def _fork(self, told: Bear, end: socket.socket) -> None:
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, or too many processes: the server sees the channel end
+            traceback.print_exc()
+            return
+        if not pid:
+            self._live(told, end)
+        # The process is there until it is waited for, so the descriptor is that child's.
+        fd = os.pidfd_open(pid)
+        self._children[fd] = pid
+        self._poll.register(fd, select.POLLIN)
+        try:
+            send_now(end, Born(pid), [fd])
+        except OSError:  # nobody waits for it any more; it sees the end of its channel
+            return
+
+    def _live(self, told: Bear, end: socket.socket) -> NoReturn:
+        """In the child."""
+        status = 1
+        try:
+            depend_on(self._pid)
+            for fd in (self._end.detach(), *self._children):
+                os.close(fd)
+            module, _, name = told.factory.partition(":")
+            getattr(importlib.import_module(module), name)(end, told.options)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def main() -> None:
+    fd, front, *modules = sys.argv[1:]
+    depend_on(int(front))
+    gain_nothing()
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(int(fd), False)
+    for module in modules:
+        importlib.import_module(module)
+    _Forker(socket.socket(fileno=int(fd))).serve()
+
+
+if __name__ == "__main__":
+    main()

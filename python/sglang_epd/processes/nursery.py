@@ -1,0 +1,207 @@
+"""Children of a server for work that may go wrong: started in milliseconds, ended at once.
+
+A server has threads, a model and users' data, and must not be forked. So one small
+process forks for it (`forker`); it is started with the first child and, should it die,
+again with the next one. The kernel ends it with the server, and its children with it.
+
+Owns the processes. What they are told is between a child and its user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sglang_epd.errors import UnavailableError
+from sglang_epd.processes.forker import Bear, Born
+from sglang_epd.processes.packets import pair, receive_now, send_now
+
+# Modules take seconds to be imported, on a busy machine more; a fork takes milliseconds.
+_FIRST_S = 60.0
+_BIRTH_S = 5.0
+# One heap for all threads: each more would claim 64 MiB of addresses, which count.
+_ENV = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_BORN = msgspec.msgpack.Decoder(Born)
+
+
+@dataclass(frozen=True, eq=False)
+class Child:
+    """One process.
+
+    Attributes:
+        end: of a channel (`packets`), this side's.
+        pid: for messages; signals go to `process`, which no other process can become.
+        process: a descriptor that is readable when the child has ended.
+    """
+
+    end: socket.socket
+    pid: int
+    process: int
+
+    def kill(self) -> None:
+        """End it now; from any thread. One that has ended is left alone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.process, signal.SIGKILL)
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, its memory is free and its descriptors are closed."""
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def close(self) -> None:
+        """Kill it and let go of it; neither descriptor may be used any more."""
+        self.kill()
+        self.end.close()
+        os.close(self.process)
+
+
+class Nursery:
+    """Forks children; safe to use from any thread.
+
+    Args:
+        modules: imported once, before there is any child.
+        birth_s: how long a fork may take.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), *, birth_s: float = _BIRTH_S) -> None:
+        self._modules = tuple(modules)
+        self._birth_s = birth_s
+        self._lock = threading.Lock()
+        self._forker: _Forker | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process that forks, if there is one now."""
+        forker = self._forker
+        return forker.pid if forker is not None and forker.alive else None
+
+    def start(self) -> None:
+        """Start the process that forks, if it is not there; does not wait for it."""
+        self._current()
+
+    def child(self, factory: str, options: dict[str, Any] | None = None) -> Child:
+        """A new child, which has begun. Blocks for milliseconds, the first time for longer.
+
+        Args:
+            factory: `module:function`, called in the child with its end of the channel
+                and the options.
+
+        Raises:
+            UnavailableError: this machine cannot start processes, or the nursery is closed.
+        """
+        # Once more, in case that the process that forks was gone or stopped.
+        for _ in range(2):
+            forker = self._current()
+            try:
+                return forker.bear(Bear(factory, options or {}), self._birth_s)
+            except TimeoutError:
+                forker.kill()
+            except (EOFError, OSError):
+                if forker.alive:  # it could not fork
+                    break
+        raise UnavailableError("a process for untrusted media cannot be started")
+
+    def close(self) -> None:
+        """End the process that forks, and its children with it."""
+        with self._lock:
+            self._closed = True
+            if self._forker is not None:
+                self._forker.kill()
+
+    def _current(self) -> _Forker:
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the nursery is closed")
+            if self._forker is None or not self._forker.alive:
+                self._forker = _Forker(self._modules)
+            return self._forker
+
+
+class _Forker:
+    """The process that forks, as the server sees it."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._end, theirs = pair()
+        # Full only where the other end has been stopped.
+        self._end.settimeout(_BIRTH_S)
+        self._letting_go = threading.Lock()
+        self._started = threading.Event()
+        self._dead = threading.Event()
+        self._warm = False
+        self._failure: OSError | None = None
+        # The kernel ends a process with the thread that started it: this one waits for it.
+        threading.Thread(
+            target=self._keep, args=(theirs, modules), name="epd-nursery", daemon=True
+        ).start()
+        self._started.wait()
+        if self._failure is not None:
+            raise UnavailableError(f"a process cannot be started: {self._failure.strerror}")
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+    def bear(self, told: Bear, birth_s: float) -> Child:
+        """A new child.
+
+        Raises:
+            TimeoutError: there was none within a time in which there should be.
+            EOFError, OSError: the process is gone, or could not fork.
+        """
+        end, theirs = pair()
+        try:
+            end.settimeout(birth_s if self._warm else max(birth_s, _FIRST_S))
+            with theirs:
+                send_now(self._end, told, [theirs.fileno()])
+            born, fds = receive_now(end, _BORN)
+        except BaseException:
+            end.close()
+            raise
+        end.settimeout(None)
+        self._warm = True
+        return Child(end, born.pid, fds[0])
+
+    def kill(self) -> None:
+        with self._letting_go:
+            if self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self._dead.wait()
+
+    def _keep(self, theirs: socket.socket, modules: Sequence[str]) -> None:
+        command = [sys.executable, "-P", "-m", "sglang_epd.processes.forker"]
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(os.getpid()), *modules],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **_ENV},
+                )
+        except OSError as error:
+            self._failure = error
+            self._end.close()
+            self._dead.set()
+            self._started.set()
+            return
+        self.pid = process.pid
+        self._process = os.pidfd_open(process.pid)
+        self._started.set()
+        process.wait()
+        with self._letting_go:
+            self._dead.set()
+            self._end.close()
+            os.close(self._process)

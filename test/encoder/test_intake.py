@@ -1,0 +1,221 @@
+"""Bytes of media on their way: how many, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_epd.cache import UrlMemory
+from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.intake import Intake
+from sglang_epd.encoder.urls import UrlReader
+from sglang_epd.media import FetchingThread, MediaFetcher, MediaLimits
+from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo
+
+MIB = 1 << 20
+BOUND = 8
+PATIENCE_S = 30.0
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(1, BOUND)
+
+
+@pytest.fixture
+def intake(admission: Admission) -> Intake:
+    return Intake(admission)
+
+
+async def test_the_oldest_goes_first_when_there_is_room_again(intake, admission):
+    with intake.arrival((9, 0)) as first, intake.arrival((0, 0)) as second:
+        await first.grow(BOUND)
+        await second.grow(4)  # the one that may pass the bound
+        assert admission.nbytes == BOUND + 4
+        order: list[tuple[int, int]] = []
+
+        async def wait(age: tuple[int, int]) -> None:
+            with intake.arrival(age) as arrival:
+                await arrival.grow(2)
+                order.append(age)
+                await turns()
+
+        waiting = [asyncio.create_task(wait(age)) for age in ((5, 1), (7, 0), (5, 0))]
+        await turns()
+        assert order == []
+    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
+    assert order == [(5, 0), (5, 1), (7, 0)]
+    assert admission.nbytes == 0
+
+
+async def test_one_that_leaves_lets_the_next_go_on(intake, admission):
+    with intake.arrival((0, 0)) as full, intake.arrival((0, 1)) as over:
+        await full.grow(5)
+        await over.grow(4)
+        with intake.arrival((1, 0)) as large, intake.arrival((2, 0)) as small:
+            waits = [asyncio.create_task(large.grow(4)), asyncio.create_task(small.grow(1))]
+            over.settle(2)
+            await turns()
+            assert not waits[1].done(), "it passed an older one"
+            waits[0].cancel()
+            await asyncio.wait_for(waits[1], PATIENCE_S)
+            assert admission.nbytes == BOUND
+
+
+async def test_a_heir_keeps_the_place_past_the_bound(intake, admission):
+    with intake.arrival((0, 0)) as full, intake.arrival((1, 0)) as asker:
+        await full.grow(BOUND)
+        shared = asker.beside()
+        await shared.grow(6)
+        asker.share(shared)
+        shared.close()
+        assert admission.nbytes == BOUND + 6
+        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        await turns()
+        assert not waits.done()
+        waits.cancel()
+    assert admission.nbytes == 0
+
+
+ITEM = st.tuples(
+    st.integers(0, 5),  # the request that it is of
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),  # what it grows by
+    st.integers(0, 6),  # turns before each step
+    st.sampled_from(["read", "read", "read", "left", "shared"]),
+)
+
+
+@given(st.lists(ITEM, min_size=1, max_size=30), st.integers(0, 20))
+def test_no_order_of_arrivals_stops_all_or_passes_the_bound_by_two(items, inline):
+    """Whatever leaves early, is shared, or came inline and stays."""
+
+    async def run() -> None:
+        admission = Admission(1, BOUND)
+        admission.note_bytes(inline)
+        intake = Intake(admission)
+        most = max(BOUND, inline) + max(sum(steps) for _, steps, _, _ in items)
+
+        async def read(number: int, item: tuple) -> None:
+            request, steps, pause, end = item
+            with intake.arrival((request, number)) as own:
+                arrival = own.beside() if end == "shared" else own
+                size = 0
+                for step in steps:
+                    await turns(pause)
+                    size += step
+                    await arrival.grow(size)
+                    assert admission.nbytes <= most
+                if arrival is not own:
+                    own.share(arrival)
+                    arrival.close()
+                await turns(pause)
+                own.settle(size - 1)
+                assert admission.nbytes <= most
+
+        tasks = [asyncio.create_task(read(*one)) for one in enumerate(items)]
+        for task, item in zip(tasks, items, strict=True):
+            if item[3] == "left":
+                await turns(2)
+                task.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            assert task.cancelled() or task.exception() is None
+        assert admission.nbytes == inline
+
+    asyncio.run(run())
+
+
+def asking(*urls: str) -> EncodeRequest:
+    items = [EncodeItem(n, "IMAGE", f"image {n}", url=url) for n, url in enumerate(urls)]
+    reply_to = ReplyTo("tcp://receiver:1", "ticket")
+    return EncodeRequest("r1", "Model/float32/0123456789abcdef", PATIENCE_S, reply_to, items)
+
+
+@pytest.mark.parametrize("make", [MediaFetcher, FetchingThread])
+@pytest.mark.parametrize("length", ["announced", "chunked"])
+async def test_one_request_of_urls_stays_inside_the_bound(
+    service, fakes, metrics, site, length, make
+):
+    """200 MiB of pictures behind URLs, with room for eight, while the tower is busy."""
+
+    async def picture(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if length == "announced":
+            response.content_length = MIB
+        await response.prepare(request)
+        name = request.path.encode().ljust(64)
+        await response.write(name)
+        await response.write(bytes(MIB - len(name)))
+        return response
+
+    site.answer = picture
+    admission = service.admission
+    admission.max_items, admission.max_bytes = 200, 8 * MIB
+    fakes.forwarded.hold()
+    limits = MediaLimits(allowed_networks=("127.0.0.0/8",))
+    tracemalloc.start()
+    try:
+        async with make(limits) as fetcher:
+            service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
+            work = asyncio.create_task(
+                service.encode(asking(*(f"{site.url}/{n}" for n in range(200))))
+            )
+            async with asyncio.timeout(PATIENCE_S):
+                while admission.nbytes < 8 * MIB:
+                    await asyncio.sleep(0.01)
+            most = []
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+                most.append(admission.nbytes)
+            # One item past the bound, and the step that it takes next.
+            assert max(most) <= 9.5 * MIB
+            held, _ = tracemalloc.get_traced_memory()
+            fakes.forwarded.go_on()
+            outcomes = (await asyncio.wait_for(work, PATIENCE_S)).outcomes
+            await service.urls.close()
+    finally:
+        tracemalloc.stop()
+    assert {(outcome.state, outcome.message) for outcome in outcomes} == {("delivered", "")}
+    assert len(site.take()) == 200
+    assert admission.nbytes == 0
+    # The server's side of 32 connections is in this process, too.
+    assert held < 80 * MIB
+
+
+async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metrics, site):
+    """At any moment: while headers are awaited, while bytes arrive, and while there is no room."""
+
+    async def picture(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(16):
+            await response.write(bytes(MIB // 16))
+            await asyncio.sleep(0.005)
+        return response
+
+    site.answer = picture
+    admission = service.admission
+    admission.max_items, admission.max_bytes = 200, 2 * MIB
+    fakes.forwarded.hold()
+    async with FetchingThread(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
+        service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
+        for wait_s in (0.0, 0.01, 0.03, 0.1, 0.3):
+            request = asking(*(f"{site.url}/{wait_s}/{n}" for n in range(20)))
+            work = asyncio.create_task(service.encode(request))
+            await asyncio.sleep(wait_s)
+            service.cancel("r1")
+            await asyncio.gather(work, return_exceptions=True)
+            await asyncio.sleep(0.1)
+            assert admission.nbytes == 0
+        await service.urls.close()

@@ -1,0 +1,229 @@
+"""Hosts that send what is dear to read, or next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractResolver
+
+from media.samples import Serve, in_seconds, local_limits, raw_server
+from sglang_epd.errors import DeadlineError, MediaError
+from sglang_epd.media import Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+PATIENCE_S = 20.0
+
+
+def chunks(size: int, count: int) -> bytes:
+    return (b"%x\r\n" % size + bytes(size) + b"\r\n") * count
+
+
+@pytest.fixture(params=[MediaFetcher, FetchingThread])
+def make(request: pytest.FixtureRequest) -> type[Fetcher]:
+    return request.param
+
+
+async def fetch(make: type[Fetcher], url: str) -> bytes:
+    async with make(local_limits(total_timeout_s=PATIENCE_S)) as fetcher:
+        return (await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))).data
+
+
+async def test_an_answer_in_tiny_chunks_is_refused_early(make) -> None:
+    sent = 0
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(CHUNKED)
+        for _ in range(1000):
+            writer.write(chunks(1, 2000))
+            await writer.drain()
+            sent += 2000
+
+    async with raw_server(answer) as url:
+        with pytest.raises(MediaError, match="in tiny chunks") as caught:
+            await fetch(make, url)
+    assert caught.value.reason == "chunks"
+    assert sent < 1_900_000, "the rest lay in buffers, and nobody read it"
+
+
+@pytest.mark.parametrize(
+    "pieces", [[(1024, 2000)], [(4096, 500)], [(1, 60), (16384, 50)], [(300, 5000)]], ids=str
+)
+async def test_chunks_of_honest_servers_pass(make, pieces: list[tuple[int, int]]) -> None:
+    body = b"".join(chunks(size, count) for size, count in pieces) + b"0\r\n\r\n"
+    async with raw_server(CHUNKED + body) as url:
+        assert len(await fetch(make, url)) == sum(size * count for size, count in pieces)
+
+
+async def test_a_flood_of_interim_answers_is_broken_off() -> None:
+    """Only asyncio's own event loop reads by the socket that sees to it."""
+    taken = 0
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        nonlocal taken
+        while True:
+            writer.write(b"HTTP/1.1 103 \r\n\r\n" * 1000)
+            await writer.drain()
+            taken += 17_000
+
+    async with raw_server(answer) as url:
+        with pytest.raises(MediaError) as caught:
+            await fetch(FetchingThread, url)
+    assert caught.value.reason == "broken"
+    assert taken < 32 << 20
+
+
+async def test_some_interim_answers_pass(make) -> None:
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n" * 20
+    async with raw_server(interim + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody") as url:
+        assert await fetch(make, url) == b"body"
+
+
+@pytest.mark.parametrize("nbytes", [4, 300_000])
+async def test_a_connection_that_is_reused_takes_in_as_much_again(
+    serve: Serve, nbytes: int
+) -> None:
+    peers = set()
+
+    async def handle(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        peers.add(request.transport.get_extra_info("peername"))
+        return web.Response(body=bytes(nbytes), headers={"X-Long": "x" * 7000})
+
+    url = await serve(handle)
+    async with FetchingThread(local_limits()) as fetcher:
+        for _ in range(20):
+            media = await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
+            assert len(media.data) == nbytes
+    assert len(peers) == 1
+
+
+class Threads(AbstractResolver):
+    """Says in which thread it is asked."""
+
+    def __init__(self) -> None:
+        self.idents: list[int] = []
+
+    async def resolve(self, host: str, port: int = 0, family: int = 0) -> list:
+        self.idents.append(threading.get_ident())
+        raise OSError("no such name")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_hosts_are_read_from_in_another_thread() -> None:
+    resolver = Threads()
+    async with FetchingThread(local_limits(), resolver=resolver) as fetcher:
+        with pytest.raises(MediaError, match="cannot be resolved"):
+            await fetcher.fetch(MediaSource(url="http://h.example"), in_seconds(PATIENCE_S))
+        assert threading.get_ident() not in resolver.idents
+    assert "epd-fetching" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_room_is_asked_for_in_the_callers_thread(serve: Serve) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=bytes(300_000))
+
+    asked: list[tuple[int, int]] = []
+
+    async def room_for(nbytes: int) -> None:
+        asked.append((threading.get_ident(), nbytes))
+
+    source = MediaSource(url=await serve(handle))
+    async with FetchingThread(local_limits()) as fetcher:
+        await fetcher.fetch(source, in_seconds(PATIENCE_S), room_for)
+    assert {ident for ident, _ in asked} == {threading.get_ident()}
+    assert asked[0][1] < 100_000
+    assert asked[-1][1] == 300_000, "no more than was announced"
+
+
+async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=bytes(300_000))
+
+    waits = [1.2, 0.6, 5.0]
+
+    async def room_for(_nbytes: int) -> None:
+        await asyncio.sleep(waits.pop(0))
+
+    source = MediaSource(url=await serve(handle))
+    async with make(local_limits(total_timeout_s=1.0)) as fetcher:
+        with pytest.raises(DeadlineError):
+            await fetcher.fetch(source, in_seconds(2.5), room_for)
+        assert waits == []
+        media = await fetcher.fetch(source, in_seconds(PATIENCE_S))
+        assert len(media.data) == 300_000
+
+
+# Slots
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def steady(writer: asyncio.StreamWriter) -> None:
+    """A million bytes a second, for two seconds."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2000000\r\n\r\n")
+    for _ in range(100):
+        writer.write(bytes(20_000))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "GRACE_S", 0.3)
+
+
+async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=b"body")
+
+    honest = await serve(handle)
+    limits = local_limits(total_timeout_s=PATIENCE_S)
+    async with AsyncExitStack() as stack:
+        slow = [
+            await stack.enter_async_context(raw_server(drip, f"127.0.1.{n}")) for n in range(1, 13)
+        ]
+        fast = await stack.enter_async_context(raw_server(steady))
+        fetcher = await stack.enter_async_context(make(limits, concurrency=4))
+        begin = time.monotonic()
+        kept = asyncio.create_task(fetcher.fetch(MediaSource(url=fast), in_seconds(PATIENCE_S)))
+        await asyncio.sleep(0.05)
+        hostile = [
+            asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S)))
+            for url in slow
+        ]
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            media = await fetcher.fetch(MediaSource(url=honest), in_seconds(PATIENCE_S))
+            assert media.data == b"body"
+        assert time.monotonic() - begin < PATIENCE_S / 2, "they kept their slots to the limit"
+        assert len((await kept).data) == 2_000_000
+        # Some have a slot, which nobody waits for any more.
+        left = [task for task in hostile if not task.done()]
+        for task in left:
+            task.cancel()
+        results = await asyncio.gather(*hostile, return_exceptions=True)
+        reasons = [result.reason for result in results if isinstance(result, MediaError)]
+        assert set(reasons) == {"slow"}
+        assert len(reasons) + len(left) == len(slow)
+        assert left
+
+
+async def test_a_slow_host_that_nobody_waits_for_has_its_time(make, hasty: None) -> None:
+    async with raw_server(drip) as url, make(local_limits(total_timeout_s=0.8)) as fetcher:
+        with pytest.raises(MediaError) as caught:
+            await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
+    assert caught.value.reason == "timeout"

@@ -72,20 +72,24 @@ class Bodies:
 
     def _make(self, number: int) -> bytes:
         picture = base64.b64encode(jpeg(self._size, (self._seed, number))).decode()
-        url = {"url": f"data:image/jpeg;base64,{picture}"}
-        parts = [
-            {"type": "image_url", "image_url": url},
-            {"type": "text", "text": "What is on this picture?"},
-        ]
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": self._tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        return json.dumps(body).encode()
+        return chat(f"data:image/jpeg;base64,{picture}", self._tokens)
+
+
+def chat(url: str, tokens: int) -> bytes:
+    """The body of a request about the picture at `url`, for so many tokens."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is on this picture?"},
+    ]
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    return json.dumps(body).encode()
 
 
 def session() -> aiohttp.ClientSession:

@@ -33,8 +33,9 @@ import psutil
 from aiohttp import web
 from comparison.arms import HOST, Arm, Place, Running, Server
 from hostile_attacks import ATTACKS, STRANGERS
-from hostile_report import Row, load, page, save
+from hostile_report import Results, Row, load, save
 from open_loop import Answer, Bodies, ask, chat, open_loop, session
+from pages import setting
 from pictures import jpeg
 
 from encoder import RESULTS
@@ -318,16 +319,16 @@ async def measure(options: argparse.Namespace, logs: Path) -> None:
 
 
 async def _measure_one(trial: Trial, options: argparse.Namespace, title: str, name: str) -> None:
-    rows = load(options.out)
+    kept = load(options.out, options).rows
     key = (options.name or title, name)
     if title != OURS.title and name in STRANGERS:
         return
-    if options.resume and any((row.arm, row.attack) == key for row in rows):
+    if options.resume and any((row.arm, row.attack) == key for row in kept):
         return
     begin = time.monotonic()
     row = await trial.attack(name)
-    rows = [one for one in rows if (one.arm, one.attack) != key] + [row]
-    save(options.out, rows, page(options, rows))
+    rows = [one for one in kept if (one.arm, one.attack) != key] + [row]
+    save(options.out, Results(setting(options), options.rate, options.calm, options.seconds, rows))
     print(f"{title}, {name}: {row.summary}, {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -355,8 +356,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.render:
-        rows = load(options.out)
-        save(options.out, rows, page(options, rows))
+        save(options.out, load(options.out, options))
         return
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-hostile-"))
     print(f"logs: {logs}", flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import itertools
 import json
 import random
@@ -82,7 +83,7 @@ class Attacker:
                 try:
                     async with http.post(
                         f"{self.language}/v1/chat/completions",
-                        data=body,
+                        data=io.BytesIO(body),
                         headers={"Content-Type": "application/json"},
                     ) as response:
                         await response.read()
@@ -212,11 +213,20 @@ def chat_body(parts: Parts) -> bytes:
 async def serving(answer: Connected) -> AsyncIterator[list[str]]:
     """Answers any request so, on each of HOSTS; gives the URLs."""
 
+    tasks: set[asyncio.Task[None]] = set()
+
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            await answer(reader, writer)
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await reader.readuntil(b"\r\n\r\n")
+                await answer(reader, writer)
+                await writer.drain()
+        finally:
+            writer.close()
+            tasks.discard(task)
 
     servers = [await asyncio.start_server(connected, host, 0) for host in HOSTS]
     try:
@@ -224,6 +234,9 @@ async def serving(answer: Connected) -> AsyncIterator[list[str]]:
     finally:
         for server in servers:
             server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks)
 
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n"

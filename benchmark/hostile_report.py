@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pages import table
-
-from encoder import quantile_ms, setting
+from pages import quantile_ms, setting, table
 
 # The aims.
 SLOWER = 2.0
@@ -62,16 +60,30 @@ class Row:
         )
 
 
-def load(page_path: Path) -> list[Row]:
-    """The rows beside a page; none where there is no file."""
+@dataclass
+class Results:
+    """What the file beside the page keeps: how the last rows were made, and all rows."""
+
+    setting: str
+    rate: float
+    calm_s: float
+    seconds: float
+    rows: list[Row]
+
+
+def load(page_path: Path, options: argparse.Namespace) -> Results:
+    """What there is beside a page, or nothing yet."""
     path = page_path.with_suffix(".json")
-    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    if not path.exists():
+        return Results(setting(options), options.rate, options.calm, options.seconds, [])
+    kept = json.loads(path.read_text())
+    return Results(**{**kept, "rows": [Row(**row) for row in kept["rows"]]})
 
 
-def save(page_path: Path, rows: Sequence[Row], text: str) -> None:
+def save(page_path: Path, results: Results) -> None:
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    page_path.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows]) + "\n")
-    page_path.write_text(text)
+    page_path.with_suffix(".json").write_text(json.dumps(asdict(results)) + "\n")
+    page_path.write_text(page(results))
 
 
 def _both(values: dict[str, float], scale: float = 1.0) -> str:
@@ -146,8 +158,8 @@ def detail_rows(rows: Sequence[Row]) -> list[list[str]]:
     return shown
 
 
-def page(options: argparse.Namespace, rows: Sequence[Row]) -> str:
-    lines = []
+def page(results: Results) -> str:
+    rows, lines = results.rows, []
     for arm in dict.fromkeys(row.arm for row in rows):
         mine = [row for row in rows if row.arm == arm]
         met = sum(not missed(row, rows) for row in mine)
@@ -160,9 +172,9 @@ def page(options: argparse.Namespace, rows: Sequence[Row]) -> str:
     told = "\n".join(lines)
     return f"""# An honest load beside attacks
 
-{setting(options)} One encoder and one language server answer {options.rate:g} requests/s at random
+{results.setting} One encoder and one language server answer {results.rate:g} requests/s at random
 (Poisson) moments, for 8 tokens each about a picture of 448 x 448 px, half of them behind URLs. No
-cache is on, so each is encoded anew. {options.calm:g} s calm come before {options.seconds:g} s of
+cache is on, so each is encoded anew. {results.calm_s:g} s calm come before {results.seconds:g} s of
 each attack, which sends at most 10 MB/s or 20 requests/s. Attackers run at the lowest
 priority, as if they were on machines of their own. A request that is answered otherwise than
 at peace has failed.

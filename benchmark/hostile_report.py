@@ -175,7 +175,7 @@ def page(results: Results) -> str:
 {results.setting} One encoder and one language server answer {results.rate:g} requests/s at random
 (Poisson) moments, for 8 tokens each about a picture of 448 x 448 px, half of them behind URLs. No
 cache is on, so each is encoded anew. {results.calm_s:g} s calm come before {results.seconds:g} s of
-each attack, which sends at most 10 MB/s or 20 requests/s. Attackers run at the lowest
+each attack, which sends at most 10 MB/s or 20 requests/s. Attackers run at a low
 priority, as if they were on machines of their own. A request that is answered otherwise than
 at peace has failed.
 

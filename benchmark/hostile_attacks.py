@@ -41,6 +41,7 @@ URLS_IN_A_REQUEST = 32
 LARGE_BYTES = 30 << 20
 LARGE_URLS = 100
 INLINE_BYTES = 32 << 20
+MANY_ITEMS = 4096
 _CHUNKS = b"1\r\nx\r\n" * 11_000
 
 Parts = list[tuple[str, str]]  # the kind of a medium, and its URL
@@ -234,9 +235,11 @@ async def serving(answer: Connected) -> AsyncIterator[list[str]]:
     finally:
         for server in servers:
             server.close()
+        await asyncio.sleep(0.05)  # connections that were accepted just now
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
+        await asyncio.sleep(0)  # their sockets are closed by the event loop
 
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n"
@@ -291,10 +294,10 @@ def _offer() -> Callable[[], bytes]:
     return draw
 
 
-def _once(make: Callable[[], bytes], count: int = 1) -> Callable[[], list[bytes]]:
-    """Media that are made once, and copied so many times for each request."""
-    made = make()
-    return lambda: [made] * count
+def _each(*makers: Callable[[], bytes]) -> Callable[[], list[bytes]]:
+    """Media that are made once, all of them in each request."""
+    made = [make() for make in makers]
+    return lambda: made
 
 
 def _garbage() -> list[bytes]:
@@ -308,13 +311,14 @@ USERS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "drips": lambda a: a.urls(_drip, 1),
     "large-urls": lambda a: a.urls(_large(), LARGE_URLS, 1.0),
     "escapes": lambda a: a.chat(lambda: [("image", media.escapes())] * 24),
-    "large-inline": lambda a: a.inline(_once(lambda: secrets.token_bytes(INLINE_BYTES))),
-    "tiff": lambda a: a.inline(_once(media.tiff)),
-    "jpeg2000": lambda a: a.inline(_once(media.jpeg2000)),
-    "webp": lambda a: a.inline(_once(media.webp)),
-    "png-texts": lambda a: a.inline(_once(media.png_texts)),
-    "video-claims": lambda a: a.inline(_once(media.video), "video"),
-    "video-packets": lambda a: a.inline(_once(media.video_of_many_packets), "video"),
+    "large-inline": lambda a: a.inline(_each(lambda: secrets.token_bytes(INLINE_BYTES))),
+    "tiff": lambda a: a.inline(_each(media.tiff)),
+    "jpeg2000": lambda a: a.inline(_each(media.jpeg2000)),
+    "webp": lambda a: a.inline(_each(media.webp, media.webp_still)),
+    "png-texts": lambda a: a.inline(_each(media.png_texts)),
+    "video-claims": lambda a: a.inline(_each(media.video), "video"),
+    "video-packets": lambda a: a.inline(_each(media.video_of_many_packets), "video"),
+    "many-items": lambda a: a.inline(lambda: [b"not a picture"] * MANY_ITEMS),
     "garbage": lambda a: a.inline(_garbage),
     "leaving": lambda a: a.leave(media.pictures(8)),
 }

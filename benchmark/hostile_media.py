@@ -91,6 +91,16 @@ def webp(side: int = MEGAPIXELS_100) -> bytes:
     return bytes(data)
 
 
+def webp_still(side: int = MEGAPIXELS_100) -> bytes:
+    """A lossless picture of one colour, which is written alike at any size."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "WEBP", lossless=True)
+    data = bytearray(file.getvalue())
+    at = data.index(b"VP8L") + 9  # after the length and a signature of a byte
+    struct.pack_into("<I", data, at, side - 1 | side - 1 << 14)
+    return bytes(data)
+
+
 def png_texts(count: int = 1000) -> bytes:
     """A small PNG with comments that are 64 MiB each once inflated."""
     file = io.BytesIO()

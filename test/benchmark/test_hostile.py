@@ -41,12 +41,16 @@ def opened(data: bytes, monkeypatch: pytest.MonkeyPatch) -> Image.Image:
 
 
 def test_pictures_claim_100_megapixels_in_a_kilobyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    for data, kind in ((media.jpeg2000(), "JPEG2000"), (media.webp(), "WEBP")):
+    kinds = ((media.jpeg2000(), "JPEG2000"), (media.webp(), "WEBP"), (media.webp_still(), "WEBP"))
+    for data, kind in kinds:
         picture = opened(data, monkeypatch)
         assert (len(data) < 1024, picture.format, picture.size) == (True, kind, (10_000, 10_000))
 
 
-@pytest.mark.parametrize(("make", "mode"), [(media.jpeg2000, "RGBA"), (media.webp, "RGB")])
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [(media.jpeg2000, "RGBA"), (media.webp, "RGB"), (media.webp_still, "RGB")],
+)
 def test_smaller_ones_of_these_are_decoded(
     make: object, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,6 @@ async def serving(answer: Connected) -> AsyncIterator[list[str]]:
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 await reader.readuntil(b"\r\n\r\n")
                 await answer(reader, writer)
-                await writer.drain()
         finally:
             writer.close()
             tasks.discard(task)
@@ -235,11 +234,11 @@ async def serving(answer: Connected) -> AsyncIterator[list[str]]:
     finally:
         for server in servers:
             server.close()
-        await asyncio.sleep(0.05)  # connections that were accepted just now
+        await asyncio.sleep(0.1)  # connections that were accepted just now have no task yet
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
-        await asyncio.sleep(0)  # their sockets are closed by the event loop
+        await asyncio.sleep(0.1)  # their sockets are closed by the event loop
 
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n"

@@ -177,7 +177,7 @@ def page(results: Results) -> str:
 cache is on, so each is encoded anew. {results.calm_s:g} s calm come before {results.seconds:g} s of
 each attack, which sends at most 10 MB/s or 20 requests/s. Attackers run at a low
 priority, as if they were on machines of their own. A request that is answered otherwise than
-at peace has failed.
+at peace, or not within 30 s, has failed.
 
 Aims beside each attack: nothing fails, the p99 latency is within {SLOWER:g} times that of all calm
 requests of the arm, the encoder stays in the pool (never `open`), and neither server grows by more

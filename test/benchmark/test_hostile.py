@@ -117,6 +117,8 @@ def target(**urls: str) -> Attacker:
     return Attacker(argparse.Namespace(**{**empty, **urls}))
 
 
+# An attacker is a process as a rule, whose end closes what hosts of its have open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", USERS)
 async def test_users_attack_a_language_server(name: str) -> None:
     site = Site()

@@ -72,7 +72,7 @@ def test_it_runs(name: str, errors: dict[str, str]) -> None:
         ("simulator.md", "| 25 |"),
         ("images_sweep.md", "TTFT"),
         ("profile.md", "time to the first token"),
-        ("hostile.md", "| tiff | sglang-epd |"),
+        ("hostile.md", "| tiff | sglang-epd"),
     ],
 )
 @pytest.mark.usefixtures("errors")

@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 from open_loop import ANSWER_TIMEOUT_S, Answer
-from pages import table
-
-from encoder import setting
+from pages import setting, table
 
 # The aims, of a load with faults.
 SLOWER = 3.0

@@ -32,10 +32,10 @@ from typing import Any
 
 import aiohttp
 import requests
-from pages import table
+from pages import setting, table
 from pictures import jpeg
 
-from encoder import RESULTS, setting, write
+from encoder import RESULTS, write
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
 

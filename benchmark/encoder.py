@@ -36,7 +36,7 @@ from typing import Any
 
 import aiohttp
 from encoder_arms import Arm, Bare, CacheRefusedError, InTree, Ours, Run, Server
-from pages import machine, table
+from pages import quantile_ms, setting, table
 from pictures import ROOT, SIZES, jpeg
 
 from make_checkpoint import ensure
@@ -276,11 +276,6 @@ async def _ask_often(url: str, every_s: float = 0.05) -> tuple[list[float], int]
             return latencies, bad
 
 
-def quantile_ms(seconds: Sequence[float], at: float) -> str:
-    ordered = sorted(seconds)
-    return f"{ordered[min(len(ordered) - 1, int(at * len(ordered)))] * 1e3:.0f}"
-
-
 def compare_table(cases: list[Case], load: str) -> str:
     head = ["picture", "clients", "arm", "images/s", "of bare", "lowest to highest"]
     rows = [[*head, "p50 (ms)", "p99 (ms)", "CPU s/image"]]
@@ -315,15 +310,6 @@ def stage_table(cases: list[Case]) -> str:
         means = [statistics.fmean(one.get(name, 0.0) for one in ms) for name in names]
         rows.append([size, str(clients), *(f"{mean:.1f}" for mean in means)])
     return table(rows)
-
-
-def setting(options: argparse.Namespace) -> str:
-    command = " ".join([".venv/bin/python", f"benchmark/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return (
-        f"`{command}`: {machine()}, "
-        f"sglang {version('sglang')}, torch {version('torch')}, checkpoint {options.model} in "
-        f"float32, seed {options.seed}."
-    )
 
 
 def write(path: Path, page: str, figures: dict[str, Any]) -> None:

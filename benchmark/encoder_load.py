@@ -26,10 +26,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from encoder_arms import HOST, Ours, closed_loop
-from pages import table
+from pages import quantile_ms, setting, table
 from pictures import bomb, jpeg, truncated
 
-from encoder import RESULTS, quantile_ms, setting, write
+from encoder import RESULTS, write
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.wire import EncodeReply

@@ -21,7 +21,6 @@ import aiohttp
 from pictures import jpeg
 
 ANSWER_TIMEOUT_S = 60.0
-TIMED_OUT = f"no answer in {ANSWER_TIMEOUT_S:.0f} s"
 _HEADERS = {"Content-Type": "application/json"}
 # What differs between failures of one kind.
 _NAMES = re.compile(r"https?://[^\s,'\"\]]+|\b[0-9a-f]{8,}\b|\d+(\.\d+)?")
@@ -72,20 +71,24 @@ class Bodies:
 
     def _make(self, number: int) -> bytes:
         picture = base64.b64encode(jpeg(self._size, (self._seed, number))).decode()
-        url = {"url": f"data:image/jpeg;base64,{picture}"}
-        parts = [
-            {"type": "image_url", "image_url": url},
-            {"type": "text", "text": "What is on this picture?"},
-        ]
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": self._tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        return json.dumps(body).encode()
+        return chat(f"data:image/jpeg;base64,{picture}", self._tokens)
+
+
+def chat(url: str, tokens: int) -> bytes:
+    """The body of a request about the picture at `url`, for so many tokens."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is on this picture?"},
+    ]
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    return json.dumps(body).encode()
 
 
 def session() -> aiohttp.ClientSession:
@@ -127,6 +130,7 @@ async def open_loop(
     seed: object,
     begin: float,
     more: Callable[[], bool],
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> list[Answer]:
     """Send requests at random (Poisson) until `more` says no; return when all have ended.
 
@@ -134,6 +138,7 @@ async def open_loop(
         rate: requests a second, on average.
         seed: of the moments.
         begin: when the load begins, on the clock of `time.monotonic`.
+        timeout_s: after so long a request has failed.
     """
     draw = random.Random(repr(seed))
     due = begin
@@ -145,18 +150,25 @@ async def open_loop(
             if not more():
                 break
             body = bodies.take(len(tasks))
-            tasks.append(asyncio.create_task(ask(http, url, body, begin, due)))
+            asking = ask(http, url, body, begin, due, timeout_s=timeout_s)
+            tasks.append(asyncio.create_task(asking))
         return await asyncio.gather(*tasks)
 
 
 async def ask(
-    http: aiohttp.ClientSession, url: str, body: bytes, begin: float, due: float
+    http: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    begin: float,
+    due: float,
+    *,
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Answer:
     """Send a request that was due at `due`, and read its answer to the end."""
     first: float | None = None
     failure, text = "", ""
     try:
-        async with asyncio.timeout(due + ANSWER_TIMEOUT_S - time.monotonic()):
+        async with asyncio.timeout(due + timeout_s - time.monotonic()):
             async with http.post(f"{url}/v1/chat/completions", data=body) as response:
                 if response.status != 200:
                     failure = _kind(f"HTTP {response.status}", await response.text())
@@ -174,7 +186,7 @@ async def ask(
                     if not failure and not ended:
                         failure = "the stream ended early"
     except TimeoutError:
-        failure = TIMED_OUT
+        failure = f"no answer in {timeout_s:.0f} s"
     except aiohttp.ClientError as error:
         failure = type(error).__name__
     ttft_s = None if first is None or failure else first - due

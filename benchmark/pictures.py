@@ -51,8 +51,8 @@ def bomb(width: int = 20_000, height: int = 10_000) -> bytes:
     body = b"".join(deflate.compress(row) for _ in range(height)) + deflate.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, data) for kind, data in chunks)
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
+def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

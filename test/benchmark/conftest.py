@@ -12,7 +12,10 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
-_MODULES = ("pictures", "pages", "open_loop", "comparison", "compare", "ttft")
+_MODULES = (
+    *("pictures", "pages", "open_loop", "comparison", "compare", "ttft"),
+    *("hostile_media", "hostile_attacks", "hostile_report"),
+)
 
 
 def _load(name: str) -> None:

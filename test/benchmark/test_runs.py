@@ -21,8 +21,9 @@ SMALL = {
     "dry run": ("compare.py", "--dry-run"),
     "compare's page": ("compare.py", "--render", "OUT/images_sweep.json"),
     "ttft's page": ("ttft.py", "--render", "OUT/profile.json"),
+    "hostile's page": ("hostile.py", "--render", "--out", "OUT/hostile.md"),
 }
-KEPT = ("simulator.json", "images_sweep.json", "profile.json")
+KEPT = ("simulator.json", "images_sweep.json", "profile.json", "hostile.json")
 COMMANDS = {name: (name, "--help") for name in NAMES} | SMALL
 
 
@@ -71,6 +72,7 @@ def test_it_runs(name: str, errors: dict[str, str]) -> None:
         ("simulator.md", "| 25 |"),
         ("images_sweep.md", "TTFT"),
         ("profile.md", "time to the first token"),
+        ("hostile.md", "| tiff | sglang-epd"),
     ],
 )
 @pytest.mark.usefixtures("errors")

@@ -642,10 +642,10 @@ async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(towers, 
             # The others are being prepared whenever the poison takes effect.
             prepare = tower.prepare
 
-            async def slowly(modality, data, prepare=prepare):
+            async def slowly(modality, data, deadline, prepare=prepare):
                 if data != b"apoison":
                     await settle()
-                return await prepare(modality, data)
+                return await prepare(modality, data, deadline)
 
             tower.prepare = slowly
         tower.hold(forward=True)

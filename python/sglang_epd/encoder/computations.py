@@ -400,7 +400,7 @@ class Computations:
 
     async def _prepare(self, work: Work, lane: Lane) -> None:
         try:
-            prepared = await lane.tower.prepare(work.modality, work.media)
+            prepared = await lane.tower.prepare(work.modality, work.media, work.job.deadline)
         except TowerLostError:
             self._lost(work)
             self._take_back(lane)

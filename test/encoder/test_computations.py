@@ -137,15 +137,19 @@ async def test_others_get_it_although_the_first_asker_left(tower, computations, 
         other.release()
 
 
-async def test_who_asks_after_the_only_asker_left_joins_what_the_tower_has_begun(tower, ask):
+async def test_preparing_ends_with_the_last_asker_and_begins_anew_for_the_next(tower, ask):
     tower.hold(prepare=True)
-    first = ask(b"x", "r1")
+    first, other = ask(b"x", "r1"), ask(b"x", "r2")
     await until(lambda: tower.preparing)
     first.release()
-    second = ask(b"x", "r2")
+    await settle()
+    assert tower.preparing
+    other.release()
+    second = ask(b"x", "r3")
+    await settle()
     tower.go_on()
     assert await value(second) == ord("x")
-    assert tower.preparations == [b"x"]
+    assert tower.preparations == [b"x", b"x"]
 
 
 @pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
@@ -791,3 +795,24 @@ async def test_a_tower_that_ends_one_batch_after_another_is_not_stuck(
     assert lane.busy_since > begun
     tower.go_on()
     await value(third)
+
+
+async def test_preparing_ends_when_nobody_waits_any_more(towers, ask):
+    ended = []
+    for tower in towers:
+
+        async def forever(modality, data, deadline, tower=tower):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(data)
+
+        tower.prepare = forever
+    first, second = ask(b"a"), ask(b"a")
+    await settle()
+    first.release()
+    await settle()
+    assert ended == []
+    second.release()
+    await settle()
+    assert ended == [b"a"]

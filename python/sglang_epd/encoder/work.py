@@ -14,6 +14,7 @@ Decided and done by `computations`; here is only what is so.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Work:
     holds: list[Hold] = field(default_factory=list)
     state: State = State.WAITING
     lane: Lane | None = None
+    preparation: asyncio.Future[Prepared] | None = None
     prepared: Prepared | None = None
     losses: int = 0
     ms: dict[str, float] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Work:
 
 
 # In these it ends by itself, soon; whoever leaves, or takes all of them away, waits for that.
+# Preparing is ended with the last of them.
 UNDER_WAY = (State.LOOKING, State.PREPARING, State.RUNNING)
 
 # What the time in a state is called in answers and metrics.

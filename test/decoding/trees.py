@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import psutil
 
 
-def held() -> int:
-    """Bytes of this process and its children, what they share counted once."""
+def held(pid: int | None = None) -> int:
+    """Bytes of a process, this one unless given, and all below it; what they share is counted
+    once."""
     total = 0
-    me = psutil.Process()
+    me = psutil.Process(pid)
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             total += process.memory_full_info().pss
@@ -22,15 +23,17 @@ def held() -> int:
 class Watch:
     """Sees the most that is held while a block runs, beyond what was held before."""
 
-    grown = 0
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self.grown = 0
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Watch]:
-        before, over = held(), threading.Event()
+        before, over = held(self._pid), threading.Event()
 
         def look() -> None:
             while not over.wait(0.01):
-                self.grown = max(self.grown, held() - before)
+                self.grown = max(self.grown, held(self._pid) - before)
 
         thread = threading.Thread(target=look)
         thread.start()

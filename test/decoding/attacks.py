@@ -98,3 +98,33 @@ def grow(data: bytes, kind: bytes, new: bytes) -> bytes:
         if place < at < place + size:
             out[place : place + 4] = (size + len(new) - length).to_bytes(4)
     return bytes(out)
+
+
+def grows(side: int) -> bytes:
+    """An H.264 video of 64 x 64 pixels whose last frame is `side` squared."""
+    small, large = (
+        clips.encode(clips.still(width, width, frames=4)) for width in (64, side)
+    )
+    at = large.index(b"avcC") + 4 + 6
+    sets = b""
+    for _ in ("sequence", "picture"):
+        size = int.from_bytes(large[at : at + 2])
+        sets += numbers(size) + large[at + 2 : at + 2 + size]
+        at += 3 + size  # after the first comes how many of the second there are
+    sizes = small.index(b"stsz") + 16
+    last = sizes + 4 * int.from_bytes(small[sizes - 4 : sizes]) - 4
+    first = large.index(b"stsz") + 16
+    start = int.from_bytes(large[large.index(b"stco") + 12 :][:4])
+    frame = sets + large[start : start + int.from_bytes(large[first : first + 4])]
+    total = sum(
+        int.from_bytes(small[place : place + 4]) for place in range(sizes, last + 4, 4)
+    )
+    begin = int.from_bytes(small[small.index(b"stco") + 12 :][:4])
+    old = int.from_bytes(small[last : last + 4])
+    end = begin + total
+    out = bytearray(small[: end - old] + frame + small[end:])
+    moved = last + len(frame) - old if last > end else last
+    out[moved : moved + 4] = numbers(len(frame))
+    media = small.index(b"mdat") - 4
+    out[media : media + 4] = numbers(int.from_bytes(small[media : media + 4]) + len(frame) - old)
+    return bytes(out)

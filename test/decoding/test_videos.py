@@ -122,7 +122,7 @@ CLAIMS = {
     "stsz": attacks.samples_claimed(80_000_000),
     "stsz behind el": attacks.samples_claimed(80_000_000, b"\0\0el"),
     "stsz behind s": attacks.samples_claimed(80_000_000, b"\0\0\x0cs"),
-    "trun": attacks.fragments_claimed(200_000_000),
+    "trun": attacks.fragments_claimed(80_000_000),
 }
 
 

@@ -137,7 +137,7 @@ def test_memory_of_hostile_media_stays_within_the_budget(
     videos = [
         attacks.samples_claimed(80_000_000),
         attacks.samples_claimed(80_000_000, b"\0\0el"),
-        attacks.fragments_claimed(200_000_000),
+        attacks.fragments_claimed(80_000_000),
     ]
     messages = [user(image_part(data_url(data)), text_part("What?")) for data in pictures * 2]
     messages += [user(video_part(data), text_part("What?")) for data in videos * 2]

@@ -102,9 +102,7 @@ def grow(data: bytes, kind: bytes, new: bytes) -> bytes:
 
 def grows(side: int) -> bytes:
     """An H.264 video of 64 x 64 pixels whose last frame is `side` squared."""
-    small, large = (
-        clips.encode(clips.still(width, width, frames=4)) for width in (64, side)
-    )
+    small, large = (clips.encode(clips.still(width, width, frames=4)) for width in (64, side))
     at = large.index(b"avcC") + 4 + 6
     sets = b""
     for _ in ("sequence", "picture"):
@@ -116,9 +114,7 @@ def grows(side: int) -> bytes:
     first = large.index(b"stsz") + 16
     start = int.from_bytes(large[large.index(b"stco") + 12 :][:4])
     frame = sets + large[start : start + int.from_bytes(large[first : first + 4])]
-    total = sum(
-        int.from_bytes(small[place : place + 4]) for place in range(sizes, last + 4, 4)
-    )
+    total = sum(int.from_bytes(small[place : place + 4]) for place in range(sizes, last + 4, 4))
     begin = int.from_bytes(small[small.index(b"stco") + 12 :][:4])
     old = int.from_bytes(small[last : last + 4])
     end = begin + total

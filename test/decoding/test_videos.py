@@ -141,6 +141,14 @@ def test_an_index_takes_no_more_than_a_look_may(decoders: Decoders, name: str) -
     assert nothing_is_held(decoders)
 
 
+def test_a_video_whose_frames_grow_is_refused(decoders: Decoders) -> None:
+    data = attacks.grows(2048)
+    with Watch()() as watch:
+        assert isinstance(outcome(frames, decoders, data, [0, 1, 2, 3]), MediaError)
+    assert watch.grown < 4 * SMALL_BYTES + MARGIN
+    assert nothing_is_held(decoders)
+
+
 def test_large_videos_wait_for_memory_and_small_ones_pass(strict: Decoders) -> None:
     decoders = strict
     large, small = clips.video(frames=8, size=(1280, 720)), clips.video(frames=8, size=(64, 48))

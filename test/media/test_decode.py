@@ -218,11 +218,6 @@ def test_data_in_many_pieces_is_no_such_file() -> None:
     assert decode_image(data[:start] + body + data[end:], LIMITS).tobytes() == image.tobytes()
 
 
-def test_the_result_does_not_keep_the_file() -> None:
-    image = decode_image(SAMPLES["png-RGB"], LIMITS)
-    assert type(image) is Image.Image
-
-
 def test_errors_do_not_quote_the_media() -> None:
     data = SAMPLES["png-RGB"].replace(b"IDAT", b"SeCr")
     with pytest.raises(MediaError) as caught:

@@ -365,7 +365,8 @@ def _mapped(fd: int, nbytes: int) -> Any:
             raise MediaError("it cannot be decoded: its decoder is broken")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise MediaError("it cannot be decoded: its decoder is broken")
-        return mmap.mmap(fd, nbytes)
+        # All of it will be read: a page fault for each page costs more.
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -94,9 +94,8 @@ def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Im
             # Pillow would carry the transparent colour over, and warn where it cannot.
             # The pixels do not depend on it.
             image.info.pop("transparency", None)
-            # A copy where the mode is RGB already: unlike the file's own image it does
-            # not keep the encoded bytes and the decoder alive.
-            return image.convert("RGB")
+            # Where the mode is RGB already, a copy would cost as much as decoding.
+            return image if image.mode == "RGB" else image.convert("RGB")
         except MediaError:
             raise
         except Exception as error:

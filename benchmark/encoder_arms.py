@@ -188,6 +188,7 @@ def _load(model: str) -> Any:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_epd.encoder.engine import Engine
+    from sglang_epd.machine import decode_mb
     from sglang_epd.media import MediaLimits
 
     load_plugins()
@@ -195,7 +196,7 @@ def _load(model: str) -> Any:
     server_args = prepare_server_args(args)
     server_args.resolve_once()
     publish(server_args, role="encoder")
-    return Engine(server_args, MediaLimits())
+    return Engine(server_args, MediaLimits(), decode_mb() << 20)
 
 
 _Timed = tuple[list[float], list[dict[str, float]]]

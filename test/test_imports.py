@@ -5,7 +5,7 @@
     seams
     sim
     encoder, language
-    dispatch, transfer, cache, store, observability, namespace, families
+    dispatch, transfer, cache, store, observability, namespace, families, decoding
     wire, media, processes, checkpoint, config, errors, trust, deferred, machine, tally, lag,
     spans, logs, unread
     platform                      stands by itself beside all of them
@@ -32,7 +32,8 @@ LAYERS = (
     {"seams"},
     {"sim"},
     {"encoder", "language"},
-    {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"},
+    {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
+    | {"decoding"},
     {"wire", "media", "checkpoint", "config", "errors", "trust", "deferred"}
     | {"processes", "machine", "tally", "lag", "spans", "logs", "unread"},
 )
@@ -205,7 +206,9 @@ def test_the_dependencies_are_declared():
     names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
     names["yaml"] = "pyyaml"
     brought = {"yarl": "aiohttp", "starlette": "fastapi"}
-    brought |= dict.fromkeys(("huggingface_hub", "torchcodec", "transformers"), "sglang")
+    brought |= dict.fromkeys(
+        ("huggingface_hub", "torchaudio", "torchcodec", "transformers"), "sglang"
+    )
     undeclared = set()
     for found in everything():
         top = found.module.split(".")[0]

@@ -218,6 +218,14 @@ class Settings:
         "Encoded media in work at a time; more is answered with 503. Unless given, a "
         "thirty-second of the memory that the server may use, from 1024 to 8192.",
     )
+    decode_mb: int | None = _setting(
+        int,
+        None,
+        "encoders; language with `--enable-adaptive-dispatch-to-encoder`",
+        "MiB that media are decoded and preprocessed in. Items wait for their share; one that "
+        "takes more is answered with 413. The workers of `--dp-size` and `--tp-size` share them. "
+        "Unless given, an eighth of the memory that the server may use, from 4096 to 32768.",
+    )
     encoder_batch_patches: int | None = _setting(
         int,
         None,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SERVERS = 16
+_DECODING = 8
 # Enough for the tests' models on a laptop; and for 256 pictures of 1080p of the largest models.
 LEAST_MB = 2048
 MOST_MB = 16_384
@@ -28,6 +29,19 @@ def share_mb(memory_bytes: int | None = None) -> int:
     """
     memory = usable_bytes() if memory_bytes is None else memory_bytes
     return min(max(LEAST_MB, (memory >> 20) // _SERVERS), MOST_MB)
+
+
+def decode_mb(memory_bytes: int | None = None) -> int:
+    """MiB that one server may decode media in: an eighth of the memory.
+
+    Args:
+        memory_bytes: of this machine, unless given.
+
+    >>> [decode_mb(gib << 30) for gib in (16, 64, 128, 512)]
+    [4096, 8192, 16384, 32768]
+    """
+    memory = usable_bytes() if memory_bytes is None else memory_bytes
+    return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB)
 
 
 def usable_bytes(root: Path = Path("/")) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -115,7 +116,7 @@ class Fakes:
         """The media whose pixels are in memory."""
         return [data for data, prepared in self._prepared if prepared() is not None]
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         await self.preprocess(data)
         spec = TensorSpec("float32", (ROWS, WIDTH))
         prepared = Prepared(Layout(modality, spec, [[1, 2, 6]]), 12, modality, data)

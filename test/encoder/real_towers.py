@@ -52,7 +52,7 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
     from sglang_epd.media import MediaLimits
     from sglang_epd.namespace import namespace
 
-    towers = await start_towers(server_args, MediaLimits())
+    towers = await start_towers(server_args, MediaLimits(), 1024)
     results: dict[str, np.ndarray] = {}
     try:
         await asyncio.gather(*(tower.warm_up() for tower in towers))

@@ -15,7 +15,6 @@ import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import app as app_module
-from sglang_epd.encoder import computations
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.intake import Intake

@@ -145,15 +145,19 @@ async def test_others_get_it_although_the_first_asker_left(tower, computations, 
         other.release()
 
 
-async def test_who_asks_after_the_only_asker_left_joins_what_the_tower_has_begun(tower, ask):
+async def test_preparing_ends_with_the_last_asker_and_begins_anew_for_the_next(tower, ask):
     tower.hold(prepare=True)
-    first = ask(b"x", "r1")
+    first, other = ask(b"x", "r1"), ask(b"x", "r2")
     await until(lambda: tower.preparing)
     first.release()
-    second = ask(b"x", "r2")
+    await settle()
+    assert tower.preparing
+    other.release()
+    second = ask(b"x", "r3")
+    await settle()
     tower.go_on()
     assert await value(second) == ord("x")
-    assert tower.preparations == [b"x"]
+    assert tower.preparations == [b"x", b"x"]
 
 
 @pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
@@ -714,10 +718,10 @@ async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(towers, 
             # The others are being prepared whenever the poison takes effect.
             prepare = tower.prepare
 
-            async def slowly(modality, data, prepare=prepare):
+            async def slowly(modality, data, deadline, prepare=prepare):
                 if data != b"apoison":
                     await settle()
-                return await prepare(modality, data)
+                return await prepare(modality, data, deadline)
 
             tower.prepare = slowly
         tower.hold(forward=True)
@@ -918,3 +922,24 @@ async def test_what_waits_is_done_at_the_speed_of_preparing(tower, computations,
     tower.go_on()
     await value(hold)
     assert lane.pixel_rate == rate
+
+
+async def test_preparing_ends_when_nobody_waits_any_more(towers, ask):
+    ended = []
+    for tower in towers:
+
+        async def forever(modality, data, deadline, tower=tower):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(data)
+
+        tower.prepare = forever
+    first, second = ask(b"a"), ask(b"a")
+    await settle()
+    first.release()
+    await settle()
+    assert ended == []
+    second.release()
+    await settle()
+    assert ended == [b"a"]

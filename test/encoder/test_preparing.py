@@ -6,21 +6,8 @@ import pytest
 import torch
 
 from sglang_epd.encoder.engine import preparing_threads
-from sglang_epd.encoder.preparing import _group, _Unspoken
+from sglang_epd.encoder.preparing import _group
 from sglang_epd.errors import ConfigError
-
-
-def test_media_is_not_quoted_by_whoever_mentions_it():
-    media = _Unspoken(b"a user's secret")
-    for mentioned in (f"{media}", str(media), repr(media), f"{media!r}", "%s" % media):  # noqa: UP031
-        assert mentioned == "<15 bytes>"
-
-
-def test_media_is_bytes_to_whoever_reads_it():
-    media = _Unspoken(b"RIFF data")
-    assert isinstance(media, bytes)
-    assert media == b"RIFF data"
-    assert bytes(media[:4]) == b"RIFF"
 
 
 def test_clips_of_one_padded_length_share_a_forward():

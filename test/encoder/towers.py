@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -81,7 +82,7 @@ class FakeTower:
         self._death.set()
         self._death = asyncio.Event()
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         self.preparations.append(data)
         self.preparing += 1
         assert self.preparing <= self.preparers

@@ -14,6 +14,7 @@ odd@R           rank R lays it out differently
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class FakeEngine:
     async def warm_up(self) -> None:
         pass
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         wishes = dict(
             (wish.partition("=")[0], wish.partition("=")[2])
             for wish in data[:64].decode().strip().split(",")

@@ -77,7 +77,7 @@ def equal(ours: Any, theirs: Any) -> bool:
     return torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
-def compare(adapter: Any, preparer: Any, case: tuple[str, list[int], list[int]]) -> dict[str, Any]:
+def compare(adapter: Any, prepare: Any, case: tuple[str, list[int], list[int]]) -> dict[str, Any]:
     from sglang.srt.managers.schedule_batch import Modality
 
     from sglang_epd.language.assembly import ReceivedItem, assemble
@@ -88,8 +88,8 @@ def compare(adapter: Any, preparer: Any, case: tuple[str, list[int], list[int]])
     written = [adapter.family.written(adapter.processor, name) for name in _MODALITIES]
     prompt = text.format(i=written[0], v=written[1])
     theirs = one_server(adapter.processor, prompt, images, films)
-    prepared = [preparer.prepare("IMAGE", data) for data in images]
-    prepared += [preparer.prepare("VIDEO", data) for data in films]
+    prepared = [prepare("IMAGE", data) for data in images]
+    prepared += [prepare("VIDEO", data) for data in films]
     received = [
         ReceivedItem(bytes([number]) * 32, one.layout, torch.zeros(one.layout.tokens, _WIDTH))
         for number, one in enumerate(prepared)
@@ -117,6 +117,7 @@ def main() -> None:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
 
+    from sglang_epd.decoding import Decoders
     from sglang_epd.encoder.adapted import AdaptedPreparer
     from sglang_epd.families import family_of
     from sglang_epd.families.processors import load_processor
@@ -131,9 +132,16 @@ def main() -> None:
     family = family_of(architecture)
     assert family is not None
     adapter = adapt(load_processor(server_args, config), architecture, family)
-    preparer = AdaptedPreparer(adapter, "float32", _WIDTH, MediaLimits(), _MODALITIES)
+    adapted = AdaptedPreparer(adapter, "float32", _WIDTH, _MODALITIES)
+    decoders = Decoders(MediaLimits(), 2 << 30, 2)
+
+    def prepare(modality: str, data: bytes) -> Any:
+        with decoders.begin() as decoding:
+            return adapted.prepare(modality, data, decoding)
+
     for case in CASES:
-        print(json.dumps(compare(adapter, preparer, case)))
+        print(json.dumps(compare(adapter, prepare, case)))
+    decoders.close()
 
 
 if __name__ == "__main__":

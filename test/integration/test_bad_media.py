@@ -6,12 +6,16 @@ import io
 import struct
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from decoding import attacks
+from decoding.trees import Watch
+from integration.client import Client, data_url, image_part, text_part, user, video_part
 from integration.topology import Topology
+from sglang_epd.machine import decode_mb
 
 LIMIT_S = 10.0
 
@@ -117,3 +121,35 @@ def test_placeholders_and_images_must_match(
     )
     assert response.status_code == 400
     assert f"{count} image placeholders for 1 image items" in response.text
+
+
+def test_memory_of_hostile_media_stays_within_the_budget(
+    qwen2_5: Topology, language: Client, photographs: list[Image.Image]
+) -> None:
+    """All at once at a real encoder; an honest picture beside them is answered."""
+    good = data_url(photographs[0].resize((112, 112)))
+    pictures = [
+        attacks.tiff_tile(20_000),
+        attacks.picture("RGBA", "JPEG2000", 3000, 2500),
+        attacks.picture("RGB", "WEBP", 4000, 3000, animated=True, method=0),
+        attacks.picture("L", "PNG", 9000, 9000),
+    ]
+    videos = [
+        attacks.samples_claimed(80_000_000),
+        attacks.samples_claimed(80_000_000, b"\0\0el"),
+        attacks.fragments_claimed(80_000_000),
+    ]
+    messages = [user(image_part(data_url(data)), text_part("What?")) for data in pictures * 2]
+    messages += [user(video_part(data), text_part("What?")) for data in videos * 2]
+    encoder = qwen2_5.servers["encoder"].pid
+    language.answer(user(image_part(good), text_part("Before?")))
+    with Watch(encoder)() as watch, ThreadPoolExecutor(len(messages) + 1) as pool:
+        bad = [pool.submit(language.chat, message) for message in messages]
+        fine = pool.submit(language.answer, user(image_part(good), text_part("Meanwhile?")))
+        assert fine.result()
+        statuses = [one.result().status_code for one in bad]
+    assert set(statuses[len(pictures) * 2 :]) <= {400, 413}
+    assert set(statuses) <= {200, 400, 413}
+    # Preparing goes on in the server itself, and torchcodec is loaded beside it.
+    assert watch.grown < (decode_mb() << 20) + (256 << 20)
+    qwen2_5.check_alive()

@@ -34,7 +34,7 @@ def item(data: bytes | None = None, url: str | None = None, number: int = 0, **c
 
 @pytest.fixture
 async def images():
-    images = LocalImages("a/b/c", MediaLimits(max_pixels=10_000))
+    images = LocalImages("a/b/c", MediaLimits(max_pixels=10_000), 1 << 28)
     yield images
     await images.close()
 
@@ -81,7 +81,7 @@ async def test_the_deadline_holds(images):
 
 async def test_an_image_behind_a_url_is_compared_with_its_hash(images, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    images = LocalImages("a/b/c", MediaLimits(allowed_local_root=tmp_path))
+    images = LocalImages("a/b/c", MediaLimits(allowed_local_root=tmp_path), 1 << 28)
     url = f"file://{tmp_path}/a.png"
     right = f"sha256:{hashlib.sha256(png()).hexdigest()}"
     (found,) = await images.read([item(url=url, content_hash=right)], soon())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import subprocess
 import sys
@@ -74,7 +75,7 @@ class Tower:
         self._alive = 0
         self.most = 0
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         layout = Layout(modality, TensorSpec("float32", (ROWS, WIDTH)), [[1, 2, 2]])
         return Prepared(layout, 4, modality, data)
 

@@ -14,13 +14,12 @@ import msgspec
 import torch
 from PIL import Image
 
+from sglang_epd.decoding import Decoding
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.encoder.videos import open_checked
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.adapter import Adapter
 from sglang_epd.families.expansion import EXPANSION, IMAGE, VIDEO
-from sglang_epd.families.films import counted, device_of
-from sglang_epd.media import MediaLimits, decode_image
+from sglang_epd.families.films import apart, on_device
 from sglang_epd.wire import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ class AdaptedPreparer:
         adapter: proven.
         dtype: of the embeddings (torch name without the prefix).
         width: of the embeddings.
-        limits: bounds on decoding.
         towers: the modalities that the model's class has a tower for; fewer are taken where
             the adapter refuses one.
     """
@@ -46,21 +44,20 @@ class AdaptedPreparer:
         adapter: Adapter,
         dtype: str,
         width: int,
-        limits: MediaLimits,
         towers: Collection[str] = (IMAGE,),
     ) -> None:
         self._adapter = adapter
         self._dtype = dtype
         self._width = width
-        self._limits = limits
         self.modalities = tuple(
             name for name in (IMAGE, VIDEO) if name in towers and name not in adapter.refused
         )
 
-    def prepare(self, modality: str, data: bytes) -> Prepared:
+    def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
         Raises:
+            EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
             MediaTypeError: the model is not served with this modality.
         """
@@ -69,8 +66,8 @@ class AdaptedPreparer:
             because = f": {reason}" if reason else ""
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input{because}")
         if modality == IMAGE:
-            return self.prepare_image(decode_image(data, self._limits))
-        return self._prepare_video(data)
+            return self.prepare_image(decoding.image(data))
+        return self._prepare_video(data, decoding)
 
     def prepare_image(self, image: Image.Image) -> Prepared:
         """Preprocess a picture that is decoded already (RGB).
@@ -80,16 +77,14 @@ class AdaptedPreparer:
         """
         return self._preprocess(IMAGE, image)
 
-    def _prepare_video(self, data: bytes) -> Prepared:
-        device = device_of(self._adapter.processor)
-        video, facts = open_checked(data, self._limits, lambda file: counted()(file, device))
-        with video:
-            video.allow(facts, self._limits)
-            try:
+    def _prepare_video(self, data: bytes, decoding: Decoding) -> Prepared:
+        film = decoding.video(data)
+        try:
+            with on_device(film, data, self._adapter.processor) or apart(film) as video:
                 return self._preprocess(VIDEO, video)
-            except (RuntimeError, IndexError) as error:
-                logger.warning("SGLang cannot decode this video: %s", error)
-                raise MediaError("the video is damaged or truncated") from error
+        except (RuntimeError, IndexError) as error:
+            logger.warning("SGLang cannot decode this video: %s", error)
+            raise MediaError("the video is damaged or truncated") from error
 
     def _preprocess(self, modality: str, medium: Any) -> Prepared:
         try:

@@ -49,11 +49,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Front: prepare the media in the file that comes with this as item `item`."""
+    """Front: prepare the media in the file that comes with this as item `item`, by a deadline."""
 
     call: int
     item: int
     modality: str
+    deadline: float
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):

@@ -283,6 +283,9 @@ class Computations:
                 self._consider(work)
             elif work.state not in UNDER_WAY:
                 self._end(work, State.FAILED)
+            elif work.state is State.PREPARING and work.preparation is not None:
+                work.preparation.cancel()
+                work.preparation = None
         self._pump_soon()
 
     def _consider(self, work: Work) -> None:
@@ -439,7 +442,20 @@ class Computations:
     async def _prepare(self, work: Work, lane: Lane, *, large: bool) -> None:
         began = time.monotonic()
         try:
-            prepared = await lane.tower.prepare(work.modality, work.media)
+            preparing = lane.tower.prepare(work.modality, work.media, work.job.deadline)
+            work.preparation = asyncio.ensure_future(preparing)
+            prepared = await work.preparation
+        except asyncio.CancelledError:
+            if work.preparation is not None:  # not by us
+                raise
+            # Nobody wanted it; somebody may have come since.
+            if not work.holds:
+                self._end(work, State.FAILED)
+                return
+            work.lane = None
+            work.enter(State.WAITING)
+            self._let_wait(work)
+            return
         except TowerLostError:
             self._lost(work)
             self._take_back(lane)

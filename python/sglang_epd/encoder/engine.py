@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.adapted import AdaptedPreparer
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.copyout import CopyOut
@@ -38,9 +40,10 @@ from sglang_epd.wire.tensors import tensor_spec
 
 logger = logging.getLogger(__name__)
 
-# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set: each
-# may be a video whose frames take 3 GB.
+# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set.
 _THREADS = 4
+# Most items that wait for memory beside them.
+_WAITING = 64
 
 
 def preparing_threads() -> int:
@@ -63,7 +66,8 @@ class Engine:
 
     Args:
         server_args: SGLang's, resolved.
-        limits: bounds on decoding.
+        limits: bounds on one item's decoding.
+        decode_bytes: for all that is decoded at a time.
         rank: of this process among the tower's; all are to be asked the same.
         gpu_id: accelerator; `--base-gpu-id` plus the rank by default.
         rendezvous: where the tower's ranks meet, tcp://host:port; a free port by default.
@@ -73,6 +77,7 @@ class Engine:
         self,
         server_args: Any,
         limits: MediaLimits,
+        decode_bytes: int,
         *,
         rank: int = 0,
         gpu_id: int | None = None,
@@ -85,6 +90,8 @@ class Engine:
 
         # SGLang has as many, and would not say whose number is wrong.
         self._threads = preparing_threads()
+        self._decoders = Decoders(limits, decode_bytes, self._threads)
+        self._decoders.start()  # while the model is loaded
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
@@ -106,8 +113,8 @@ class Engine:
         if family is None:
             self._preparer = Preparer(self._encoder, self.dtype, limits)
         else:
-            self._preparer = self._adapted_preparer(architecture, family, limits)
-        self._decoders = ThreadPoolExecutor(self._threads, "epd-decode")
+            self._preparer = self._adapted_preparer(architecture, family)
+        self._preparing = ThreadPoolExecutor(self._threads + _WAITING, "epd-prepare")
         # One forward at a time: the tower uses the whole device.
         self._tower = ThreadPoolExecutor(1, "epd-tower")
         self._tower.submit(self._bind_device).result()
@@ -124,19 +131,28 @@ class Engine:
 
     @property
     def preparers(self) -> int:
-        return self._threads
+        # Those that wait for memory to be decoded in take nobody's turn.
+        return self._threads + min(self._decoders.waiting, _WAITING)
 
     @property
     def modalities(self) -> tuple[str, ...]:
         """What the model takes: some of "IMAGE", "VIDEO" and "AUDIO"."""
         return self._preparer.modalities
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
-        return await self._breakage.watch(
-            asyncio.get_running_loop().run_in_executor(
-                self._decoders, self._preparer.prepare, modality, data
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+        decoding = self._decoders.begin(deadline)
+
+        def prepare() -> Prepared:
+            with decoding:
+                return self._preparer.prepare(modality, data, decoding)
+
+        try:
+            return await self._breakage.watch(
+                asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
             )
-        )
+        except asyncio.CancelledError:
+            decoding.stop()
+            raise
 
     @property
     def depth(self) -> int:
@@ -161,7 +177,8 @@ class Engine:
         pass
 
     async def close(self) -> None:
-        """Nothing: it ends with the process."""
+        """End what decodes; the rest ends with the process."""
+        self._decoders.close()
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
@@ -173,9 +190,7 @@ class Engine:
         prepared = await asyncio.to_thread(self._preparer.prepare_image, picture)
         await self._forward_once([prepared])
 
-    def _adapted_preparer(
-        self, architecture: str, family: Family, limits: MediaLimits
-    ) -> AdaptedPreparer:
+    def _adapted_preparer(self, architecture: str, family: Family) -> AdaptedPreparer:
         """The preparer of a model that SGLang's own encoder does not know.
 
         Raises:
@@ -191,7 +206,7 @@ class Engine:
         towers = [IMAGE]
         if hasattr(self._target, "get_video_feature") and can_be_read():
             towers.append(VIDEO)
-        return AdaptedPreparer(adapter, self.dtype, config.hidden_size, limits, towers)
+        return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 
     def _bind_device(self) -> None:
         if self._encoder.device != "cpu":

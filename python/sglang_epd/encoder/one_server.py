@@ -1,8 +1,8 @@
 """Where SGLang's encoder prepares media otherwise than its server that does everything,
 whose answers are the measure.
 
-Leans on `disaggregation.encoder.preprocessor.EncoderPreprocessor` (its processors and
-`vision_config`), and on `transformers`' processors of whole models.
+Leans on `disaggregation.encoder.preprocessor.EncoderPreprocessor` (its processors,
+`vision_config` and `_load_single_item`), and on `transformers`' processors of whole models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,23 @@ def follow_one_server(preprocessor: Any, model_type: str) -> None:
         # One server asks the whole model's processor, which has a size for frames of its
         # own; the encoder asks the video processor alone.
         preprocessor.video_processor.size = SizeDict(**size)
+
+
+class Loaded:
+    """Media that need not be loaded any more."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def take_loaded(preprocessor: Any) -> None:
+    """Have a preprocessor hand `Loaded` media on."""
+    load = preprocessor._load_single_item
+
+    def hand_on(data: Any, *args: Any, **options: Any) -> Any:
+        return data.content if isinstance(data, Loaded) else load(data, *args, **options)
+
+    preprocessor._load_single_item = hand_on
 
 
 def seconds_per_grid(preprocessor: Any, model_type: str) -> float:

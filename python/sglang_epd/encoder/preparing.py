@@ -3,11 +3,9 @@ preprocessing, by modality.
 
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
-`EncoderPreprocessor` (`process_mm_items`, `vision_config`) and on
-`multimodal.processors.qwen_vl.smart_nframes` and
-`utils.video_decoder.VideoDecoderWrapper`. SGLang loads video and audio from bytes
-itself, so that frames and samples are those of a server that does everything; what is
-read here before is only how much it will be.
+`EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
+`_load_single_item`) and on `multimodal.processors.qwen_vl.smart_nframes`. Media are
+decoded apart (`decoding`), into the frames and samples that SGLang would make of them.
 """
 
 from __future__ import annotations
@@ -21,11 +19,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from sglang_epd.encoder.one_server import follow_one_server, seconds_per_grid
+from sglang_epd.decoding import Decoding, Film
+from sglang_epd.encoder.one_server import Loaded, follow_one_server, seconds_per_grid, take_loaded
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.encoder.videos import can_be_read, open_checked
-from sglang_epd.errors import MediaError, MediaTypeError
-from sglang_epd.media import MediaLimits, check_audio, check_frames_read, decode_image
+from sglang_epd.encoder.videos import can_be_read
+from sglang_epd.errors import EpdError, MediaError, MediaTypeError
+from sglang_epd.families.films import apart
+from sglang_epd.media import MediaLimits, check_frames_read
 from sglang_epd.wire import Layout, TensorSpec
 from sglang_epd.wire.messages import MODALITIES
 
@@ -49,7 +49,6 @@ class Preparer:
         from sglang.srt.disaggregation.encoder import preprocessor, server
         from sglang.srt.managers.schedule_batch import Modality
         from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
-        from sglang.srt.utils.video_decoder import VideoDecoderWrapper
 
         self._encoder = encoder
         self._preprocessor = encoder.preprocessor
@@ -57,7 +56,6 @@ class Preparer:
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
         self._frames_read = smart_nframes
-        self._open_video = VideoDecoderWrapper
         self._sglang_modality = {name: Modality[name] for name in MODALITIES}
         self._dtype = dtype
         self._limits = limits
@@ -74,24 +72,28 @@ class Preparer:
             # SGLang's table has the audio encoder's own width, before the projector.
             self._widths["AUDIO"] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type)
+        take_loaded(self._preprocessor)
         self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
 
-    def prepare(self, modality: str, data: bytes) -> Prepared:
+    def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
         Raises:
+            EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
             MediaTypeError: the model does not take this modality.
         """
         if modality not in self.modalities:
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input")
         if modality == "IMAGE":
-            return self.prepare_image(decode_image(data, self._limits))
+            return self.prepare_image(decoding.image(data))
         if modality == "VIDEO":
-            self._check_video(data)
-        else:
-            check_audio(data, self._limits)
-        return self._preprocess(modality, _Unspoken(data))
+            film = decoding.video(data)
+            self._check_video(film)
+            return self._preprocess(modality, Loaded(apart(film)))
+        return self._preprocess(
+            modality, Loaded(decoding.sound(data, self._preprocessor.model_audio_sr))
+        )
 
     def prepare_image(self, image: Image.Image) -> Prepared:
         """Preprocess a picture that is decoded already (RGB).
@@ -101,9 +103,8 @@ class Preparer:
         """
         return self._preprocess("IMAGE", image)
 
-    def _check_video(self, data: bytes) -> None:
-        video, facts = open_checked(data, self._limits, self._open_video)
-        video.close()
+    def _check_video(self, film: Film) -> None:
+        facts = film.facts
         config = self._preprocessor.vision_config.get("video", {})
         try:
             count = self._frames_read(config, facts.frames, facts.frames_per_second)
@@ -120,6 +121,8 @@ class Preparer:
             # A loop of this thread's own: SGLang decodes and resizes videos on the loop
             # that it is awaited on, and must not do so on the one that serves.
             result = asyncio.run(work)
+        except EpdError:
+            raise
         except (TypeError, ValueError) as error:
             raise MediaError(f"cannot be preprocessed: {error}") from error
         except (self._refused_by_sglang, RuntimeError, IndexError) as error:
@@ -149,15 +152,6 @@ class Preparer:
             # Not the encoder's figure, which is of the frames asked for.
             extra[_SECONDS_PER_GRID] = [self._seconds_per_grid] * count
         return extra
-
-
-class _Unspoken(bytes):
-    """Media that SGLang's error messages may mention without quoting them."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} bytes>"
-
-    __str__ = __repr__
 
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:

@@ -41,7 +41,7 @@ from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.lag import LoopLag
-from sglang_epd.machine import share_mb
+from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -100,7 +100,7 @@ def launch(server_args: Any) -> None:
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
-        towers = await start_towers(server_args, limits)
+        towers = await start_towers(server_args, limits, settings.decode_mb or decode_mb())
         for tower in towers:
             await tower.warm_up()
         checkpoint = served(whole=settings.fingerprint == "full")

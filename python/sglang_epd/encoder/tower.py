@@ -7,6 +7,7 @@ queue and no policy: what is run when, and with what, is decided by its user.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,14 +59,19 @@ class Tower(Protocol):
     def depth(self) -> int:
         """How many batches to hand it at a time, so that it never waits for the next."""
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         """Decode and preprocess one item, off the event loop.
+
+        Decoding ends when this is cancelled.
 
         Args:
             modality: "IMAGE", "VIDEO" or "AUDIO".
             data: the encoded media.
+            deadline: by `time.monotonic`, which a machine's processes share; decoding ends
+                then.
 
         Raises:
+            DeadlineError: the deadline passed while it was decoded.
             MediaError: the media cannot be decoded or preprocessed.
             MediaTypeError: the model does not take this modality.
             TowerLostError, TowerBrokenError: see there.

@@ -65,7 +65,7 @@ class ServedTower(Tower, Protocol):
 
 
 async def start_towers(
-    server_args: Any, limits: MediaLimits, times: Times | None = None
+    server_args: Any, limits: MediaLimits, decode_mb: int, times: Times | None = None
 ) -> list[ServedTower]:
     """Start the towers that the flags ask for; all are loaded when it returns.
 
@@ -80,7 +80,8 @@ async def start_towers(
 
     Args:
         server_args: SGLang's, resolved.
-        limits: bounds on decoding.
+        limits: bounds on one item's decoding.
+        decode_mb: for all that is decoded at a time, in all workers together.
         times: bounds on worker processes.
 
     Raises:
@@ -91,8 +92,8 @@ async def start_towers(
 
     towers, ranks = get_parallel().dp_size, get_parallel().tp_size
     if towers == ranks == 1:
-        return [Engine(server_args, limits)]
-    starts = _Starts(server_args, limits, towers, ranks)
+        return [Engine(server_args, limits, decode_mb << 20)]
+    starts = _Starts(server_args, limits, (decode_mb << 20) // (towers * ranks), towers, ranks)
     workers = [
         WorkerTower(
             f"vision worker {tower}",
@@ -138,6 +139,7 @@ def create(options: dict[str, Any]) -> Engine:
     return Engine(
         server_args,
         read_limits(options["limits"]),
+        options["decode_bytes"],
         rank=options["rank"],
         gpu_id=options["gpu_id"],
         rendezvous=options["rendezvous"],
@@ -158,11 +160,14 @@ def read_limits(plain: dict[str, Any]) -> MediaLimits:
 class _Starts:
     """What each worker is started with."""
 
-    def __init__(self, server_args: Any, limits: MediaLimits, towers: int, ranks: int) -> None:
+    def __init__(
+        self, server_args: Any, limits: MediaLimits, decode_bytes: int, towers: int, ranks: int
+    ) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
 
         self._server_args = server_args
         self._limits = write_limits(limits)
+        self._decode_bytes = decode_bytes
         self._towers = towers
         self._ranks = ranks
         self.hf_config = model_config_of(server_args).hf_config
@@ -189,6 +194,7 @@ class _Starts:
             options = {
                 "server_args": self._typed,
                 "limits": self._limits,
+                "decode_bytes": self._decode_bytes,
                 "rank": rank,
                 "gpu_id": gpu_id,
                 "rendezvous": rendezvous,

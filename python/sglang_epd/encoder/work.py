@@ -14,6 +14,7 @@ Decided and done by `computations`; here is only what is so.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Work:
     lane: Lane | None = None
     # What its media claim to be, since they are here.
     pixels: int = 0
+    preparation: asyncio.Future[Prepared] | None = None
     prepared: Prepared | None = None
     losses: int = 0
     ms: dict[str, float] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class Work:
 
 
 # In these it ends by itself, soon; whoever leaves, or takes all of them away, waits for that.
+# Preparing is ended with the last of them.
 UNDER_WAY = (State.LOOKING, State.PREPARING, State.RUNNING)
 
 # What the time in a state is called in answers and metrics.

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -202,14 +203,14 @@ class WorkerTower:
             self._crew = None
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def prepare(self, modality: str, data: bytes) -> Prepared:
+    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         crew = self._living()
         if len(data) > _SMALL_BYTES:
             fd = await asyncio.to_thread(write_file, data)
         else:
             fd = write_file(data)
         try:
-            return await crew.prepare(modality, fd)
+            return await crew.prepare(modality, fd, deadline)
         finally:
             os.close(fd)
 
@@ -385,13 +386,13 @@ class _Crew:
                 if not channel.unsent:
                     channel.send(Ping())
 
-    async def prepare(self, modality: str, fd: int) -> Prepared:
+    async def prepare(self, modality: str, fd: int, deadline: float) -> Prepared:
         """Prepare the media in a file, which stays the caller's, on all ranks."""
         number = next(self._numbers)
         self._items.add(number)
         call = _Call()
         try:
-            await self._ask(call, number, Prepare(number, number, modality), fd)
+            await self._ask(call, number, Prepare(number, number, modality, deadline), fd)
             if call.failures:
                 raise _error(call.failures[0])
             laid = [answer for answer in call.answers.values() if isinstance(answer, Laid)]

@@ -1,10 +1,10 @@
 """Videos as SGLang hands them to its processors: decoders, which read of a file what a
 processor asks for.
 
-SGLang opens a file itself. Here it gets decoders that are open: one that counts what is read
-of a user's file, so that no processor, however it picks frames, holds more of them than is
-allowed; and one of frames that are in no file, so that prompts with videos can be laid out
-on a server that has no FFmpeg.
+SGLang opens a file itself. Here it gets decoders that are open: one of a user's file, whose
+frames come from the process that has it open, as many as are allowed, however a processor
+picks them; and one of frames that are in no file, so that prompts with videos can be laid
+out on a server that has no FFmpeg.
 
 Leans on `utils.video_decoder.VideoDecoderWrapper`, and on `utils.common.load_video`, which
 hands on a tuple as it is: that is why these decoders are tuples.
@@ -17,49 +17,53 @@ from typing import Any
 
 import torch
 
-from sglang_epd.media import MediaLimits, VideoFacts, check_frames_read
-
 _HANDED_ON: Any = tuple
 
 
 @functools.cache
-def counted() -> Any:
-    """The class of decoders that count: (data, device), then `allow`."""
+def _apart() -> Any:
     from sglang.srt.utils.video_decoder import VideoDecoderWrapper
 
-    class Counted(VideoDecoderWrapper, _HANDED_ON):
-        _allowed: tuple[VideoFacts, MediaLimits] | None = None
-        _read = 0
-
-        def __new__(cls, *_args: Any, **_options: Any) -> Any:
+    class Apart(VideoDecoderWrapper, _HANDED_ON):
+        def __new__(cls, *_args: Any) -> Any:
             return tuple.__new__(cls)
 
-        def allow(self, facts: VideoFacts, limits: MediaLimits) -> None:
-            """Only so many frames from here on.
+        def __init__(self, film: Any) -> None:
+            self._film = film
 
-            Raises, where more are read:
-                MediaTooLargeError: they are too many pixels together.
-            """
-            self._allowed = facts, limits
+        def __len__(self) -> int:
+            return int(self._film.facts.frames)
 
-        def __getitem__(self, index: Any) -> Any:
-            self._count(1)
-            return super().__getitem__(index)
+        def __getitem__(self, index: int) -> Any:
+            return self._film.read([index])[0]
+
+        @property
+        def avg_fps(self) -> float:
+            return float(self._film.facts.frames_per_second)
+
+        @property
+        def frame_shape(self) -> tuple[int, int]:
+            return self._film.facts.height, self._film.facts.width
+
+        @property
+        def source_bytes(self) -> None:
+            """Sound inside of videos is not heard."""
 
         def get_frames_at(self, indices: list[int]) -> Any:
-            self._count(len(indices))
-            return super().get_frames_at(indices)
+            return self._film.read(indices)
 
-        def get_frames_as_tensor(self, indices: list[int]) -> Any:
-            self._count(len(indices))
-            return super().get_frames_as_tensor(indices)
+        def get_frames_as_tensor(self, indices: list[int]) -> torch.Tensor:
+            return torch.from_numpy(self._film.read(indices))
 
-        def _count(self, frames: int) -> None:
-            if self._allowed is not None:
-                self._read += frames
-                check_frames_read(self._allowed[0], self._read, self._allowed[1])
+        def close(self) -> None:
+            """Nothing: it ends with its item."""
 
-    return Counted
+    return Apart
+
+
+def apart(film: Any) -> Any:
+    """A decoder of a video that another process has open (`decoding.Film`)."""
+    return _apart()(film)
 
 
 @functools.cache
@@ -106,6 +110,36 @@ def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any
     return _drawn()(grey, frames_per_second)
 
 
-def device_of(processor: Any) -> str:
-    """Where one server has FFmpeg decode videos for this processor, if it can."""
-    return "cpu" if type(processor).video_preprocessing_device == "cpu" else "cuda"
+def on_device(film: Any, data: bytes, processor: Any) -> Any:
+    """The decoder of a video on the accelerator, where one server has it there for this
+    processor and can; else None."""
+    if type(processor).video_preprocessing_device == "cpu" or not torch.cuda.is_available():
+        return None
+    return _on_device()(film, data)
+
+
+@functools.cache
+def _on_device() -> Any:
+    from sglang.srt.utils.video_decoder import VideoDecoderWrapper
+
+    class OnDevice(VideoDecoderWrapper, _HANDED_ON):
+        def __new__(cls, *_args: Any) -> Any:
+            return tuple.__new__(cls)
+
+        def __init__(self, film: Any, data: bytes) -> None:
+            super().__init__(data, "cuda")
+            self._film = film
+
+        def __getitem__(self, index: Any) -> Any:
+            self._film.admit(1)
+            return super().__getitem__(index)
+
+        def get_frames_at(self, indices: list[int]) -> Any:
+            self._film.admit(len(indices))
+            return super().get_frames_at(indices)
+
+        def get_frames_as_tensor(self, indices: list[int]) -> Any:
+            self._film.admit(len(indices))
+            return super().get_frames_as_tensor(indices)
+
+    return OnDevice

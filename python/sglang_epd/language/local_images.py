@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from PIL import Image
 
+from sglang_epd.decoding import Decoders
 from sglang_epd.errors import EpdError, MediaTypeError
 from sglang_epd.media import (
     FetchingThread,
     MediaLimits,
     MediaSource,
     check_content_hash,
-    decode_image,
 )
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire import EncodeItem
 
-# Decoded at a time: each picture may have 100 megapixels.
-_DECODERS = 4
+# Decoded at a time; each that waits for memory takes a thread as well.
+_PLACES = 4
+_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,16 @@ class LocalImages:
     Args:
         namespace: this server's encoder identity.
         limits: what may be read.
+        decode_bytes: for all that is decoded at a time.
     """
 
-    def __init__(self, namespace: str, limits: MediaLimits) -> None:
+    def __init__(self, namespace: str, limits: MediaLimits, decode_bytes: int) -> None:
         self._namespace = namespace
-        self._limits = limits
         self._fetcher = FetchingThread(limits)
         self._opening = asyncio.Lock()
         self._open = False
-        self._decoding = asyncio.Semaphore(_DECODERS)
+        self._decoders = Decoders(limits, decode_bytes, _PLACES)
+        self._threads = ThreadPoolExecutor(_THREADS, "epd-decode")
 
     async def read(self, items: Sequence[EncodeItem], deadline: float) -> list[LocalImage]:
         """All of a prompt's images.
@@ -75,7 +78,8 @@ class LocalImages:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and end what decodes."""
+        self._decoders.close()
         if self._open:
             self._open = False
             await self._fetcher.__aexit__(None, None, None)
@@ -88,8 +92,20 @@ class LocalImages:
             media = await self._fetcher.fetch(source, deadline)
             await asyncio.to_thread(check_content_hash, media.data, item.content_hash)
             key = embedding_key(self._namespace, media.digest, item.modality, item.options)
-            async with self._decoding:
-                image = await asyncio.to_thread(decode_image, media.data, self._limits)
+            image = await self._decode(media.data, deadline)
         except EpdError as error:
             raise type(error)(f"{item.label}: {error.message}") from None
         return LocalImage(image, key)
+
+    async def _decode(self, data: bytes, deadline: float) -> Image.Image:
+        decoding = self._decoders.begin(deadline)
+
+        def decode() -> Image.Image:
+            with decoding:
+                return decoding.image(data)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        except asyncio.CancelledError:
+            decoding.stop()
+            raise

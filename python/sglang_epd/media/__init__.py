@@ -7,8 +7,7 @@ message: `display` is the only way a source is shown.
 """
 
 from sglang_epd.media.address import AddressPolicy
-from sglang_epd.media.audio import check_audio
-from sglang_epd.media.container import check_container
+from sglang_epd.media.container import check_audio, check_container
 from sglang_epd.media.content_hash import check_content_hash, parse_content_hash
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until

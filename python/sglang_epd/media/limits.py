@@ -35,14 +35,15 @@ class MediaLimits:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
         max_url_bytes: the same of media behind http and https URLs; `max_bytes` where None.
         max_pixels: width times height that an image's header may claim. 100
-            megapixels take 300 MB as RGB (700 MB while an alpha channel is dropped)
-            and are eight times what the largest vision processors keep; the photographs
-            of nearly all cameras fit.
+            megapixels take 2.6 GB to decode and prepare, JPEG 2000 3 GB
+            (`decoding/child.py`), and are eight times what the largest vision processors
+            keep; the photographs of nearly all cameras fit.
         max_video_frames: frames in a video file, read or not: ten minutes at 30 a second.
         max_video_pixels: of one frame of a video; 4096 x 2304 fit.
         max_video_total_pixels: of those frames of a video that the model is shown (two a
-            second, mostly), before they are made smaller: each pixel takes 3 bytes, of
-            as many videos at a time as a tower prepares. Four minutes of 1080p fit.
+            second, mostly), before they are made smaller. Four minutes of 1080p fit; each
+            pixel takes 24 bytes of the memory for decoding (`SGLANG_EPD_DECODE_MB`), which
+            may allow less.
         max_audio_s: how long an audio clip may last.
         max_redirects: followed for one URL.
         connect_timeout_s: for one TCP connection; slower hosts count as down.

@@ -14,7 +14,7 @@ import fcntl
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from sglang_epd.errors import ProtocolError
 _PACKET_BYTES = 64 << 10
 _IN_A_FILE = b"\0"
 _NAME = "sglang-epd"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -41,13 +41,23 @@ def write_file(data: bytes | memoryview) -> int:
     Raises:
         OSError: no memory, or no descriptor left.
     """
+    return write_parts((data,))
+
+
+def write_parts(parts: Iterable[bytes | memoryview]) -> int:
+    """An anonymous file in memory that holds `parts`, one after the other.
+
+    Raises:
+        OSError: no memory, or no descriptor left.
+    """
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[os.write(fd, view) :]
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
         # Who maps it may rely on its size: one that shrinks would end them by a signal.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
         raise

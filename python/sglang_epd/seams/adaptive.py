@@ -48,6 +48,7 @@ from sglang_epd.errors import (
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
+from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.seams import headers, identities, local_rate
 from sglang_epd.wire import EncodeItem
@@ -370,7 +371,7 @@ def create(
     )
     adaptive = Adaptive(
         frontend=frontend,
-        images=LocalImages(pool.namespace, limits),
+        images=LocalImages(pool.namespace, limits, (settings.decode_mb or decode_mb()) << 20),
         snapshot=pool.snapshot,
         chosen=chosen,
         estimate=costs.estimate,

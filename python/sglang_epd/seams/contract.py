@@ -64,6 +64,13 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "self indices"
     ),
     ("families/films", "utils.common", "load_video"): "video_file use_gpu",
+    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.close"): "self",
+    (
+        "encoder/one_server",
+        "disaggregation.encoder.preprocessor",
+        "EncoderPreprocessor._load_single_item",
+    ): "self data modality frame_count_limit discard_alpha_channel",
+    ("decoding/sound", "utils.common", "load_audio"): "audio_file sr mono",
     ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
     (
         "checkpoint and families/reading",

@@ -1,0 +1,102 @@
+"""What a server and a decoding child say to each other.
+
+server                         child
+  | ---- Look (file) -------->   |  the item, and what it may use at first
+  | <--- Needs ----------------- |  a picture that takes more; its item is over
+  | <--- Picture (file) -------- |
+  | <--- Sound (file) ---------- |
+  | <--- Opened ---------------- |  a video; it stays open
+  | ---- Read ---------------->  |  frames of it, as often as wanted
+  | <--- Frames (file) --------- |
+  | ---- Drop ---------------->  |  the item is over; no answer
+  | <--- Failed ---------------- |  in place of any answer
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """The item in the file that comes with this.
+
+    Attributes:
+        allowed_bytes: how far the child may grow for it.
+        rate_hz: of samples, for sounds.
+    """
+
+    modality: str
+    allowed_bytes: int
+    rate_hz: int = 0
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """These frames, by so many threads, within as many bytes and processor seconds."""
+
+    indices: list[int]
+    threads: int
+    allowed_bytes: int
+    cpu_s: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """The item is over."""
+
+
+class Needs(msgspec.Struct, frozen=True, tag="needs"):
+    """What a picture takes.
+
+    Attributes:
+        child_bytes: to decode it.
+        total_bytes: most that it takes at a time, here or where it is prepared.
+    """
+
+    child_bytes: int
+    total_bytes: int
+
+
+class Picture(msgspec.Struct, frozen=True, tag="picture"):
+    """Pixels [height, width, 3] in the file that comes with this."""
+
+    width: int
+    height: int
+
+
+class Sound(msgspec.Struct, frozen=True, tag="sound"):
+    """Samples, float32, in the file that comes with this."""
+
+    samples: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """What a video says of itself (`media.VideoFacts`)."""
+
+    frames: int
+    width: int
+    height: int
+    frames_per_second: float
+
+
+class Frames(msgspec.Struct, frozen=True, tag="frames"):
+    """Pixels [count, height, width, 3] in the file that comes with this."""
+
+    count: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The item failed.
+
+    Attributes:
+        code, message: of the error, as `errors.from_code` takes them.
+        detail: for the log: what a library says, which may quote the file.
+    """
+
+    code: str
+    message: str
+    detail: str = ""
+
+
+ToChild = Look | Read | Drop
+ToServer = Needs | Picture | Sound | Opened | Frames | Failed
+TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+TO_SERVER: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

@@ -1,0 +1,66 @@
+"""Sounds in a decoding child, read as SGLang's `utils.common.load_audio` reads them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from sglang_epd.errors import MediaError, MediaTooLargeError
+from sglang_epd.media import MediaLimits, check_audio
+
+
+def decode(data: bytes, rate_hz: int, limits: MediaLimits) -> np.ndarray:
+    """All samples of one channel, float32, that all channels are mixed into.
+
+    Args:
+        data: a WAV, FLAC, MP3 or Ogg file.
+        rate_hz: that the samples are to have.
+        limits: `max_bytes` and `max_audio_s` apply.
+
+    Raises:
+        MediaTooLargeError: it has more bytes, or lasts longer, than allowed.
+        MediaError: it is not such a file, or holds nothing.
+        Exception: whatever the libraries raise on a damaged one.
+    """
+    check_audio(data, limits)
+    try:
+        from torchcodec.decoders import AudioDecoder
+
+        decoder = AudioDecoder(data, sample_rate=rate_hz, num_channels=1)
+        if (decoder.metadata.duration_seconds or 0) > limits.max_audio_s:
+            raise _too_long(limits)
+        samples = decoder.get_all_samples().data.squeeze(0).numpy()
+    except (MemoryError, MediaTooLargeError):
+        raise
+    except Exception as error:
+        if "memory" in str(error) or "bad_alloc" in str(error):
+            raise
+        samples = _by_libsndfile(data, rate_hz)
+    samples = np.ascontiguousarray(samples, np.float32)
+    if not len(samples):
+        raise MediaError("the audio holds no sound")
+    if len(samples) > limits.max_audio_s * rate_hz:
+        raise _too_long(limits)
+    return samples
+
+
+def _too_long(limits: MediaLimits) -> MediaTooLargeError:
+    return MediaTooLargeError(f"audio lasts longer than {limits.max_audio_s:g} s, the limit")
+
+
+def _by_libsndfile(data: bytes, rate_hz: int) -> np.ndarray:
+    """As SGLang does where torchcodec fails: on a WAV file with much behind its samples."""
+    import soundfile
+    import torch
+    import torchaudio
+
+    samples, rate = soundfile.read(io.BytesIO(data))
+    if samples.ndim > 1:
+        samples = np.mean(samples, axis=1)
+    if rate == rate_hz:
+        return samples
+    whole = torch.from_numpy(samples).float().unsqueeze(0)
+    resampled = torchaudio.functional.resample(whole, orig_freq=rate, new_freq=rate_hz)
+    found: np.ndarray = resampled.squeeze(0).numpy()
+    return found

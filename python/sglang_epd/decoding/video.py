@@ -1,0 +1,100 @@
+"""Videos in a decoding child, read by torchcodec as SGLang's `VideoDecoderWrapper` has it.
+
+Leans on torchcodec's `VideoDecoder` on the CPU, frame after frame [height, width, 3].
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from torchcodec.decoders import VideoDecoder
+
+from sglang_epd.decoding.messages import Frames, Opened
+from sglang_epd.errors import MediaError
+from sglang_epd.media import MediaLimits, VideoFacts, check_container, check_video
+from sglang_epd.processes.packets import SEALS
+
+# Frames that a thread reads before they are copied into the file.
+BATCH_BYTES = 16 << 20
+
+
+class Video:
+    """An open video file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._decoder = self._open()
+
+    def facts(self) -> VideoFacts:
+        """As SGLang reads them; no frame is decoded, unless the file hides its size."""
+        told = self._decoder.metadata
+        height, width = told.height, told.width
+        if not height or not width:
+            height, width = self._decoder.get_frame_at(0).data.shape[:2]
+        self._shape = int(height), int(width)
+        return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps)
+
+    def read(self, indices: list[int], threads: int) -> tuple[Frames, list[int]]:
+        """Frames, in a file in memory."""
+        height, width = self._shape
+        size = len(indices) * height * width * 3
+        fd = os.memfd_create("sglang-epd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            with mmap.mmap(fd, size) as mapped:
+                frames = np.frombuffer(mapped, np.uint8).reshape(-1, height, width, 3)
+                try:
+                    self._read_into(frames, indices, threads)
+                finally:
+                    del frames
+        except BaseException:
+            os.close(fd)
+            raise
+        return Frames(len(indices)), [fd]
+
+    def _read_into(self, frames: np.ndarray, indices: list[int], threads: int) -> None:
+        """As SGLang does: each thread has a decoder, and frames that follow one another."""
+        parts = [part for part in np.array_split(np.arange(len(indices)), threads) if len(part)]
+        if len(parts) == 1:
+            self._read_part(self._decoder, frames, indices)
+            return
+
+        def read(part: np.ndarray) -> None:
+            where = slice(int(part[0]), int(part[-1]) + 1)
+            self._read_part(self._open(), frames[where], indices[where])
+
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(read, parts))
+
+    @staticmethod
+    def _read_part(decoder: VideoDecoder, frames: np.ndarray, indices: list[int]) -> None:
+        step = max(1, BATCH_BYTES // frames[0].nbytes)
+        for start in range(0, len(indices), step):
+            some = decoder.get_frames_at(indices[start : start + step]).data.numpy()
+            if some.shape[1:] != frames.shape[1:]:
+                raise MediaError("the video's frames are not all of one size")
+            frames[start : start + step] = some
+
+    def _open(self) -> VideoDecoder:
+        return VideoDecoder(self._data, dimension_order="NHWC")
+
+
+def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, Opened]:
+    """A video that is within the limits.
+
+    Raises:
+        MediaError: it is no video, or larger than allowed.
+        Exception: whatever torchcodec raises on a damaged one.
+    """
+    check_container(data, limits)
+    video = Video(data)
+    facts = video.facts()
+    check_video(facts, limits)
+    assert facts.frames_per_second is not None  # or it was refused
+    rate = facts.frames_per_second
+    return video, Opened(facts.frames, facts.width, facts.height, rate)

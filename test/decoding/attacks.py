@@ -1,0 +1,126 @@
+"""Small files that ask for much memory or time."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+from PIL import Image
+
+import clips
+
+
+def box(kind: bytes, content: bytes = b"") -> bytes:
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f">{len(values)}I", *values)
+
+
+def tiff_tile(side: int) -> bytes:
+    """16 x 16 grey pixels, in one tile of `side` squared."""
+    tile = zlib.compress(bytes(side * side))
+    tags = [
+        (256, 4, 16),
+        (257, 4, 16),
+        (258, 3, 8),
+        (259, 3, 8),  # deflate
+        (262, 3, 1),
+        (277, 3, 1),
+        (322, 4, side),
+        (323, 4, side),
+        (324, 4, 8 + 2 + 10 * 12 + 4),
+        (325, 4, len(tile)),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + tile
+
+
+def picture(mode: str, kind: str, width: int, height: int, **options: object) -> bytes:
+    """One colour, which compresses to next to nothing."""
+    file = io.BytesIO()
+    image = Image.new(mode, (width, height), 90)
+    if options.pop("animated", False):
+        options |= {"save_all": True, "append_images": [Image.new(mode, (width, height), 91)]}
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def scans(side: int, count: int) -> bytes:
+    """A progressive JPEG that repeats its last scan."""
+    data = picture("L", "JPEG", side, side, progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * count + b"\xff\xd9"
+
+
+def filled() -> bytes:
+    """A JPEG with filling between its parts, which Pillow reads in Python, byte by byte."""
+    start = picture("L", "JPEG", 16, 16)
+    return start[:2] + b"\xff" * (48 << 20) + start[2:]
+
+
+def samples_claimed(count: int, hidden: bytes = b"") -> bytes:
+    """An MP4 file whose index claims `count` packets of a byte.
+
+    Args:
+        hidden: the end of the size of the box that claims it: with the first letters of the
+            box's name behind it, it spells another name.
+    """
+    data = clips.video(frames=4)
+    at = data.index(b"stsz")
+    length = int.from_bytes(data[at - 4 : at])
+    size = int.from_bytes(hidden) if hidden else length
+    content = numbers(0, 1, count)
+    return grow(data, b"stsz", box(b"stsz", content + bytes(size - 8 - len(content))))
+
+
+def fragments_claimed(count: int) -> bytes:
+    """An MP4 file with a fragment that claims `count` packets."""
+    data = clips.video(frames=4)
+    track = int.from_bytes(data[data.index(b"tkhd") + 16 :][:4])
+    extends = box(b"mvex", box(b"trex", numbers(0, track, 1, 0, 1, 0)))
+    data = grow(data, b"udta", extends) if b"udta" in data else data
+    run = box(b"traf", box(b"tfhd", numbers(0, track)) + box(b"trun", numbers(0, count)))
+    return data + box(b"moof", box(b"mfhd", numbers(0, 1)) + run)
+
+
+def grow(data: bytes, kind: bytes, new: bytes) -> bytes:
+    """Put a box in the place of the first of this kind, and mend the sizes around it."""
+    around = [b"moov", b"trak", b"mdia", b"minf", b"stbl"]
+    at = data.index(kind) - 4
+    length = int.from_bytes(data[at : at + 4])
+    out = bytearray(data[:at] + new + data[at + length :])
+    for name in around:
+        place = data.index(name) - 4
+        size = int.from_bytes(data[place : place + 4])
+        if place < at < place + size:
+            out[place : place + 4] = (size + len(new) - length).to_bytes(4)
+    return bytes(out)
+
+
+def grows(side: int) -> bytes:
+    """An H.264 video of 64 x 64 pixels whose last frame is `side` squared."""
+    small, large = (clips.encode(clips.still(width, width, frames=4)) for width in (64, side))
+    at = large.index(b"avcC") + 4 + 6
+    sets = b""
+    for _ in ("sequence", "picture"):
+        size = int.from_bytes(large[at : at + 2])
+        sets += numbers(size) + large[at + 2 : at + 2 + size]
+        at += 3 + size  # after the first comes how many of the second there are
+    sizes = small.index(b"stsz") + 16
+    last = sizes + 4 * int.from_bytes(small[sizes - 4 : sizes]) - 4
+    first = large.index(b"stsz") + 16
+    start = int.from_bytes(large[large.index(b"stco") + 12 :][:4])
+    frame = sets + large[start : start + int.from_bytes(large[first : first + 4])]
+    total = sum(int.from_bytes(small[place : place + 4]) for place in range(sizes, last + 4, 4))
+    begin = int.from_bytes(small[small.index(b"stco") + 12 :][:4])
+    old = int.from_bytes(small[last : last + 4])
+    end = begin + total
+    out = bytearray(small[: end - old] + frame + small[end:])
+    moved = last + len(frame) - old if last > end else last
+    out[moved : moved + 4] = numbers(len(frame))
+    media = small.index(b"mdat") - 4
+    out[media : media + 4] = numbers(int.from_bytes(small[media : media + 4]) + len(frame) - old)
+    return bytes(out)

@@ -1,0 +1,240 @@
+"""Pictures through real children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from PIL import Image
+
+from decoding import attacks
+from decoding.conftest import Make
+from decoding.trees import Watch
+from media.samples import encoded
+from media.samples import picture as noise
+from media.test_decode import SAMPLES
+from sglang_epd.decoding import Decoders
+from sglang_epd.errors import (
+    DeadlineError,
+    EpdError,
+    MediaError,
+    MediaTooLargeError,
+    RequestCancelledError,
+)
+from sglang_epd.media import MediaLimits, decode_image
+
+GOOD = encoded(noise(200, 150), "JPEG")
+MARGIN = 64 << 20
+
+
+def image(decoders: Decoders, data: bytes, seconds: float = 60.0) -> Image.Image:
+    with decoders.begin(time.monotonic() + seconds) as item:
+        return item.image(data)
+
+
+def outcome(decoders: Decoders, data: bytes, seconds: float = 60.0) -> Image.Image | EpdError:
+    try:
+        return image(decoders, data, seconds)
+    except EpdError as error:
+        return error
+
+
+def nothing_is_held(decoders: Decoders) -> bool:
+    return decoders.budget.used == decoders.places.used == decoders.waiting == 0
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_pixels_are_those_of_the_one_decoder(decoders: Decoders, name: str) -> None:
+    expected = decode_image(SAMPLES[name], MediaLimits())
+    made = image(decoders, SAMPLES[name])
+    assert (made.mode, made.size) == ("RGB", expected.size)
+    assert made.tobytes() == expected.tobytes()
+    assert nothing_is_held(decoders)
+
+
+def test_a_large_picture_crosses_in_strips(decoders: Decoders) -> None:
+    data = encoded(noise(3000, 2000), "JPEG")
+    assert image(decoders, data).tobytes() == decode_image(data, MediaLimits()).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "told"),
+    [
+        (b"", MediaError, "it is empty"),
+        (b"<html>", MediaError, "HTML"),
+        (GOOD[:300], MediaError, "truncated"),
+        (attacks.picture("L", "PNG", 30_000, 30_000), MediaTooLargeError, "900 megapixels"),
+    ],
+)
+def test_errors_are_those_of_the_one_decoder(decoders, data, kind, told) -> None:
+    with pytest.raises(MediaError, match=told) as caught:
+        image(decoders, data)
+    assert type(caught.value) is kind
+
+
+def test_one_child_serves_one_item_after_the_other(make: Make) -> None:
+    decoders = make()
+    for _ in range(3):
+        image(decoders, GOOD)
+    (forker,) = psutil.Process().children()[-1:]
+    assert len(forker.children()) == 1
+
+
+BOMBS = {
+    "tiff tile": attacks.tiff_tile(16_000),
+    "jpeg 2000": attacks.picture("RGB", "JPEG2000", 3000, 2500),
+    "jpeg 2000 with alpha": attacks.picture("RGBA", "JPEG2000", 3000, 2500),
+    "webp animation": attacks.picture("RGB", "WEBP", 3000, 2500, animated=True, method=0),
+    "png": attacks.picture("L", "PNG", 9000, 9000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_stays_within_the_budget(make: Make, name: str) -> None:
+    """Four at once, of which each alone takes more than a place has; a good one beside them."""
+    budget = 400
+    decoders = make(budget_mb=budget, places=2)
+    image(decoders, GOOD)
+    with Watch()() as watch, ThreadPoolExecutor(5) as pool:
+        bad = [pool.submit(outcome, decoders, BOMBS[name]) for _ in range(4)]
+        good = pool.submit(outcome, decoders, GOOD)
+        assert isinstance(good.result(), Image.Image)
+        found = [one.result() for one in bad]
+    assert watch.grown < (budget << 20) + MARGIN
+    if name in ("tiff tile", "png"):
+        assert all(isinstance(one, MediaError) for one in found), found
+    else:
+        assert all(isinstance(one, Image.Image) for one in found), found
+    assert nothing_is_held(decoders)
+
+
+def test_what_takes_more_than_there_is_is_refused_at_once(make: Make) -> None:
+    decoders = make(budget_mb=200)
+    began = time.monotonic()
+    with pytest.raises(MediaTooLargeError, match=r"takes \d+ MiB, .*SGLANG_EPD_DECODE_MB"):
+        image(decoders, BOMBS["jpeg 2000"])
+    assert time.monotonic() - began < 5
+    assert nothing_is_held(decoders)
+
+
+def test_small_pictures_pass_large_ones_that_wait_for_memory(make: Make) -> None:
+    decoders = make(budget_mb=400, places=2)
+    data = BOMBS["jpeg 2000"]
+    with decoders.begin() as holder, ThreadPoolExecutor(8) as pool:
+        holder.image(data)
+        waiting = [pool.submit(outcome, decoders, data) for _ in range(4)]
+        while decoders.waiting < len(waiting):
+            time.sleep(0.01)
+        for _ in range(5):
+            assert isinstance(outcome(decoders, GOOD, 30), Image.Image)
+        assert not any(one.done() for one in waiting)
+        holder.__exit__()
+        assert all(isinstance(one.result(), Image.Image) for one in waiting)
+    assert nothing_is_held(decoders)
+
+
+def test_decoding_ends_at_the_deadline(make: Make) -> None:
+    decoders = make()
+    image(decoders, GOOD)
+    with pytest.raises(DeadlineError):
+        image(decoders, attacks.scans(4000, 3000), 1.0)
+    assert isinstance(outcome(decoders, GOOD), Image.Image)
+    assert nothing_is_held(decoders)
+
+
+def test_a_header_has_little_processor_time(make: Make) -> None:
+    decoders = make()
+    with pytest.raises(MediaError, match="crashed, or took too long"):
+        image(decoders, attacks.filled(), 600)
+
+
+def test_what_nobody_waits_for_is_ended(make: Make) -> None:
+    decoders = make()
+    image(decoders, GOOD)
+    item = decoders.begin()
+    found: list[BaseException] = []
+
+    def decode() -> None:
+        with pytest.raises(RequestCancelledError) as caught, item:
+            item.image(attacks.scans(4000, 3000))
+        found.append(caught.value)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    item.stop()
+    thread.join()
+    assert found
+    assert time.monotonic() - began < 5
+    assert nothing_is_held(decoders)
+
+
+def test_what_waits_for_memory_can_be_stopped(make: Make) -> None:
+    decoders = make(budget_mb=400)
+    with decoders.begin() as holder, ThreadPoolExecutor(1) as pool:
+        holder.image(BOMBS["jpeg 2000"])
+        item = decoders.begin()
+
+        def decode() -> None:
+            with item:
+                item.image(BOMBS["jpeg 2000"])
+
+        waiting = pool.submit(decode)
+        while not decoders.waiting:
+            time.sleep(0.01)
+        item.stop()
+        with pytest.raises(RequestCancelledError):
+            waiting.result(30)
+    assert nothing_is_held(decoders)
+
+
+def test_a_deadline_that_has_passed_is_one(decoders: Decoders) -> None:
+    with pytest.raises(DeadlineError):
+        image(decoders, GOOD, -1.0)
+
+
+def _children() -> list[psutil.Process]:
+    return [child for forker in psutil.Process().children() for child in forker.children()]
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_child_that_is_struck_over_an_item_fails_that_item_alone(make: Make, blow: int) -> None:
+    before = _children()
+    decoders = make()
+    image(decoders, GOOD)
+    (child,) = [one for one in _children() if one not in before]
+    with ThreadPoolExecutor(1) as pool:
+        bad = pool.submit(outcome, decoders, attacks.scans(4000, 3000), 3.0)
+        time.sleep(0.5)
+        os.kill(child.pid, blow)
+        error = bad.result()
+    assert isinstance(error, DeadlineError if blow == signal.SIGSTOP else MediaError)
+    assert isinstance(outcome(decoders, GOOD), Image.Image)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_idle_children_and_the_process_that_forks_them_may_be_struck(make: Make, blow) -> None:
+    decoders = make()
+    image(decoders, GOOD)
+    forker = decoders.pictures.nursery.pid
+    assert forker is not None
+    os.kill(forker, blow)
+    if blow == signal.SIGKILL:
+        time.sleep(0.5)  # its children end with it
+    assert isinstance(outcome(decoders, GOOD), Image.Image)
+
+
+def test_a_child_that_keeps_memory_is_replaced(make: Make, monkeypatch) -> None:
+    decoders = make()
+    image(decoders, GOOD)
+    (before,) = [one.process.pid for one in decoders.pictures._idle]
+    monkeypatch.setattr("sglang_epd.decoding.decoders._GROWN_BYTES", 0)
+    image(decoders, encoded(noise(2000, 1500)))
+    assert before not in [one.process.pid for one in decoders.pictures._idle]

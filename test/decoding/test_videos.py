@@ -1,0 +1,216 @@
+"""Videos and sounds through real children."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import soundfile
+
+import clips
+from decoding import attacks
+from decoding.trees import Watch
+from sglang_epd.decoding import Decoders
+from sglang_epd.decoding.decoders import SMALL_BYTES
+from sglang_epd.errors import DeadlineError, EpdError, MediaError, MediaTooLargeError
+
+MARGIN = 96 << 20
+
+
+def empty_wav() -> bytes:
+    form = struct.pack("<HHIIHH", 1, 1, 16_000, 32_000, 2, 16)
+    head = struct.pack("<4sI4s", b"RIFF", 36, b"WAVE")
+    return head + struct.pack("<4sI", b"fmt ", 16) + form + struct.pack("<4sI", b"data", 0)
+
+
+def frames(decoders: Decoders, data: bytes, indices: list[int], seconds: float = 60.0):
+    with decoders.begin(time.monotonic() + seconds) as item:
+        return item.video(data).read(indices)
+
+
+def sound(decoders: Decoders, data: bytes, rate_hz: int = 16_000):
+    with decoders.begin(time.monotonic() + 60) as item:
+        return item.sound(data, rate_hz)
+
+
+def outcome(work, *args):
+    try:
+        return work(*args)
+    except EpdError as error:
+        return error
+
+
+def nothing_is_held(decoders: Decoders) -> bool:
+    return decoders.budget.used == decoders.places.used == decoders.waiting == 0
+
+
+@pytest.mark.parametrize("container", ["mp4", "mov", "mkv", "webm"])
+def test_a_videos_facts_and_frames(decoders: Decoders, container: str) -> None:
+    data = clips.video(frames=8, size=(64, 48), container=container)
+    with decoders.begin() as item:
+        film = item.video(data)
+        assert (film.facts.frames, film.facts.width, film.facts.height) == (8, 64, 48)
+        assert film.facts.frames_per_second == pytest.approx(8.0, rel=0.01)
+        every = film.read(list(range(8)))
+        assert every.shape == (8, 48, 64, 3)
+        assert np.array_equal(film.read([5, 2, 2, -1]), every[[5, 2, 2, 7]])
+        with pytest.raises(IndexError):
+            film.read([8])
+    assert nothing_is_held(decoders)
+
+
+def test_frames_read_are_bounded_together(strict: Decoders) -> None:
+    with strict.begin() as item:
+        film = item.video(clips.video(frames=8, size=(640, 480)))
+        film.read([0] * 3)
+        with pytest.raises(MediaTooLargeError, match="53 frames of 640 x 480 px"):
+            film.read([0] * 50)
+
+
+def test_one_that_holds_frames_may_have_more_before_others_begin(strict: Decoders) -> None:
+    """Two of them cannot wait for each other: the second is told to try elsewhere."""
+    data = clips.video(frames=8, size=(640, 480))
+    decoders = strict
+    with decoders.begin() as first, decoders.begin() as second, ExitStack() as stack:
+        films = [item.video(data) for item in (first, second)]
+        for film in films:
+            film.read([0])
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        many = [0] * 24
+        futures = [pool.submit(outcome, film.read, many) for film in films]
+        while not any(future.done() for future in futures):
+            time.sleep(0.01)
+        kinds = []
+        for item, future in zip((first, second), futures, strict=True):
+            if future.done():
+                kinds.append(type(future.result()).__name__)
+                item.__exit__()
+        kinds += [type(future.result(60)).__name__ for future in futures]
+        assert "ndarray" in kinds
+    assert nothing_is_held(decoders)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "empty"),
+        (b"#EXTM3U\nfile:///etc/passwd", "names other files"),
+        (b"RIFF\x24\0\0\0AVI LIST", "not a video that is read here"),
+        (attacks.box(b"ftyp", b"isom") + attacks.box(b"mdat", bytes(99)), "damaged or truncated"),
+    ],
+)
+def test_what_is_no_video_is_refused(decoders: Decoders, data: bytes, told: str) -> None:
+    with pytest.raises(MediaError, match=told):
+        frames(decoders, data, [0])
+
+
+@pytest.mark.parametrize("kept", [40, 0.1, 0.5])
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_truncated_videos_are_refused(decoders: Decoders, container: str, kept: float) -> None:
+    data = clips.video(frames=8, container=container)
+    size = int(kept * len(data)) if kept < 1 else int(kept)
+    with pytest.raises(MediaError):
+        frames(decoders, data[:size], list(range(8)))
+
+
+CLAIMS = {
+    "stsz": attacks.samples_claimed(80_000_000),
+    "stsz behind el": attacks.samples_claimed(80_000_000, b"\0\0el"),
+    "stsz behind s": attacks.samples_claimed(80_000_000, b"\0\0\x0cs"),
+    "trun": attacks.fragments_claimed(80_000_000),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_an_index_takes_no_more_than_a_look_may(decoders: Decoders, name: str) -> None:
+    good = clips.video(frames=8, size=(64, 48))
+    frames(decoders, good, [0])
+    with Watch()() as watch, ThreadPoolExecutor(5) as pool:
+        bad = [pool.submit(outcome, frames, decoders, CLAIMS[name], [0]) for _ in range(4)]
+        fine = pool.submit(outcome, frames, decoders, good, [0, 3])
+        assert not isinstance(fine.result(), EpdError)
+        found = [one.result() for one in bad]
+    assert all(isinstance(one, MediaError) for one in found), found
+    # Three more children, which have what torch needs, are in it.
+    assert watch.grown < 4 * SMALL_BYTES + MARGIN
+    assert nothing_is_held(decoders)
+
+
+def test_a_video_whose_frames_grow_is_refused(decoders: Decoders) -> None:
+    data = attacks.grows(2048)
+    with Watch()() as watch:
+        assert isinstance(outcome(frames, decoders, data, [0, 1, 2, 3]), MediaError)
+    assert watch.grown < 4 * SMALL_BYTES + MARGIN
+    assert nothing_is_held(decoders)
+
+
+def test_large_videos_wait_for_memory_and_small_ones_pass(strict: Decoders) -> None:
+    decoders = strict
+    large, small = clips.video(frames=8, size=(1280, 720)), clips.video(frames=8, size=(64, 48))
+    with decoders.begin() as holder, ThreadPoolExecutor(3) as pool:
+        holder.video(large).read(list(range(8)))
+        waiting = [pool.submit(outcome, frames, decoders, large, [0] * 16) for _ in range(2)]
+        while decoders.waiting < 2:
+            time.sleep(0.01)
+        with decoders.begin() as item:
+            assert item.video(small).facts.frames == 8
+        holder.__exit__()
+        for one in waiting:
+            assert one.result().shape == (16, 720, 1280, 3)
+    assert nothing_is_held(decoders)
+
+
+@pytest.mark.parametrize("container", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sounds_are_samples_of_one_rate(decoders: Decoders, container: str) -> None:
+    made = sound(decoders, clips.audio(container=container, rate_hz=44_100, seconds=2.5))
+    assert made.dtype == np.float32
+    assert len(made) == pytest.approx(2.5 * 16_000, rel=0.05)
+    assert nothing_is_held(decoders)
+
+
+def flac(seconds: int, rate_hz: int = 16_000, channels: int = 1) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((rate_hz * seconds, channels), np.int16), rate_hz, format="FLAC")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("container", ["WAV", "FLAC", "OGG", "MP3"])
+def test_long_sounds_are_refused(strict: Decoders, container: str) -> None:
+    with pytest.raises(MediaTooLargeError, match="longer than 3 s, the limit"):
+        sound(strict, clips.audio(container=container, seconds=4.0))
+
+
+@pytest.mark.parametrize("data", [flac(3600), flac(60, 192_000, 8)])
+def test_sounds_stay_within_their_memory(decoders: Decoders, data: bytes) -> None:
+    sound(decoders, clips.audio())
+    with Watch()() as watch:
+        outcome(sound, decoders, data)
+    # Its own samples are charged for ten minutes; FFmpeg and its resampler for little more.
+    assert watch.grown < (179 << 20) + MARGIN
+    assert nothing_is_held(decoders)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "empty"),
+        (b"#EXTM3U\nfile:///etc/passwd", "not an audio file"),
+        (b"fLaC" + bytes(100), "damaged"),
+        (empty_wav(), "no sound|damaged"),
+        (clips.audio()[:30], "damaged|no sound"),
+    ],
+)
+def test_what_is_no_sound_is_refused(decoders: Decoders, data: bytes, told: str) -> None:
+    with pytest.raises(MediaError, match=told):
+        sound(decoders, data)
+
+
+def test_a_video_has_a_deadline(decoders: Decoders) -> None:
+    with pytest.raises(DeadlineError):
+        frames(decoders, clips.video(frames=8), [0], 0.001)
+    assert nothing_is_held(decoders)

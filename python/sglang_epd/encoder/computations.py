@@ -467,6 +467,7 @@ class Computations:
             self._fail(work, _said(error, work))
             return
         finally:
+            work.preparation = None  # it holds what was prepared
             lane.preparing -= 1
             lane.preparing_large -= large
             lane.note_prepared(work.pixels, time.monotonic() - began)

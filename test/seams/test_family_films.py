@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_epd.families.films import device_of, drawn
+from sglang_epd.families.films import drawn
 
 
 def test_sglang_hands_them_on_as_they_are(sglang):
@@ -16,9 +16,3 @@ def test_drawn_frames_are_shown_again_after_they_are_closed():
     assert (len(film), film.avg_fps, film.frame_shape) == (5, 2.5, (56, 28))
     assert film.get_frames_at([4, 0]).shape == film.get_frames_as_tensor([1, 1]).shape
     assert film[2].shape == (56, 28, 3)
-
-
-def test_videos_are_decoded_where_one_server_does(sglang):
-    base = sglang("multimodal.processors.base_processor").BaseMultimodalProcessor
-    for device, expected in ((base.video_preprocessing_device, "cuda"), ("cpu", "cpu")):
-        assert device_of(type("Some", (), {"video_preprocessing_device": device})()) == expected

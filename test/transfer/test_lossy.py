@@ -324,6 +324,7 @@ def test_a_network_that_loses_what_it_likes_loses_no_item() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(1800)
 def test_a_network_that_loses_what_it_likes_loses_no_item_for_long() -> None:
     run(examples=400, steps=30)
 

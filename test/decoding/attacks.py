@@ -93,6 +93,14 @@ def samples_claimed(count: int, hidden: bytes = b"") -> bytes:
     return grow(data, b"stsz", box(b"stsz", content + bytes(size - 8 - len(content))))
 
 
+def packets_of_a_byte(count: int) -> bytes:
+    """An MP4 file each byte of which is a packet, all in one chunk."""
+    data = clips.video(frames=4)
+    data = grow(data, b"stsz", box(b"stsz", numbers(0, 1, count)))
+    data = grow(data, b"stsc", box(b"stsc", numbers(0, 1, 1, count, 1)))
+    return data.ljust(len(data) + count, b"\0")
+
+
 def fragments_claimed(count: int) -> bytes:
     """An MP4 file with a fragment that claims `count` packets."""
     data = clips.video(frames=4)

@@ -55,10 +55,27 @@ def scans(side: int, count: int) -> bytes:
     return data[:last] + data[last:-2] * count + b"\xff\xd9"
 
 
+def jpeg_2000(side: int) -> bytes:
+    """RGBA, of a few hundred bytes: of one grey no size of it has anything to write."""
+    data = bytearray(picture("RGBA", "JPEG2000", 64, 64))
+    extent = numbers(side, side)
+    at = data.index(b"\xff\x51") + 6
+    for place in (data.index(b"ihdr") + 4, at, at + 16):  # the last of a tile
+        data[place : place + 8] = extent
+    return bytes(data)
+
+
 def filled() -> bytes:
     """A JPEG with filling between its parts, which Pillow reads in Python, byte by byte."""
     start = picture("L", "JPEG", 16, 16)
     return start[:2] + b"\xff" * (48 << 20) + start[2:]
+
+
+def trailing(count: int) -> bytes:
+    """A PNG with so many empty parts behind its pixels, which Pillow reads one by one."""
+    data = picture("L", "PNG", 448, 448)
+    part = bytes(4) + b"aaAa" + zlib.crc32(b"aaAa").to_bytes(4)
+    return data[:-12] + part * count + data[-12:]
 
 
 def samples_claimed(count: int, hidden: bytes = b"") -> bytes:
@@ -74,6 +91,14 @@ def samples_claimed(count: int, hidden: bytes = b"") -> bytes:
     size = int.from_bytes(hidden) if hidden else length
     content = numbers(0, 1, count)
     return grow(data, b"stsz", box(b"stsz", content + bytes(size - 8 - len(content))))
+
+
+def packets_of_a_byte(count: int) -> bytes:
+    """An MP4 file each byte of which is a packet, all in one chunk."""
+    data = clips.video(frames=4)
+    data = grow(data, b"stsz", box(b"stsz", numbers(0, 1, count)))
+    data = grow(data, b"stsc", box(b"stsc", numbers(0, 1, 1, count, 1)))
+    return data.ljust(len(data) + count, b"\0")
 
 
 def fragments_claimed(count: int) -> bytes:

@@ -29,6 +29,8 @@ from sglang_epd.errors import (
 from sglang_epd.media import MediaLimits, decode_image
 
 GOOD = encoded(noise(200, 150), "JPEG")
+# Takes seconds.
+SLOW = attacks.jpeg_2000(5000)
 MARGIN = 64 << 20
 
 
@@ -75,6 +77,56 @@ def test_errors_are_those_of_the_one_decoder(decoders, data, kind, told) -> None
     with pytest.raises(MediaError, match=told) as caught:
         image(decoders, data)
     assert type(caught.value) is kind
+
+
+def test_a_real_webp_of_a_camera_passes(decoders: Decoders) -> None:
+    data = encoded(noise(4000, 3000), "WEBP", method=0)
+    assert image(decoders, data).tobytes() == decode_image(data, MediaLimits()).tobytes()
+
+
+LARGE = {
+    "JPEG": {},
+    "JPEG progressive": {"progressive": True},
+    "PNG": {},
+    "PNG animated": {"animated": True},
+    "WEBP": {"method": 0},
+    "WEBP lossless": {"lossless": True, "method": 0},
+    "WEBP animated": {"animated": True, "method": 0},
+    "GIF": {},
+    "GIF animated": {"animated": True},
+    "BMP": {},
+    "TIFF": {"compression": "tiff_lzw"},
+    "AVIF": {"speed": 10},
+    "JPEG2000": {},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_pictures_of_all_formats_pass(decoders: Decoders, name: str) -> None:
+    mode = "L" if name in ("BMP", "GIF", "GIF animated") else "RGB"
+    data = attacks.picture(mode, name.split(maxsplit=1)[0], 6000, 4000, **LARGE[name])
+    assert image(decoders, data).size == (6000, 4000)
+
+
+def test_a_webp_is_judged_before_its_canvas_is_made(decoders: Decoders) -> None:
+    data = bytearray(attacks.picture("RGB", "WEBP", 16, 16, lossless=True))
+    at = data.index(b"VP8L") + 9
+    data[at : at + 4] = (12_000 - 1 | 12_000 - 1 << 14).to_bytes(4, "little")
+    with pytest.raises(MediaTooLargeError, match="144 megapixels, limit 100"):
+        image(decoders, bytes(data))
+
+
+def test_jpeg_2000_has_a_bound_of_its_own(decoders: Decoders) -> None:
+    began = time.monotonic()
+    with pytest.raises(MediaTooLargeError, match="100 megapixels, limit 25 for JPEG 2000"):
+        image(decoders, attacks.jpeg_2000(10_000))
+    assert time.monotonic() - began < 5
+
+
+def test_a_small_picture_has_little_processor_time(make: Make) -> None:
+    decoders = make()
+    with pytest.raises(MediaError, match="crashed, or took too long"):
+        image(decoders, attacks.trailing(1_000_000), 600)
 
 
 def test_one_child_serves_one_item_after_the_other(make: Make) -> None:
@@ -142,7 +194,7 @@ def test_decoding_ends_at_the_deadline(make: Make) -> None:
     decoders = make()
     image(decoders, GOOD)
     with pytest.raises(DeadlineError):
-        image(decoders, attacks.scans(4000, 3000), 1.0)
+        image(decoders, SLOW, 1.0)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
     assert nothing_is_held(decoders)
 
@@ -161,7 +213,7 @@ def test_what_nobody_waits_for_is_ended(make: Make) -> None:
 
     def decode() -> None:
         with pytest.raises(RequestCancelledError) as caught, item:
-            item.image(attacks.scans(4000, 3000))
+            item.image(SLOW)
         found.append(caught.value)
 
     thread = threading.Thread(target=decode)
@@ -210,7 +262,7 @@ def test_a_child_that_is_struck_over_an_item_fails_that_item_alone(make: Make, b
     image(decoders, GOOD)
     (child,) = [one for one in _children() if one not in before]
     with ThreadPoolExecutor(1) as pool:
-        bad = pool.submit(outcome, decoders, attacks.scans(4000, 3000), 3.0)
+        bad = pool.submit(outcome, decoders, SLOW, 3.0)
         time.sleep(0.5)
         os.kill(child.pid, blow)
         error = bad.result()

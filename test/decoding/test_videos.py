@@ -214,3 +214,11 @@ def test_a_video_has_a_deadline(decoders: Decoders) -> None:
     with pytest.raises(DeadlineError):
         frames(decoders, clips.video(frames=8), [0], 0.001)
     assert nothing_is_held(decoders)
+
+
+def test_an_index_that_takes_quadratic_time_is_ended(decoders: Decoders) -> None:
+    with pytest.raises(MediaError, match="crashed, or took too long"):
+        frames(decoders, attacks.packets_of_a_byte(220_000), [0], 600)
+    with decoders.begin() as item:
+        assert item.video(attacks.packets_of_a_byte(5_000)).facts.frames > 0
+    assert nothing_is_held(decoders)

@@ -205,6 +205,31 @@ def test_formats_decoded_in_python_are_refused() -> None:
         decode_image(start + header + bytes(1024) + b"\4\1\0\0\4\2\0\1", LIMITS)
 
 
+def jpeg_with_scans(scans: int) -> bytes:
+    """A progressive JPEG that repeats its last scan."""
+    data = encoded(picture(16, 16, "L"), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * scans + b"\xff\xd9"
+
+
+def test_a_jpeg_of_very_many_scans_is_refused() -> None:
+    with pytest.raises(MediaError, match="more than 100 scans"):
+        decode_image(jpeg_with_scans(200), LIMITS)
+
+
+def test_what_follows_a_jpeg_is_not_counted_as_scans() -> None:
+    """Phones append a video to their photographs."""
+    data = SAMPLES["jpeg-progressive"] + b"\xff\xda\0\0" * 1000
+    assert decode_image(data, LIMITS).size == (40, 30)
+
+
+def test_scans_do_not_hide_behind_a_marker_without_a_length() -> None:
+    data = jpeg_with_scans(200)
+    second = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
+    with pytest.raises(MediaError, match="more than 100 scans"):
+        decode_image(data[:second] + b"\xff\x01\xff\xff" + data[second:], LIMITS)
+
+
 def test_data_in_many_pieces_is_no_such_file() -> None:
     """libpng writes its data in pieces of 8 KiB, other encoders in smaller ones."""
     data = encoded(picture(1000, 700), "PNG", compress_level=0)

@@ -150,7 +150,8 @@ class Decoding:
 
     def image(self, data: bytes) -> Image.Image:
         """A picture, RGB: the pixels of `media.decode_image`."""
-        made, fd = self._look(Look("IMAGE", self._decoders.small_bytes), data)
+        look = Look("IMAGE", self._decoders.small_bytes + _twice(data) // 2)
+        made, fd = self._look(look, data)
         size = made.width, made.height
         with _mapped(fd, 3 * made.width * made.height) as pixels:
             return Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)

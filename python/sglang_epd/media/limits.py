@@ -15,6 +15,10 @@ _PREFIX = "SGLANG_EPD_MEDIA_"
 _SERVERS = "encoders; language with `--enable-adaptive-dispatch-to-encoder`"
 # More bytes than a process can hold.
 NO_LIMIT = 1 << 62
+# Of JPEG 2000, however many pixels other formats may have. A file of 287 bytes bought 2.4 GiB
+# and 21 s with 100 megapixels. A megapixel takes 0.08 to 0.3 s of a processor; the slowest of
+# the others, AVIF with an alpha channel, takes 0.06.
+MAX_JPEG_2000_PIXELS = 25_000_000
 _POSITIVE = (
     "max_bytes",
     "max_pixels",
@@ -35,9 +39,9 @@ class MediaLimits:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
         max_url_bytes: the same of media behind http and https URLs; `max_bytes` where None.
         max_pixels: width times height that an image's header may claim. 100
-            megapixels take 2.6 GB to decode and prepare, JPEG 2000 3 GB
-            (`decoding/child.py`), and are eight times what the largest vision processors
-            keep; the photographs of nearly all cameras fit.
+            megapixels take 2.6 GB to decode and prepare (`decoding/child.py`), and are
+            eight times what the largest vision processors keep; the photographs of nearly
+            all cameras fit. JPEG 2000 may have 25 (`MAX_JPEG_2000_PIXELS`).
         max_video_frames: frames in a video file, read or not: ten minutes at 30 a second.
         max_video_pixels: of one frame of a video; 4096 x 2304 fit.
         max_video_total_pixels: of those frames of a video that the model is shown (two a
@@ -193,7 +197,11 @@ _VARIABLES: dict[str, _Variable] = {
         "Of one item's encoded media, also after a Content-Encoding is undone. Where it is not "
         "set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no limit).",
     ),
-    "MAX_PIXELS": _whole("max_pixels", "Width times height that an image's header may claim."),
+    "MAX_PIXELS": _whole(
+        "max_pixels",
+        "Width times height that an image's header may claim; JPEG 2000 may claim "
+        f"{MAX_JPEG_2000_PIXELS} at most.",
+    ),
     "MAX_VIDEO_FRAMES": _whole("max_video_frames", "Frames in a video file, read or not."),
     "MAX_VIDEO_PIXELS": _whole("max_video_pixels", "Pixels of one frame of a video."),
     "MAX_VIDEO_TOTAL_PIXELS": _whole(

@@ -32,7 +32,7 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.heads import PromptHeads
+from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.memory import give_back, keep_large_apart
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.scheduling import Bounds
@@ -236,6 +236,7 @@ def _configure_logs(server_args: Any, settings: Settings) -> None:
 
     configure_logger(server_args, prefix=" encoder")
     logs.install(settings.log_format, "encoder")
+    logging.getLogger("uvicorn.error").addFilter(SeldomMalformed())
 
 
 def _spans() -> Callable[[Mapping[str, str]], Span]:

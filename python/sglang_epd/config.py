@@ -220,7 +220,8 @@ class Settings:
         None,
         "encoders",
         "Encoded media in work at a time; more is answered with 503. Fetched media have three "
-        "quarters of it at most, and wait for room. Unless given, a thirty-second of the memory that the server may use, from 1024 to 8192.",
+        "quarters of it at most, and wait for room. Unless given, a thirty-second of the memory "
+        "that the server may use, from 1024 to 8192.",
     )
     decode_mb: int | None = _setting(
         int,

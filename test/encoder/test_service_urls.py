@@ -190,3 +190,12 @@ async def test_slow_urls_leave_items_to_what_comes_inline(encode, asking, servic
     silence.set()
     await asyncio.gather(*slow)
     assert (service.admission.fetching, service.admission.items) == (0, 0)
+
+
+async def test_a_url_whose_media_are_here_is_being_fetched_no_more(encode, fakes, service) -> None:
+    fakes.forwarded.hold()
+    work = asyncio.create_task(encode())
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), PATIENCE_S)
+    assert (service.admission.fetching, service.admission.items) == (0, 1)
+    fakes.forwarded.go_on()
+    assert (await work).state == "delivered"

@@ -209,14 +209,19 @@ class Settings:
     )
     max_body_mb: int = _setting(int, 512, "encoders", "Largest encode request.")
     encoder_max_items: int = _setting(
-        int, 1024, "encoders", "Items in work at a time; more are answered with 503."
+        int,
+        1024,
+        "encoders",
+        "Items in work at a time; more are answered with 503. Items whose media are still being "
+        "fetched are three quarters of them at most.",
     )
     encoder_queue_mb: int | None = _setting(
         int,
         None,
         "encoders",
-        "Encoded media in work at a time; more is answered with 503. Unless given, a "
-        "thirty-second of the memory that the server may use, from 1024 to 8192.",
+        "Encoded media in work at a time; more is answered with 503. Fetched media have three "
+        "quarters of it at most, and wait for room. Unless given, a thirty-second of the memory "
+        "that the server may use, from 1024 to 8192.",
     )
     decode_mb: int | None = _setting(
         int,

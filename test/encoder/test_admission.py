@@ -99,6 +99,33 @@ def test_bytes_that_were_fetched_count_over_the_bound_too(admission):
     admission.take_bytes(MIB, 1.0)
 
 
+def test_items_that_are_fetched_leave_a_quarter_to_others(admission):
+    admission.admit("slow", 2, 1.0, urls=2)
+    with pytest.raises(OverloadedError, match="2 items being fetched, at most 3") as raised:
+        admission.admit("slow too", 2, 5.0, urls=2)
+    assert raised.value.retry_after_s == 5.0
+    admission.admit("slow as well", 1, 1.0, urls=1)
+    admission.admit("inline", 1, 1.0)
+    assert (admission.items, admission.fetching) == (4, 3)
+
+
+def test_items_that_are_here_are_fetched_no_more(admission):
+    admission.admit("a", 3, 1.0, urls=3)
+    admission.note_fetched("a")
+    admission.admit("b", 1, 1.0, urls=1)
+    assert (admission.items, admission.fetching) == (4, 3)
+    admission.leave("a")
+    assert (admission.items, admission.fetching) == (1, 1)
+    admission.leave("b")
+    assert (admission.items, admission.fetching) == (0, 0)
+
+
+def test_one_request_has_no_more_urls_than_may_ever_be_fetched(admission):
+    with pytest.raises(MediaTooLargeError, match="4 URLs for one encoder, which fetches 3"):
+        admission.admit("a", 4, 1.0, urls=4)
+    admission.admit("b", 4, 1.0, urls=3)
+
+
 @pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
 def test_bounds_are_positive(bounds):
     with pytest.raises(ValueError, match="at least"):

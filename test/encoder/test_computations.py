@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -11,6 +13,7 @@ from encoder.towers import ROW_BYTES, FakeTower, settle, until
 from media.samples import encoded, picture
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder import computations as module
+from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue
@@ -922,6 +925,53 @@ async def test_what_waits_is_done_at_the_speed_of_preparing(tower, computations,
     tower.go_on()
     await value(hold)
     assert lane.pixel_rate == rate
+
+
+@pytest.mark.parametrize("end", ["made", "damaged", "left"])
+async def test_media_are_gone_when_nobody_holds_them_any_more(
+    tower, computations, end, monkeypatch
+):
+    """Without waiting for a collection of cycles, which a bound on bytes knows nothing of."""
+    media = bytes([1, 2, 3]) * 1000
+    prepare, watch = tower.prepare, Breakage(None).watch
+    monkeypatch.setattr(tower, "prepare", lambda *asked: watch(prepare(*asked)))
+    gc.disable()
+    try:
+        before = sys.getrefcount(media)
+        if end == "damaged":
+            tower.bad_media[media] = MediaError("it is damaged")
+        tower.hold(prepare=end == "left")
+        hold = computations.hold(b"key", "IMAGE", media, "r", time.monotonic() + 60.0)
+        await until(lambda: tower.preparations)
+        if end == "made":
+            await hold.embedding()
+        elif end == "damaged":
+            with pytest.raises(MediaError):
+                await hold.embedding()
+        hold.release()
+        await until(lambda: not any(computations.status()["queue"].values()))
+        await settle()
+        for told in (tower.preparations, tower.batches, tower.in_memory, tower.bad_media):
+            told.clear()
+        assert sys.getrefcount(media) == before
+    finally:
+        gc.enable()
+
+
+async def test_what_was_not_prepared_tells_nothing_of_the_speed(tower, computations, ask):
+    (lane,) = computations._lanes
+    tower.bad_media[b"damaged"] = MediaError("it is damaged")
+    with pytest.raises(MediaError):
+        await ask(b"damaged").embedding()
+    tower.hold(prepare=True)
+    left = ask(b"left")
+    await until(lambda: tower.preparing)
+    left.release()
+    await until(lambda: not lane.preparing)
+    assert lane.pixel_rate == 0
+    tower.go_on()
+    await ask(b"x").embedding()
+    assert lane.pixel_rate > 0
 
 
 async def test_preparing_ends_when_nobody_waits_any_more(towers, ask):

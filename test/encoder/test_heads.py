@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -82,3 +83,26 @@ async def test_an_answer_may_take_longer_and_the_next_head_may_not(connect):
     assert await answer(reader) == b'HTTP/1.1 200 OK"answer"'
     writer.write(REQUEST[:-2])
     assert await closed(reader)
+
+
+async def test_malformed_requests_are_logged_once_a_minute(connect, caplog, monkeypatch):
+    seldom, logger = heads.SeldomMalformed(), logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "filters", [seldom])
+
+    async def ask() -> None:
+        reader, writer = await connect()
+        writer.write(b"no request\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 400 " in await reader.readline()
+
+    def logged() -> list[str]:
+        return [text for text in caplog.messages if text.startswith("Invalid HTTP request")]
+
+    for _ in range(5):
+        await ask()
+    assert len(logged()) == 1
+    seldom._next = 0.0
+    await ask()
+    assert logged()[1:] == ["Invalid HTTP request received. 4 others were not logged."]
+    logger.warning("Something else.")
+    assert "Something else." in caplog.messages

@@ -1,5 +1,7 @@
 """Freed memory goes back to the system."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from sglang_epd.encoder.memory import give_back
@@ -20,3 +22,24 @@ def test_what_was_freed_is_given_back():
     assert give_back()
     assert resident_bytes() < full - BLOCKS * BLOCK_BYTES * 3 // 4
     assert len(last) == BLOCK_BYTES
+
+
+def test_large_blocks_are_given_back_at_once():
+    """Also after the first of them, from which on glibc would keep their like."""
+    check = """
+from sglang_epd.encoder.memory import keep_large_apart
+from encoder.test_memory import resident_bytes
+assert keep_large_apart()
+first = bytearray(30 << 20)
+del first
+before = resident_bytes()
+blocks = [bytearray(30 << 20) for _ in range(8)]
+kept = blocks[-1]
+blocks.clear()
+print((resident_bytes() - before) >> 20)
+"""
+    here = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=here, capture_output=True, text=True, check=True
+    )
+    assert 29 <= int(done.stdout) <= 35

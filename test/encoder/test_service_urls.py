@@ -11,6 +11,7 @@ from aiohttp import web
 
 from encoder.site import BODY, Site
 from sglang_epd.encoder import computations as module
+from sglang_epd.errors import OverloadedError
 from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo, Wait
 
 PATIENCE_S = 5.0
@@ -120,7 +121,7 @@ async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, 
 
 @pytest.mark.parametrize("capacity", [0])
 async def test_without_a_cache_those_who_ask_at_once_share_it_all(encode, fakes, site) -> None:
-    outcomes = await asyncio.gather(*(encode() for _ in range(8)))
+    outcomes = await asyncio.gather(*(encode() for _ in range(6)))
     assert {outcome.state for outcome in outcomes} == {"delivered"}
     assert site.take() == [("/a", "")]
     assert len(fakes.batches) == 1
@@ -167,3 +168,34 @@ async def test_known_media_that_are_gone_fail_that_item(encode, fakes, site, cou
     assert (outcome.state, outcome.code) == ("failed", "MediaError")
     assert "HTTP 404" in outcome.message
     assert count("fetch_failures_total", reason="http_4xx") == 1
+
+
+async def test_slow_urls_leave_items_to_what_comes_inline(encode, asking, service, site) -> None:
+    """A host that never answers has three quarters of the encoder's eight items."""
+    silence = asyncio.Event()
+
+    async def silent(_request: web.Request) -> web.Response:
+        await silence.wait()
+        return web.Response(status=404)
+
+    site.answer = silent
+    slow = [asyncio.create_task(encode(f"/{n}")) for n in range(6)]
+    async with asyncio.timeout(5):
+        while service.admission.fetching < 6:
+            await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="6 items being fetched, at most 6"):
+        await encode("/seventh")
+    (outcome,) = (await service.encode(asking(b"inline", request_id="inline"))).outcomes
+    assert outcome.state == "delivered"
+    silence.set()
+    await asyncio.gather(*slow)
+    assert (service.admission.fetching, service.admission.items) == (0, 0)
+
+
+async def test_a_url_whose_media_are_here_is_being_fetched_no_more(encode, fakes, service) -> None:
+    fakes.forwarded.hold()
+    work = asyncio.create_task(encode())
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), PATIENCE_S)
+    assert (service.admission.fetching, service.admission.items) == (0, 1)
+    fakes.forwarded.go_on()
+    assert (await work).state == "delivered"

@@ -113,7 +113,12 @@ def test_what_is_large(image, large):
 
 
 def test_a_request_is_large_by_all_of_its_media():
-    assert reading.is_large(["x" * 1000] * 1100)
+    assert reading.is_large(["x" * 40_000] * 27)
+
+
+def test_a_request_of_many_tiny_media_is_large():
+    assert reading.is_large(["x"] * (reading.MANY_ENTRIES + 1))
+    assert not reading.is_large(["x"] * reading.MANY_ENTRIES)
 
 
 async def test_the_event_loop_goes_on_while_media_are_read():

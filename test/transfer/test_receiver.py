@@ -723,6 +723,24 @@ def test_a_surprise_in_housekeeping_does_not_end_the_thread(receiver, encoder, m
     assert isinstance(encoder.offer(), wire.Decline)
 
 
+def test_a_surprise_at_a_handshake_does_not_end_the_thread(receiver, connect, monkeypatch, caplog):
+    first = True
+
+    def surprise() -> None:
+        nonlocal first
+        if first:
+            first = False
+            raise ValueError("a handshake of two frames")
+        answer()
+
+    answer = receiver._gate.answer
+    monkeypatch.setattr(receiver._gate, "answer", surprise)
+    encoder = connect(receiver)
+    assert isinstance(encoder.offer(), wire.Decline)
+    assert "The receiver stumbled" in caplog.text
+    assert receiver.tally.counts["dropped", "internal"] == 1
+
+
 def test_a_thread_that_has_died_says_so(start_receiver, caplog):
     """Its sockets are gone, as with a context that ended, or a library that failed."""
     died = threading.Event()

@@ -5,6 +5,8 @@ Plain data; the service asks before it begins and says when it is done.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sglang_epd.errors import (
     DuplicateError,
     MediaTooLargeError,
@@ -13,8 +15,19 @@ from sglang_epd.errors import (
 )
 
 
+@dataclass
+class _Live:
+    """A request in work: its items, and how many of them are still to be fetched."""
+
+    items: int
+    fetching: int
+
+
 class Admission:
     """Bounds on all requests together.
+
+    Hosts decide how long fetching takes, so what is fetched does not fill them: a quarter of the
+    items, and of the bytes, is left to media that come inline.
 
     Args:
         max_items: items in work at a time.
@@ -22,6 +35,7 @@ class Admission:
 
     Attributes:
         items, nbytes: what is in work now.
+        fetching: of the items, those whose media are not here yet.
         draining: nothing new is taken.
     """
 
@@ -31,9 +45,20 @@ class Admission:
         self.max_items = max_items
         self.max_bytes = max_bytes
         self.items = 0
+        self.fetching = 0
         self.nbytes = 0
         self.draining = False
-        self._live: dict[str, int] = {}
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def max_fetching(self) -> int:
+        """Of `max_items`, those whose media are not here yet."""
+        return _share(self.max_items)
+
+    @property
+    def max_fetched_bytes(self) -> int:
+        """Of `max_bytes`, what fetched media may have."""
+        return _share(self.max_bytes)
 
     @property
     def live(self) -> int:
@@ -83,8 +108,11 @@ class Admission:
         assert self.nbytes >= nbytes
         self.nbytes -= nbytes
 
-    def admit(self, request_id: str, items: int, retry_after_s: float) -> None:
+    def admit(self, request_id: str, items: int, retry_after_s: float, urls: int = 0) -> None:
         """Take a request on; `leave` undoes it.
+
+        Args:
+            urls: how many of its items are to be fetched.
 
         Raises:
             UnavailableError: the encoder is being shut down.
@@ -96,15 +124,36 @@ class Admission:
             raise DuplicateError(f"request {request_id} is being encoded already")
         if items > self.max_items:
             raise MediaTooLargeError(f"{items} items for one encoder, which takes {self.max_items}")
+        if urls > self.max_fetching:
+            raise MediaTooLargeError(
+                f"{urls} URLs for one encoder, which fetches {self.max_fetching}"
+            )
         self.check(retry_after_s)
         if self.items + items > self.max_items:
             raise OverloadedError(
                 f"{self.items} items in work, at most {self.max_items}",
                 retry_after_s=retry_after_s,
             )
-        self._live[request_id] = items
+        if urls and self.fetching + urls > self.max_fetching:
+            raise OverloadedError(
+                f"{self.fetching} items being fetched, at most {self.max_fetching}",
+                retry_after_s=retry_after_s,
+            )
+        self._live[request_id] = _Live(items, urls)
         self.items += items
+        self.fetching += urls
+
+    def note_fetched(self, request_id: str) -> None:
+        """The media of one of its items are here, or will not be."""
+        self._live[request_id].fetching -= 1
+        self.fetching -= 1
 
     def leave(self, request_id: str) -> None:
         """A request has come to its end, whatever it was."""
-        self.items -= self._live.pop(request_id)
+        left = self._live.pop(request_id)
+        self.items -= left.items
+        self.fetching -= left.fetching
+
+
+def _share(most: int) -> int:
+    return max(1, most * 3 // 4)

@@ -73,7 +73,7 @@ class Breakage:
                 self.reason = f"a batch takes longer than {limit_s:g} s"
             else:
                 logger.error("The tower failed:\n%s", "".join(traceback.format_exception(error)))
-                _drop_frames(error)
+                drop_frames(error)
                 await self._judge(error)
             if self.reason:
                 raise TowerBrokenError(self.reason) from error
@@ -93,14 +93,14 @@ class Breakage:
                         await self._probe()
                     return
                 except Exception as error:
-                    _drop_frames(error)
+                    drop_frames(error)
                     logger.error("The tower fails at a picture of its own, too: %s", error)
             said = str(failure).partition("\n")[0]
             self.reason = f"it fails at everything ({type(failure).__name__}: {said})"
 
 
-def _drop_frames(error: BaseException) -> None:
-    """They hold what the call had on the device, which a probe may need the memory of."""
+def drop_frames(error: BaseException) -> None:
+    """They hold what the call had: media, or memory on the device that a probe may need."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None

@@ -22,6 +22,7 @@ import torch
 
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
+from sglang_epd.encoder.breakage import drop_frames
 from sglang_epd.encoder.claims import SMALL_PIXELS, claimed_pixels
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
@@ -465,12 +466,13 @@ class Computations:
             return
         except Exception as error:
             self._fail(work, _said(error, work))
+            drop_frames(error)  # they have the media
             return
         finally:
             work.preparation = None  # it holds what was prepared
             lane.preparing -= 1
             lane.preparing_large -= large
-            lane.note_prepared(work.pixels, time.monotonic() - began)
+        lane.note_prepared(work.pixels, time.monotonic() - began)
         work.prepared = prepared
         lane.typical += 0.2 * (prepared.patches - lane.typical)
         if not work.holds:
@@ -649,6 +651,8 @@ class Computations:
         self._discard(work)
         work.enter(state)
         del self._works[work.key]
+        # Its job refers to it: media would stay until cycles are collected.
+        work.data = work.preparation = None
 
     def _discard(self, work: Work) -> None:
         if work.prepared is not None and work.lane is not None:

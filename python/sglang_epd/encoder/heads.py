@@ -2,17 +2,40 @@
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes.
-Leans on `uvicorn.protocols.http.auto.AutoHTTPProtocol`: its `cycle` is the last request.
+Leans on `uvicorn.protocols.http.auto.AutoHTTPProtocol`: its `cycle` is the last request. What is no
+request at all is answered with 400 by Uvicorn, which logs a line each time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 _HEAD_S = 20.0
+_MALFORMED = "Invalid HTTP request received."
+_LINE_EVERY_S = 60.0
+
+
+class SeldomMalformed(logging.Filter):
+    """Of the lines about malformed requests, one a minute, with the count of the others."""
+
+    _next = 0.0
+    _others = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg != _MALFORMED:
+            return True
+        now = time.monotonic()
+        if now < self._next:
+            self._others += 1
+            return False
+        record.msg = f"{_MALFORMED} {self._others} others were not logged."
+        self._next, self._others = now + _LINE_EVERY_S, 0
+        return True
 
 
 class PromptHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -120,4 +120,5 @@ class Hold:
         """Give the interest up; may be called again."""
         if not self._over:
             self._over = True
+            self._data = None  # an error that was raised from here may keep the hold
             self._computations._release(self)

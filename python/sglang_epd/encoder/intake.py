@@ -1,8 +1,9 @@
 """Room for media that are fetched, while they arrive and until their item has ended.
 
-Bytes are asked for in steps, before they are read. Past the bound of `admission` the oldest
-item alone goes on, so that it ends: all items that are fetched together pass the bound by one
-item at most, and no order of theirs can stop all of them. Owns who waits; the bytes themselves
+Bytes are asked for in steps, before they are read. Past the bounds of `admission`, that on
+fetched bytes or that on all, the oldest item alone goes on, so that it ends: all items that
+are fetched together pass a bound by one item at most, and no order of theirs can stop all of
+them. Owns who waits; the bytes themselves
 are counted by `Admission`.
 """
 
@@ -78,6 +79,8 @@ class Intake:
         self._admission = admission
         self._waiting: list[tuple[Age, int, Arrival, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        # That fetched items have.
+        self._nbytes = 0
         # The item that may pass the bound.
         self._over: Arrival | None = None
 
@@ -120,7 +123,11 @@ class Intake:
             raise
 
     def _permits(self, arrival: Arrival, nbytes: int) -> bool:
-        if self._admission.nbytes + nbytes - arrival.nbytes <= self._admission.max_bytes:
+        more, admission = nbytes - arrival.nbytes, self._admission
+        if (
+            self._nbytes + more <= admission.max_fetched_bytes
+            and admission.nbytes + more <= admission.max_bytes
+        ):
             return True
         if self._over is None:
             self._over = arrival
@@ -128,6 +135,7 @@ class Intake:
 
     def _count(self, arrival: Arrival, more: int) -> None:
         arrival.nbytes += more
+        self._nbytes += more
         if more >= 0:
             self._admission.note_bytes(more)
         else:

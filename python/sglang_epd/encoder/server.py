@@ -32,8 +32,8 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.heads import PromptHeads
-from sglang_epd.encoder.memory import give_back
+from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
+from sglang_epd.encoder.memory import give_back, keep_large_apart
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
@@ -68,7 +68,6 @@ _HOUSEKEEPING_S = 10.0
 def launch(server_args: Any) -> None:
     """Load the tower, then serve until told to stop."""
     from sglang.srt.runtime_context import (
-        get_device,
         get_disagg,
         get_mm,
         get_model,
@@ -79,6 +78,7 @@ def launch(server_args: Any) -> None:
 
     started = time.monotonic()
     _allow_descriptors()
+    keep_large_apart()
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
@@ -115,12 +115,9 @@ def launch(server_args: Any) -> None:
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
-            patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
-            batch = Bounds(patches, settings.encoder_batch_items)
-            # As much of each as half of what a language server holds.
-            half_mb = share_mb() // 2
+            bounds = _bounds(settings)
+            half_mb = bounds.staged_bytes >> 20
             queue_mb = settings.encoder_queue_mb or half_mb
-            bounds = Limits(batch=batch, staged_bytes=half_mb << 20)
             service = EncoderService(
                 computations=Computations(towers, cache, metrics, bounds, store),
                 fetcher=fetcher,
@@ -239,6 +236,7 @@ def _configure_logs(server_args: Any, settings: Settings) -> None:
 
     configure_logger(server_args, prefix=" encoder")
     logs.install(settings.log_format, "encoder")
+    logging.getLogger("uvicorn.error").addFilter(SeldomMalformed())
 
 
 def _spans() -> Callable[[Mapping[str, str]], Span]:
@@ -290,6 +288,15 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
     )
     observer.watch(store)
     return store
+
+
+def _bounds(settings: Settings) -> Limits:
+    from sglang.srt.runtime_context import get_device
+
+    patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
+    batch = Bounds(patches, settings.encoder_batch_items)
+    # Half of what a language server holds.
+    return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
 
 def _batch_patches(device: str) -> int:

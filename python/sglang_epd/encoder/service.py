@@ -171,7 +171,8 @@ class EncoderService:
                 f"this encoder {self.namespace}; both must serve the same checkpoint, with one "
                 "--dtype, --quantization and SGLANG_EPD_FINGERPRINT"
             )
-        self.admission.admit(request.request_id, len(request.items), self.retry_after_s)
+        urls = sum(item.data is None for item in request.items)
+        self.admission.admit(request.request_id, len(request.items), self.retry_after_s, urls)
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
@@ -304,12 +305,18 @@ class EncoderService:
             return self.computations.at_hand(key_of(digest), looked=looked)
 
         looked = False
+        fetching = item.data is None
         # Again when the store does not have the embedding of a known URL, or when one that
         # was at hand went while its receiver had no memory.
         while True:
             with self.intake.arrival((room.age, item.item)) as arrival:
-                with self._stage("acquire", ms, span):
-                    content = await self._acquire(item, deadline, arrival, at_hand)
+                try:
+                    with self._stage("acquire", ms, span):
+                        content = await self._acquire(item, deadline, arrival, at_hand)
+                finally:
+                    if fetching:
+                        self.admission.note_fetched(request.request_id)
+                        fetching = False
                 key = key_of(content.digest)
                 hold = self.computations.hold(
                     key, item.modality, content.data, request.request_id, deadline, looked=looked

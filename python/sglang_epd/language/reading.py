@@ -21,8 +21,9 @@ from PIL import Image
 from sglang_epd.errors import MediaError
 from sglang_epd.media import EscapeBudget, MediaSource, digest, parse_source
 
-# What takes about a millisecond.
+# What takes about a millisecond: so many bytes, or so many entries however small.
 LARGE_BYTES = 1 << 20
+MANY_ENTRIES = 64
 # Each has a request's media twice, encoded and decoded; others wait for their turn.
 _THREADS = 2
 
@@ -51,7 +52,7 @@ _read: ContextVar[dict[int, Read] | None] = ContextVar("sglang_epd_read", defaul
 
 def is_large(entries: Sequence[object]) -> bool:
     """Whether reading these would be felt by other requests."""
-    return sum(map(_weight, entries)) > LARGE_BYTES
+    return len(entries) > MANY_ENTRIES or sum(map(_weight, entries)) > LARGE_BYTES
 
 
 async def beforehand(entries: Sequence[object], *, hashed: bool) -> None:

@@ -383,23 +383,24 @@ class MediaFetcher:
         if length is not None and length > limit:
             raise _too_large(f"media of {length} bytes from {host}", limit)
         most = limit if length is None else length
-        body = io.BytesIO()  # gives its bytes without a copy of them
         room = chunks = 0
-        while not response.content.at_eof():
-            part, ends_chunk = await response.content.readchunk()
-            turn.nbytes += len(part)
-            if turn.nbytes > limit:
-                raise _too_large(f"media from {host}", limit)
-            chunks += ends_chunk
-            if chunks > _FEW_CHUNKS + turn.nbytes // _CHUNK_BYTES:
-                raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
-            if turn.nbytes > room:
-                # What was announced is not believed: bytes that do not come are not kept for it.
-                more = max(_FIRST_BYTES, turn.nbytes // 4)
-                room = min(turn.nbytes + more, max(most, turn.nbytes))
-                await room_for(room)
-            body.write(part)
-        return body.getvalue()
+        # It gives its bytes without a copy of them; an error's frames do not keep what it has.
+        with io.BytesIO() as body:
+            while not response.content.at_eof():
+                part, ends_chunk = await response.content.readchunk()
+                turn.nbytes += len(part)
+                if turn.nbytes > limit:
+                    raise _too_large(f"media from {host}", limit)
+                chunks += ends_chunk
+                if chunks > _FEW_CHUNKS + turn.nbytes // _CHUNK_BYTES:
+                    raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
+                if turn.nbytes > room:
+                    # What was announced is not believed: no room is kept for what does not come.
+                    more = max(_FIRST_BYTES, turn.nbytes // 4)
+                    room = min(turn.nbytes + more, max(most, turn.nbytes))
+                    await room_for(room)
+                body.write(part)
+            return body.getvalue()
 
     async def _unpack(self, body: bytes, encoding: str, host: str) -> bytes:
         if encoding in _UNREADABLE_ENCODINGS or "," in encoding:

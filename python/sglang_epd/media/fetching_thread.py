@@ -7,7 +7,6 @@ loop answers `/health` and other users meanwhile.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -87,14 +86,13 @@ class FetchingThread:
         here = asyncio.get_running_loop()
 
         async def room(nbytes: int) -> None:
-            asked = asyncio.run_coroutine_threadsafe(room_for(nbytes), here)
-            await asyncio.wrap_future(asked)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(room_for(nbytes), here))
 
         return await self._there(call(room if room_for is not any_room else any_room))
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        done: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return await asyncio.wrap_future(done)
+        # No name here for the future: its error would keep this frame, and the frame the error.
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _close(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -207,13 +207,13 @@ class Receiver:
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll(_WAITING_TICK_MS if self._held else _TICK_MS))
-            if self._control in ready:
-                self._drain(self._control, self._on_control)
-            if self._payload in ready:
-                self._drain(self._payload, self._on_payload)
-            if self._gate.socket in ready:
-                self._gate.answer()
             try:
+                if self._control in ready:
+                    self._drain(self._control, self._on_control)
+                if self._payload in ready:
+                    self._drain(self._payload, self._on_payload)
+                if self._gate.socket in ready:
+                    self._gate.answer()
                 self._go_on(time.monotonic())
             except Exception:
                 # Every request of this server needs this thread: it must not end.

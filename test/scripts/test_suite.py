@@ -178,5 +178,7 @@ def test_what_all_tests_do_is_no_chance(tmp_path: Path) -> None:
 
 def test_marks_choose_among_the_tests_of_both_steps(tmp_path: Path) -> None:
     extra = "\n@pytest.mark.extra\ndef test_extra():\n    assert False\n"
-    done = Suite(tmp_path, "import pytest" + FAST + extra, SERVER + extra).run("--marks", "not extra")
+    done = Suite(tmp_path, "import pytest" + FAST + extra, SERVER + extra).run(
+        "--marks", "not extra"
+    )
     assert (done.returncode, last(done)) == (0, "2 passed"), done.stdout

@@ -23,7 +23,8 @@ from hostile_attacks import ATTACKS, REQUESTS_PER_S, STRANGERS, USERS, Attacker,
 from hostile_report import Row, attack_rows, missed
 from PIL import Image
 
-from sglang_epd.wire import Offer, decode_message
+from sglang_epd.errors import ProtocolError
+from sglang_epd.wire.messages import UnreadOffer, decode_from_encoder
 
 SECONDS = 0.3
 LONGEST_S = 60.0
@@ -154,9 +155,11 @@ async def test_strangers_offer_and_send_frames() -> None:
         attacking = asyncio.create_task(attack(STRANGERS["offers"](attacker), SECONDS))
         _, frame = await asyncio.wait_for(router.recv_multipart(), 10)
         await attacking
-        offer = decode_message(frame)
-        assert isinstance(offer, Offer)
-        assert len(offer.layout.grid) == 261_000
+        offer = decode_from_encoder(frame)
+        assert isinstance(offer, UnreadOffer)
+        assert len(frame) > 261_000
+        with pytest.raises(ProtocolError, match="grid"):
+            offer.read()
         # A message without an end never comes out of the socket.
         while await router.poll(200):
             await router.recv_multipart()

@@ -10,7 +10,9 @@ import base64
 import io
 import secrets
 import struct
+import sys
 import zlib
+from pathlib import Path
 
 from comparison.workloads import Clip
 from comparison.workloads import video as clip_of
@@ -18,6 +20,9 @@ from pictures import bomb, jpeg, png_chunk, truncated  # which also finds script
 from PIL import Image
 
 from photographs import load
+
+# Where videos are made.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "test"))
 
 MEGAPIXELS_100 = 10_000
 # Three bytes a pixel stay just below the 2 GiB that libtiff takes for one tile.

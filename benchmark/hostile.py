@@ -104,7 +104,7 @@ class Honest(Bodies):
 
 @asynccontextmanager
 async def media_server() -> AsyncIterator[str]:
-    """Serves honest pictures by number, and lets nobody keep them; gives its URL."""
+    """Serve honest pictures by number, marked `no-store`; yields the URL."""
     pictures = [jpeg("448", ("behind a URL", number)) for number in range(PICTURES)]
 
     async def handle(request: web.Request) -> web.Response:

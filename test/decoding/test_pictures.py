@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from media.samples import encoded
 from media.samples import picture as noise
 from media.test_decode import SAMPLES
 from sglang_epd.decoding import Decoders
+from sglang_epd.decoding.decoders import _Child
 from sglang_epd.errors import (
     DeadlineError,
     EpdError,
@@ -290,3 +292,17 @@ def test_a_child_that_keeps_memory_is_replaced(make: Make, monkeypatch) -> None:
     monkeypatch.setattr("sglang_epd.decoding.decoders._GROWN_BYTES", 0)
     image(decoders, encoded(noise(2000, 1500)))
     assert before not in [one.process.pid for one in decoders.pictures._idle]
+
+
+def test_a_child_that_answers_out_of_turn_has_no_further_item(make: Make, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "processes"))
+    decoders = make()
+    image(decoders, GOOD)
+    honest = decoders.pictures._idle[0].process
+    liar = decoders.pictures.nursery.child("births:echo", {"name": "liar"})
+    decoders.pictures._idle.append(_Child(liar))
+    error = outcome(decoders, GOOD)
+    assert isinstance(error, MediaError)
+    assert "decoder crashed" in error.message
+    assert [one.process for one in decoders.pictures._idle] == [honest]
+    assert isinstance(outcome(decoders, GOOD), Image.Image)

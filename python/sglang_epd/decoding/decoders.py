@@ -27,7 +27,13 @@ from PIL import Image
 from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.film import Film
 from sglang_epd.decoding.messages import TO_SERVER, Drop, Failed, Look, Needs, Read
-from sglang_epd.errors import DeadlineError, MediaError, RequestCancelledError, from_code
+from sglang_epd.errors import (
+    DeadlineError,
+    MediaError,
+    ProtocolError,
+    RequestCancelledError,
+    from_code,
+)
 from sglang_epd.media import MediaLimits, VideoFacts
 from sglang_epd.processes.nursery import Child, Nursery
 from sglang_epd.processes.packets import SEALS, receive_now, send_now, write_file
@@ -236,7 +242,8 @@ class Decoding:
         except TimeoutError:
             self._end_child()
             raise DeadlineError("the request's deadline passed while it was decoded") from None
-        except (EOFError, OSError):
+        except (EOFError, OSError, ProtocolError):
+            # One that says what is no answer may say more, which would be the next item's.
             self._end_child()
             if self._stopped:
                 raise RequestCancelledError("nobody waits for it any more") from None

@@ -248,7 +248,7 @@ picture comes twice, no cache is on.{_ORDER if len(results) > 1 else ""}
 Times count from the moment a request was to be sent at; quantiles are of those that were
 answered. A request without its answer in {ANSWER_TIMEOUT_S:.0f} s has failed. A second is
 disturbed if a request that arrived in it failed, or a tenth of them waited more than
-{SLOWER:.0f} times the calm p50 for the first token; recovered is who has seen the last of them
+{SLOWER:.0f} times the calm p50 for the first token; an arm has recovered after the last of them
 before the next event (a slow second by itself, later on, does not count: there are such in
 peace). All servers share the machine's cores, which they would not in a cluster, so
 {_FORKS if options.forks else _NICE.format(options.restart_nice)}

@@ -39,7 +39,7 @@ from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, Sender
 from sglang_epd.transfer.writers import RemoteWriter
-from sglang_epd.wire import Expect, Laid, Layout, Offer, Settled, TensorSpec
+from sglang_epd.wire.messages import Expect, Laid, Layout, Offer, Settled, TensorSpec
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
 from sglang_epd.spans import OFF
-from sglang_epd.wire import Expect, Laid, Landed, Layout, Settled, TensorSpec
+from sglang_epd.wire.messages import Expect, Laid, Landed, Layout, Settled, TensorSpec
 from spans import said
 
 SECRET = bytes(range(32))

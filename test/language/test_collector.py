@@ -8,7 +8,7 @@ import torch
 from sglang_epd.errors import DeadlineError, UnavailableError
 from sglang_epd.language.collector import Collector
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Settled
+from sglang_epd.wire.messages import Expect, Settled
 
 EXPECT = Expect("ticket", 2, 1, 60.0)
 

@@ -27,8 +27,8 @@ from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
 )
-from sglang_epd.wire import Expect, Layout, LayoutReply, TensorSpec
-from sglang_epd.wire.http import decode_body
+from sglang_epd.wire.http import LayoutReply, decode_body
+from sglang_epd.wire.messages import Expect, Layout, TensorSpec
 
 
 class FakeFrontend:

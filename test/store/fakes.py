@@ -11,7 +11,8 @@ import torch
 
 from sglang_epd.store import SharedStore
 from sglang_epd.store.entry import Sealer
-from sglang_epd.wire import Layout, tensor_spec
+from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import tensor_spec
 
 Open = Callable[..., Awaitable[SharedStore]]
 

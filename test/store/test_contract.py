@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sglang_epd.store import shared
-from sglang_epd.wire import Layout, TensorSpec, tensor_spec
+from sglang_epd.wire.messages import Layout, TensorSpec
+from sglang_epd.wire.tensors import tensor_spec
 from store.fakes import Counts, Open, image, key_of, written
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

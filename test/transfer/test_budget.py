@@ -32,15 +32,8 @@ from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.claims import Claims
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
-from sglang_epd.wire import (
-    EncodeItem,
-    EncodeReply,
-    EncodeRequest,
-    Expect,
-    Layout,
-    ReplyTo,
-    TensorSpec,
-)
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
+from sglang_epd.wire.messages import Expect, Layout, TensorSpec
 
 MIB = 1 << 20
 BUDGET = 64 * MIB

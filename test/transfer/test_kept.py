@@ -10,13 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_epd import wire
 from sglang_epd.errors import EncodeError
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Block, BlockState, Reservations
-from sglang_epd.wire import messages
+from sglang_epd.wire import messages as wire
 
 PAGE = ALIGNMENT
 PAGES = 8
@@ -146,8 +145,8 @@ def test_an_offer_of_what_is_here_is_declined_and_needs_no_bytes():
     books = Books()
     expect = books.expect("u", "?")
     books.serve("t", "a")
-    assert books.offer("u", 0, "a") == wire.Decline("u", 0, messages.DECLINE_CACHED)
-    assert books.offer("u", 0, "a") == wire.Decline("u", 0, messages.DECLINE_CACHED)
+    assert books.offer("u", 0, "a") == wire.Decline("u", 0, wire.DECLINE_CACHED)
+    assert books.offer("u", 0, "a") == wire.Decline("u", 0, wire.DECLINE_CACHED)
     (landed,) = books.claim(expect)
     assert landed[0].key == key("a")
     assert books.tally.counts["grants", ""] == 1
@@ -163,7 +162,7 @@ def test_an_offer_that_waits_is_declined_when_another_request_has_received_the_s
     block = next(iter(books.reservations._blocks.values()))
     books.ledger.fill(wire.Payload("t", 0, block.grant), 0.0)
     assert books.ledger.news > before, "the receiver asks again"
-    assert books.offer("u", 0, "a", pages=2) == wire.Decline("u", 0, messages.DECLINE_CACHED)
+    assert books.offer("u", 0, "a", pages=2) == wire.Decline("u", 0, wire.DECLINE_CACHED)
     assert books.claim(waiting)
     books.ledger.check_integrity()
 
@@ -343,7 +342,7 @@ def test_an_item_that_was_here_before_waits_for_the_prefix_cache_and_may_be_cove
     again = wire.Claim("d", expect, 0, READERS, covered=(0,), prefix=True)
     books.ledger.claim("d", again, 0.0)
     assert books.ledger.news > before
-    assert offered(books, "t", 0, "a") == wire.Decline("t", 0, messages.DECLINE_COVERED)
+    assert offered(books, "t", 0, "a") == wire.Decline("t", 0, wire.DECLINE_COVERED)
     assert books.ledger.fill(wire.Payload("t", 1, block.grant), 0.0)
     (landed,) = books.settled()
     assert [bool(item) for item in landed] == [False, True]

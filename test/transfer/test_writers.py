@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_epd import wire
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer import writers as writers_module
 from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
+from sglang_epd.wire import messages as wire
 
 NBYTES = 16 * ALIGNMENT
 PAYLOAD = np.arange(100, dtype=np.uint8)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 
 @dataclass(eq=False)

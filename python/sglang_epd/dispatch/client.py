@@ -19,8 +19,14 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
-from sglang_epd.wire import EncodeReply, EncodeRequest
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, body_pieces, decode_body
+from sglang_epd.wire.http import (
+    CONTENT_TYPE,
+    EncodeReply,
+    EncodeRequest,
+    ErrorReply,
+    body_pieces,
+    decode_body,
+)
 
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 2.0

@@ -38,7 +38,7 @@ from sglang_epd.errors import (
 )
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)

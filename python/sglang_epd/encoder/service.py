@@ -37,14 +37,8 @@ from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
-from sglang_epd.wire import (
-    Decline,
-    EncodeItem,
-    EncodeReply,
-    EncodeRequest,
-    ItemOutcome,
-    Offer,
-)
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ItemOutcome
+from sglang_epd.wire.messages import Decline, Offer
 from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 
 @dataclass(frozen=True)

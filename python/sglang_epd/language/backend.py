@@ -29,8 +29,7 @@ from sglang_epd.language import manifest
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Laid, Settled, encode_message
-from sglang_epd.wire.messages import MAX_HEADER_BYTES
+from sglang_epd.wire.messages import MAX_HEADER_BYTES, Expect, Laid, Settled, encode_message
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_epd.errors import from_code
 from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import Expect
+from sglang_epd.wire.messages import Expect
 
 _READER = 0
 

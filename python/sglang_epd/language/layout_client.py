@@ -11,8 +11,7 @@ from yarl import URL
 
 from sglang_epd.errors import DeadlineError, ProtocolError, from_code
 from sglang_epd.language.layout_route import POLL_S, authorization
-from sglang_epd.wire import ItemLayout, LayoutReply
-from sglang_epd.wire.http import decode_body
+from sglang_epd.wire.http import ItemLayout, LayoutReply, decode_body
 
 logger = logging.getLogger(__name__)
 

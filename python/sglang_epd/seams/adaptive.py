@@ -51,7 +51,7 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.seams import headers, identities, local_rate
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
     from sglang_epd.observability.decisions import DecisionMetrics

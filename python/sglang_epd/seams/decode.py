@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_epd.errors import ConfigError, EpdError, MediaError
 from sglang_epd.seams import discovery, roles, tracing
 from sglang_epd.seams.prompt import lays_out
-from sglang_epd.wire import ItemLayout
+from sglang_epd.wire.http import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
     from sglang_epd.observability.decode import DecodeMetrics

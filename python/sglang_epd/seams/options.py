@@ -13,7 +13,7 @@ from typing import Any
 from sglang_epd.errors import MediaError
 from sglang_epd.language.planner import SALT, plan
 from sglang_epd.seams.identities import REQUEST_OPTIONS
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 # No processor looks at them.
 _WITHOUT_EFFECT = {"detail", SALT}

@@ -27,7 +27,8 @@ from sglang_epd.language.prefix import Gate, Resting, mark
 from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.claims import Claims
-from sglang_epd.wire import Expect, ItemLayout
+from sglang_epd.wire.http import ItemLayout
+from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,8 @@ from sglang_epd.seams.leaving import aborted_when_left
 from sglang_epd.seams.options import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect
+from sglang_epd.wire.http import EncodeItem
+from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
 

@@ -204,7 +204,7 @@ class Encoder:
             return
         import torch
 
-        from sglang_epd.wire import Layout, TensorSpec
+        from sglang_epd.wire.messages import Layout, TensorSpec
 
         # Of the right size, and in no memory.
         nbytes = item.tokens * self._links.bytes_per_token

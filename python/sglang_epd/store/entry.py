@@ -24,8 +24,8 @@ import numpy as np
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import Layout, spec_bytes, tensor_frame, tensor_spec, view_tensor
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES, Layout
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 if TYPE_CHECKING:
     import torch

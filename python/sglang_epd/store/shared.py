@@ -23,7 +23,8 @@ from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry,
 from sglang_epd.store.threads import Threads
 from sglang_epd.store.url import StoreUrl
 from sglang_epd.store.writing import Writing
-from sglang_epd.wire import Layout, spec_bytes
+from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 

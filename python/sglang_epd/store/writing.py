@@ -18,7 +18,7 @@ from sglang_epd.store.backend import Backend, StoreError
 from sglang_epd.store.calls import Calls, LeftAloneError
 from sglang_epd.store.entry import Sealer
 from sglang_epd.store.threads import Threads
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 logger = logging.getLogger(__name__)
 

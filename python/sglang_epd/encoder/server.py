@@ -315,7 +315,7 @@ def _remote_writer() -> RemoteWriter | None:
     # The in-tree encoder, which towers are loaded by, has started it.
     started = get_mooncake_transfer_engine()
     return RemoteWriter(
-        MooncakeEngine(started.hostname, engine=started.engine),
+        MooncakeEngine(started.hostname, started.engine),
         staged=os.environ.get("MC_FORCE_TCP") != "1",
     )
 

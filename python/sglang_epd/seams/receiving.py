@@ -134,7 +134,7 @@ def _shared_engine() -> MooncakeEngine:
     shared = get_mooncake_transfer_engine()
     if shared is None:
         raise ConfigError("--encoder-transfer-backend mooncake: SGLang has started no engine")
-    return MooncakeEngine(shared.hostname, engine=shared.engine)
+    return MooncakeEngine(shared.hostname, shared.engine)
 
 
 def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str:

@@ -31,7 +31,7 @@ from sglang_epd.errors import EpdError, ProtocolError, from_code
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
-from sglang_epd.transfer.gate import Gate
+from sglang_epd.transfer.gate import Gate, bracketed
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Block, Reservations
 from sglang_epd.wire import messages as wire
@@ -155,12 +155,12 @@ class Receiver:
         longest = max(wire.MAX_CHUNK_BYTES, wire.MAX_HEADER_BYTES)
         self._payload.setsockopt(zmq.MAXMSGSIZE, longest)
         try:
-            port = self._payload.bind_to_random_port(f"tcp://{_bracketed(bind_host)}")
+            port = self._payload.bind_to_random_port(f"tcp://{bracketed(bind_host)}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             self._arena.close()
             raise OSError(f"cannot listen on {bind_host}: {error}") from error
-        self.endpoint = self._gate.address(_bracketed(advertise_host), port)
+        self.endpoint = self._gate.address(advertise_host, port)
         control_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
@@ -298,22 +298,22 @@ class Receiver:
     ) -> None:
         self._last_payload = now
         block = self._ledger.granted(message)
-        error = wire.ACK_NOT_GRANTED
-        if block is not None:
+        error = ""
+        if block is None:
+            # Its memory may be in quarantine until this.
+            self._ledger.withdraw(message)
+            error = wire.ACK_NOT_GRANTED
+            self.tally.add("dropped", error)
+        else:
             try:
                 self._take(block, message, frames)
-                error = ""
             except ProtocolError as problem:
-                self._drop("payload", problem.message)
-                error = wire.ACK_MALFORMED
                 self._ledger.withdraw(message)
-        if not error and not message.last:
-            return
-        if not self._ledger.fill(message, now) and not error:
-            error = wire.ACK_NOT_GRANTED
-        if error == wire.ACK_NOT_GRANTED:
-            self.tally.add("dropped", "not_granted")
-        if message.last or error:
+                error = wire.ACK_MALFORMED
+                self._drop("payload", problem.message)
+        if not error and message.last:
+            self._ledger.fill(message, now)
+        if error or message.last:
             self._tell(peer, wire.Ack(message.ticket, message.item, message.grant, error))
 
     def _take(self, block: Block, message: wire.Payload, frames: list[zmq.Frame]) -> None:
@@ -490,7 +490,3 @@ class Receiver:
 
 def _kind(landing: wire.Landing) -> str:
     return str(landing.__struct_config__.tag)
-
-
-def _bracketed(host_name: str) -> str:
-    return f"[{host_name}]" if ":" in host_name and not host_name.startswith("[") else host_name

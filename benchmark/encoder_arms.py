@@ -424,7 +424,7 @@ class _OurAsker:
 
 def _language_server(pipe: Connection) -> None:
     """Claims the tickets it is told, looks at each embedding where it landed, lets it go."""
-    from sglang_epd.transfer.claims import Claims
+    from sglang_epd.transfer.control import Claims
     from sglang_epd.transfer.receiver import Receiver
     from sglang_epd.wire.messages import Expect, Settled
 

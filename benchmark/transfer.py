@@ -35,7 +35,7 @@ import torch
 import zmq
 from pages import machine
 
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, Sender

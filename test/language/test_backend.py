@@ -282,7 +282,7 @@ def test_an_abandoned_request_leaves_no_trace(leader, claims):
     assert not leader._open
 
 
-LIMIT_S = EXPECT.ttl_s + backend_module._GRACE_S
+LIMIT_S = EXPECT.ttl_s + backend_module.GRACE_S
 
 
 def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backend, clock, caplog):

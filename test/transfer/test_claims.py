@@ -7,7 +7,7 @@ import torch
 import zmq
 
 from sglang_epd.errors import ProtocolError, UnavailableError
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, PATIENCE_S, until
 

@@ -176,7 +176,7 @@ async def test_items_that_came_after_all_are_given_back(
 
 async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, monkeypatch):
     """As where the receiver's thread is dead: the deadline was the receiver's to keep."""
-    monkeypatch.setattr(control_module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(control_module, "GRACE_S", 0.05)
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await control.claim(wire.Expect("t", 1, 1, 0.05), 0)

@@ -25,17 +25,14 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_epd import logs
-from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError, from_code
+from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
 from sglang_epd.language import manifest
-from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.spans import OFF, Span
-from sglang_epd.transfer.arena import Arena
+from sglang_epd.transfer.arena import Arena, ReceivedItem
+from sglang_epd.transfer.control import GRACE_S
 from sglang_epd.wire.messages import MAX_HEADER_BYTES, Expect, Laid, Settled, encode_message
 
 logger = logging.getLogger(__name__)
-
-# The receiver ends a request at its deadline. This long after it, it must be dead.
-_GRACE_S = 30.0
 
 # Builds a request's mm_inputs from its items.
 Assemble = Callable[[Any, Sequence[ReceivedItem]], Any]
@@ -217,7 +214,7 @@ class Leader:
         self, request: Any, expect: Expect, covered: tuple[int, ...], *, prefix: bool = False
     ) -> None:
         name = str(next(self._names))
-        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + _GRACE_S)
+        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + GRACE_S)
         if expect.trace and request is not None:
             needed = expect.items - len(covered)
             claim.span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
@@ -324,13 +321,7 @@ class Backend:
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 # Dropped at the end of this call unless the request's inputs keep them.
-                items = [
-                    ReceivedItem(item.key, item.layout, self._arena.read(item, self._reader))
-                    for item in message.items
-                    if item is not None
-                ]
-                if message.code:
-                    return self._failure(request, from_code(message.code, message.message))
+                items = self._arena.receive(message, self._reader)
                 mm_inputs = self._assemble(request, items)
             else:
                 raise ProtocolError("the request carries something else than an outcome")

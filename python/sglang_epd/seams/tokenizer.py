@@ -39,7 +39,6 @@ from sglang_epd.families import family_of
 from sglang_epd.lag import LoopLag
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
-from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
@@ -71,7 +70,7 @@ class TokenizerSeam:
     def __init__(
         self,
         frontend: Frontend,
-        collector: Collector,
+        control: Control,
         request_timeout_s: float,
         chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
         *,
@@ -86,7 +85,7 @@ class TokenizerSeam:
         self.lag = LoopLag(observe_lag)
         # Where a prompt may be encoded here: decides, and does it.
         self.adaptive: adaptive.Adaptive | None = None
-        self._collector = collector
+        self._control = control
         self._timeout_s = request_timeout_s
         # The encoders that the current request names (`headers.chooser`).
         self._chosen = chosen
@@ -251,7 +250,7 @@ class TokenizerSeam:
 
         try:
             expect = self._start(request, self._slot(request))
-            items = await self._collector.collect(expect)
+            items = await self._control.collect(expect)
             modalities = {member.name: member for member in Modality}
             return assemble(self._processor, prompt, items, modalities)
         except EpdError as error:
@@ -324,7 +323,7 @@ def create_frontend(
     planner = plan if family_of(architecture) is None else plan_without_options
     seam = TokenizerSeam(
         frontend,
-        Collector(control),
+        control,
         timeout_s,
         chosen,
         lays_out=lay_out,

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from sglang_epd.errors import EncodeError
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.entries import ItemState
 from sglang_epd.transfer.extents import ALIGNMENT
+from sglang_epd.transfer.ledger import _LAYOUTS_S as LAYOUTS_S
+from sglang_epd.transfer.ledger import _PREFIX_S as PREFIX_S
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Block, BlockState, Reservations
 from sglang_epd.wire import messages as wire
@@ -398,82 +408,200 @@ def test_a_request_that_ends_while_the_prefix_cache_is_asked_is_told_so():
     books.ledger.check_integrity()
 
 
+@dataclass
+class Told:
+    """The model of a request: what it was announced as, and what came of it since."""
+
+    expect: wire.Expect
+    letters: str
+    # What its tokenizer was told to have encoded and has not delivered.
+    wanted: set[int]
+    # What a claim has not covered; of layouts that are known nothing, before the first claim.
+    needs: set[int]
+    decided: bool
+    known: set[int] = field(default_factory=set)
+    # Since when an item that was here before waits, and since when its claimant is asked.
+    since: float | None = None
+    asked: float | None = None
+    closed: bool = False
+    claim: wire.Claim | None = None
+
+    def hopes(self, now: float) -> bool:
+        """Whether an offer of an item that was here before waits."""
+        if self.closed or self.since is None:
+            return False
+        return now < (self.since + LAYOUTS_S if self.asked is None else self.asked + PREFIX_S)
+
+
 class KeptMachine(RuleBasedStateMachine):
     """Requests of few items over a small memory, in any order: what they get is theirs,
     and every byte comes back."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.books = Books(kept_pages=5)
+    @initialize(kept_pages=st.sampled_from((0, 5)), before=st.sets(st.sampled_from("abc")))
+    def begin(self, kept_pages: int, before: set[str]) -> None:
+        self.kept_pages = kept_pages
+        self.books = Books(kept_pages)
+        self.ledger = self.books.ledger
         self.now = 0.0
         self.names = itertools.count()
-        self.open: dict[str, tuple[wire.Expect, str]] = {}
-        self.claimed: dict[object, str] = {}
-        # What each ticket's tokenizer was told to have encoded and has not delivered.
-        self.wanted: dict[str, set[int]] = {}
-        self.reading: list[tuple[wire.Landed, ...]] = []
+        self.open: dict[str, Told] = {}
+        self.reading: list[tuple[wire.Landed | None, ...]] = []
         self.contents: dict[int, bytes] = {}
+        for letter in sorted(before):
+            self.ledger._see(key(letter))
+
+    def claimed(self) -> dict[str, str]:
+        claims = ((told.claim, ticket) for ticket, told in self.open.items())
+        return {claim.claim: ticket for claim, ticket in claims if claim is not None}
 
     def look(self) -> None:
+        ended = set()
         for ticket, items, over in self.books.needed():
             if over:
-                self.wanted.pop(ticket, None)
-            elif ticket in self.wanted:
-                self.wanted[ticket] |= set(items)
-        for outcome in self.books.ledger.take_outcomes():
-            ticket = self.claimed.pop(outcome.claimant)
-            _, letters = self.open.pop(ticket)
+                ended.add(ticket)
+            elif ticket in self.open:
+                told = self.open[ticket]
+                assert told.decided and set(items) <= told.needs, "nobody needs it"
+                assert not told.wanted & set(items), "it was asked for before"
+                told.wanted |= set(items)
+        for outcome in self.ledger.take_outcomes():
+            ticket = self.claimed()[outcome.claimant]
+            told = self.open[ticket]
+            if outcome.laid:
+                assert self.may_ask(ticket), "asked without need, too late, or twice"
+                assert outcome.laid == tuple((key(one), LAYOUT) for one in told.letters)
+                told.asked, told.claim = self.now, None
+                continue
+            del self.open[ticket]
             if outcome.error is None:
-                assert [item.key for item in outcome.items] == [key(one) for one in letters]
-                for item in outcome.items:
+                covered = told.claim.covered
+                expected = [
+                    None if number in covered else key(one)
+                    for number, one in enumerate(told.letters)
+                ]
+                assert [item and item.key for item in outcome.items] == expected
+                for item in filter(None, outcome.items):
                     assert self.contents[item.offset] == item.key, "somebody else's bytes"
-                self.reading.append(outcome.items)
+                self.reading.append(tuple(filter(None, outcome.items)))
+        for ticket in ended & self.open.keys():
+            assert self.open[ticket].claim is None, "a claim ended without a word"
+            del self.open[ticket]
+        for ticket in self.open:
+            assert not self.may_ask(ticket), "its prefix cache should have been asked"
 
-    @rule(letters=st.text("abcdef", min_size=1, max_size=4), known=st.booleans())
-    def announce(self, letters: str, known: bool) -> None:
+    def may_ask(self, ticket: str) -> bool:
+        """Whether its claimant is to look into its prefix cache, now."""
+        told = self.open[ticket]
+        items = self.ledger._entries[ticket].items
+        cached = {n for n, item in enumerate(items) if item.state is ItemState.CACHED}
+        complete = len(told.known | cached) == len(items)
+        waits = told.since is not None and told.asked is None and not told.closed
+        return bool(waits and complete and told.claim is not None and told.claim.prefix)
+
+    @rule(
+        letters=st.text("abcdef", min_size=1, max_size=3),
+        known=st.sampled_from(("nothing", "nothing", "keys", "layouts")),
+    )
+    def announce(self, letters: str, known: str) -> None:
         ticket = f"t{next(self.names)}"
-        self.wanted[ticket] = set() if known else set(range(len(letters)))
-        expect = self.books.expect(ticket, letters if known else "?" * len(letters))
-        self.open[ticket] = expect, letters
+        every = set(range(len(letters)))
+        laid_out = known == "layouts"
+        keys = tuple(b"" if known == "nothing" else key(letter) for letter in letters)
+        expect = wire.Expect(
+            ticket, len(letters), 1, 100.0, keys, (LAYOUT,) * len(letters) if laid_out else ()
+        )
+        wanted = every if known == "nothing" else set()
+        self.open[ticket] = Told(
+            expect, letters, set(wanted), set() if laid_out else every, not laid_out
+        )
+        self.ledger.expect(expect, self.now, watcher=b"tokenizer")
         self.look()
 
-    @precondition(lambda self: self.open.keys() - self.claimed.values())
-    @rule(data=st.data())
-    def claim(self, data: st.DataObject) -> None:
-        unclaimed = sorted(self.open.keys() - self.claimed.values())
+    @precondition(lambda self: any(told.claim is None for told in self.open.values()))
+    @rule(data=st.data(), prefix=st.sampled_from((True, True, False)))
+    def claim(self, data: st.DataObject, prefix: bool) -> None:
+        unclaimed = sorted(ticket for ticket, told in self.open.items() if told.claim is None)
         ticket = data.draw(st.sampled_from(unclaimed))
+        told = self.open[ticket]
+        numbers = st.integers(0, len(told.letters) - 1)
+        asked = told.asked is not None and not told.closed
+        looked = asked or not told.decided
+        covered = data.draw(st.sets(numbers)) if looked else set()
+        needs = set(range(len(told.letters))) - covered
+        told.needs = needs if asked else told.needs | needs
+        told.decided, told.closed = True, told.closed or looked
         name = f"c{next(self.names)}"
-        self.claimed[name] = ticket
-        message = wire.Claim(name, self.open[ticket][0], 0, READERS)
-        self.books.ledger.claim(name, message, self.now)
-        self.look()
-
-    @precondition(lambda self: any(self.wanted.values()))
-    @rule(data=st.data(), pages=st.integers(1, 3))
-    def deliver(self, data: st.DataObject, pages: int) -> None:
-        ticket = data.draw(st.sampled_from(sorted(t for t, items in self.wanted.items() if items)))
-        item = data.draw(st.sampled_from(sorted(self.wanted[ticket])))
-        letter = self.open[ticket][1][item]
-        # One key has one size.
-        answer = self.books.offer(ticket, item, letter, 1 + ord(letter) % 2)
-        if isinstance(answer, Block):
-            self.contents[answer.offset] = key(letter)
-            assert self.books.ledger.fill(wire.Payload(ticket, item, answer.grant), self.now)
-        if not isinstance(answer, wire.Wait):
-            self.wanted[ticket].discard(item)
+        told.claim = wire.Claim(name, told.expect, 0, READERS, tuple(sorted(covered)), prefix)
+        self.ledger.claim(name, told.claim, self.now)
         self.look()
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.open)))
-        claimed = ticket in self.claimed.values()
-        self.books.ledger.fail(ticket, EncodeError("no"), self.now)
-        if not claimed:
-            self.books.ledger.cancel(ticket, self.now)
-            del self.open[ticket]
-            self.wanted.pop(ticket, None)
+    @rule(data=st.data(), anything=st.booleans())
+    def deliver(self, data: st.DataObject, anything: bool) -> None:
+        """An encoder offers what it was asked for; now and then what it was not."""
+        offers = [
+            (ticket, number)
+            for ticket, told in sorted(self.open.items())
+            for number in (range(len(told.letters)) if anything else sorted(told.wanted))
+        ]
+        if not offers:
+            return
+        ticket, item = data.draw(st.sampled_from(offers))
+        told = self.open[ticket]
+        letter = told.letters[item]
+        entry = self.ledger._entries[ticket]
+        seen = key(letter) in self.ledger._seen
+        planned = entry.items[item].state is ItemState.PLANNED
+        # One key has one size.
+        offer = wire.Offer(ticket, item, key(letter), LAYOUT, (1 + ord(letter) % 2) * PAGE)
+        answer = self.ledger.offer(offer, self.now)
+        if isinstance(answer, wire.Decline):
+            needless = planned and told.decided and item not in told.needs
+            assert (answer.reason == wire.DECLINE_COVERED) == needless
+        else:
+            told.known.add(item)
+            if told.since is None and not told.closed and seen and told.decided:
+                told.since = self.now
+            hopes = seen and (told.hopes(self.now) or self.may_ask(ticket))
+            assert isinstance(answer, wire.Wait) or not hopes, "the prefix cache may have it"
+            assert hopes or isinstance(answer, Block) or item in entry.waiting
+        if isinstance(answer, Block):
+            self.contents[answer.offset] = key(letter)
+            assert self.ledger.fill(wire.Payload(ticket, item, answer.grant), self.now)
+        if not isinstance(answer, wire.Wait):
+            told.wanted.discard(item)
         self.look()
+
+    @rule(seconds=st.sampled_from((0.1, 0.2, 0.5, 2.0, 5.0, 20.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        before = self.ledger.news
+        overdue = [
+            told
+            for told in self.open.values()
+            if told.since is not None and not told.closed and not told.hopes(self.now)
+        ]
+        self.ledger.expire(self.now)
+        for told in overdue:
+            # Its claimant may answer yet, where it was asked.
+            told.closed = told.asked is None
+        if any(told.asked is None or told.closed for told in overdue):
+            assert self.ledger.news > before, "offers that waited are not looked at again"
+        self.look()
+
+    @precondition(lambda self: len(self.open) > 2)
+    @rule(data=st.data(), how=st.sampled_from(("fail", "cancel", "abandon")))
+    def end(self, data: st.DataObject, how: str) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.open)))
+        claim = self.open[ticket].claim
+        if how == "fail":
+            self.ledger.fail(ticket, EncodeError("no"), self.now)
+        if how == "cancel" or claim is None:
+            self.ledger.cancel(ticket, self.now)
+        elif how == "abandon":
+            self.ledger.abandon(claim.claim, self.now)
+        self.look()
+        assert ticket not in self.open
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -483,24 +611,26 @@ class KeptMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_add_up(self) -> None:
-        self.books.ledger.check_integrity()
-        assert self.books.reservations.kept_bytes <= 5 * PAGE
+        self.ledger.check_integrity()
+        assert self.ledger._entries.keys() == self.open.keys()
+        assert self.books.reservations.kept_bytes <= self.kept_pages * PAGE
 
     @invariant()
     def what_is_not_here_was_asked_for(self) -> None:
-        for ticket in self.claimed.values():
-            assert self.wanted.get(ticket), "a request waits for what nobody was told to send"
+        for told in self.open.values():
+            if told.claim is not None:
+                assert told.wanted, "a request waits for what nobody was told to send"
 
     def teardown(self) -> None:
         for ticket in list(self.open):
-            self.books.ledger.cancel(ticket, self.now)
-        self.books.ledger.take_outcomes()
+            self.ledger.cancel(ticket, self.now)
+        self.ledger.take_outcomes()
         for items in self.reading:
             self.books.drop(*items)
         self.books.reservations.reclaim(self.now)
         assert len(self.books.reservations) == 0
         assert self.books.reservations.held_bytes == 0, "bytes leaked"
-        self.books.ledger.check_integrity()
+        self.ledger.check_integrity()
 
 
 TestKept = KeptMachine.TestCase

@@ -203,6 +203,8 @@ class Ledger:
             self._rely(message.ticket, message.item, item)
             self._tally.add("hits", "offered")
             self._settle(message.ticket, now)
+            if entry.patient_until and not entry.asking:
+                self._ask_prefix(message.ticket, entry, now)
             return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
         if self._prefix_first(entry, message, now):
             return wire.Wait(message.ticket, message.item)

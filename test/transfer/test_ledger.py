@@ -22,7 +22,7 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.transfer.entries import TRANSITIONS, Item, ItemState
+from sglang_epd.transfer.entries import PLANS, TRANSITIONS, Entry, Item, ItemState, Plan
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import QUARANTINE_S, Block, Reservations
@@ -629,6 +629,18 @@ def test_only_the_transitions_of_the_table_are_possible(before, after):
         with pytest.raises(AssertionError, match=f"{before.value} to {after.value}"):
             item.move(after)
         assert item.state is before
+
+
+@pytest.mark.parametrize("before", Plan)
+@pytest.mark.parametrize("after", Plan)
+def test_a_plan_goes_as_its_table_says(before, after):
+    entry = Entry(age=0, items=[], consumers=1, deadline=1.0, plan=before)
+    if after in PLANS[before]:
+        entry.go(after)
+        assert entry.plan is after
+    else:
+        with pytest.raises(AssertionError, match=f"{before.value} to {after.value}"):
+            entry.go(after)
 
 
 def test_nothing_comes_back_from_a_final_state():

@@ -19,12 +19,13 @@ from hypothesis.stateful import (
 
 from sglang_epd.errors import EncodeError
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.entries import ItemState
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import _LAYOUTS_S as LAYOUTS_S
 from sglang_epd.transfer.ledger import _PREFIX_S as PREFIX_S
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import Block, BlockState, Reservations
+from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 
 PAGE = ALIGNMENT

@@ -22,10 +22,11 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import PLANS, TRANSITIONS, Entry, Item, ItemState, Plan
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import QUARANTINE_S, Block, Reservations
+from sglang_epd.transfer.reservations import QUARANTINE_S, Reservations
 from sglang_epd.wire import messages as wire
 
 PAGE = ALIGNMENT

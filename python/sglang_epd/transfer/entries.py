@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sglang_epd.errors import EpdError
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.extents import aligned
-from sglang_epd.transfer.reservations import Block
 from sglang_epd.wire import messages as wire
 
 

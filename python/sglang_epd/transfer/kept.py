@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.extents import aligned
-
-if TYPE_CHECKING:
-    from sglang_epd.transfer.reservations import Block
 
 
 class Kept:

@@ -22,6 +22,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import (
     Claimant,
     Entry,
@@ -32,7 +33,7 @@ from sglang_epd.transfer.entries import (
     Plan,
 )
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
-from sglang_epd.transfer.reservations import Block, Reservations
+from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 
 _S = ItemState

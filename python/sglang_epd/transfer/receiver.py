@@ -31,9 +31,10 @@ from sglang_epd.errors import EpdError, ProtocolError, from_code
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.gate import Gate, bracketed
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import Block, Reservations
+from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
 

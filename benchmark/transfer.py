@@ -129,7 +129,7 @@ class Ours:
         self._landing = landing
         self._child = Child(_our_receiver, largest, landing)
         self._endpoint = self._child.get()
-        remote = RemoteWriter(_mooncake(), staged=False) if landing == "remote" else None
+        remote = RemoteWriter(_mooncake()) if landing == "remote" else None
         self._loop = asyncio.new_event_loop()
         self._sender = self._loop.run_until_complete(self._open(remote))
 

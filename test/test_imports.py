@@ -47,6 +47,7 @@ SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 SGLANG = {
     "plugin.py",
     "checkpoint.py",
+    "transfer/mooncake.py",
     *(
         f"encoder/{name}.py"
         for name in ("engine", "loading", "preparing", "towers", "server", "videos")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import signal
 import time
@@ -204,19 +205,28 @@ def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
     assert type(start(enable_metrics=True).options["tally"]) is CountingTally
 
 
+def has_mooncake(monkeypatch, sglang, engine: object) -> None:
+    """SGLang's Mooncake, in a process where it has started `engine`."""
+    name = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
+    monkeypatch.setattr(importlib.import_module(name), "_mooncake_transfer_engine", engine)
+    flags = SimpleNamespace(base_gpu_id=0)
+    monkeypatch.setattr(sglang("runtime_context"), "get_device", lambda: flags)
+    monkeypatch.setattr(
+        f"{name}.maybe_init_shared_mooncake_transfer_engine", lambda *, gpu_id: None
+    )
+
+
 def test_it_is_written_to_through_the_engine_that_sglang_started(start, sglang, monkeypatch):
     started = SimpleNamespace(
         hostname="10.0.0.1", engine=SimpleNamespace(get_rpc_port=lambda: 12345)
     )
-    module = sglang("distributed.parallel_state")
-    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: started)
+    has_mooncake(monkeypatch, sglang, started)
     engine = start(encoder_transfer_backend="mooncake").options["engine"]
     assert engine.session == "10.0.0.1:12345"
 
 
 def test_without_an_engine_of_sglangs_the_mooncake_backend_is_refused(start, sglang, monkeypatch):
-    module = sglang("distributed.parallel_state")
-    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: None)
+    has_mooncake(monkeypatch, sglang, None)
     with pytest.raises(ConfigError, match="--encoder-transfer-backend mooncake"):
         start(encoder_transfer_backend="mooncake")
 

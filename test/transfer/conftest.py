@@ -63,11 +63,11 @@ class Peer:
         item: int = 0,
         layout: wire.Layout = LAYOUT,
         process: str = "",
-        remote: bool = False,
+        engine: str = "",
     ) -> wire.Message:
         nbytes = spec_bytes(layout.embedding)
         key = bytes([item]) * 32
-        return self.ask(wire.Offer(ticket, item, key, layout, nbytes, process, remote))
+        return self.ask(wire.Offer(ticket, item, key, layout, nbytes, process, engine))
 
     def grant(self, ticket: str = "t", item: int = 0, **more: object) -> wire.Grant:
         answer = self.offer(ticket, item, **more)

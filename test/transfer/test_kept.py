@@ -500,7 +500,7 @@ class KeptMachine(RuleBasedStateMachine):
         return bool(waits and complete and told.claim is not None and told.claim.prefix)
 
     @rule(
-        letters=st.text("abcdef", min_size=1, max_size=3),
+        letters=st.text("abcd", min_size=1, max_size=3),
         known=st.sampled_from(("nothing", "nothing", "keys", "layouts")),
     )
     def announce(self, letters: str, known: str) -> None:
@@ -527,7 +527,7 @@ class KeptMachine(RuleBasedStateMachine):
         numbers = st.integers(0, len(told.letters) - 1)
         asked = told.asked is not None and not told.closed
         looked = asked or not told.decided
-        covered = data.draw(st.sets(numbers)) if looked else set()
+        covered = data.draw(st.sets(numbers, min_size=int(asked))) if looked else set()
         needs = set(range(len(told.letters))) - covered
         told.needs = needs if asked else told.needs | needs
         told.decided, told.closed = True, told.closed or looked
@@ -535,6 +535,8 @@ class KeptMachine(RuleBasedStateMachine):
         told.claim = wire.Claim(name, told.expect, 0, READERS, tuple(sorted(covered)), prefix)
         self.ledger.claim(name, told.claim, self.now)
         self.look()
+        for item in covered if ticket in self.open else ():
+            self.offer(ticket, item)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), anything=st.booleans())
@@ -545,9 +547,10 @@ class KeptMachine(RuleBasedStateMachine):
             for ticket, told in sorted(self.open.items())
             for number in (range(len(told.letters)) if anything else sorted(told.wanted))
         ]
-        if not offers:
-            return
-        ticket, item = data.draw(st.sampled_from(offers))
+        if offers:
+            self.offer(*data.draw(st.sampled_from(offers)))
+
+    def offer(self, ticket: str, item: int) -> None:
         told = self.open[ticket]
         letter = told.letters[item]
         entry = self.ledger._entries[ticket]

@@ -52,7 +52,9 @@ def rows(nbytes: int) -> tuple[wire.Layout, torch.Tensor]:
 class Engine:
     """A transfer engine whose remote writes are copies within this process."""
 
+    name = "copying"
     session = "here:1"
+    staged = False
 
     def __init__(self) -> None:
         self.registered: tuple[int, int] | None = None
@@ -137,7 +139,7 @@ def test_an_item_is_written_by_a_transfer_engine(start_receiver, connect, connec
     receiver = start_receiver(engine=engine)
     encoder, scheduler = connect(receiver), connect_scheduler()
     scheduler.expecting()
-    grant = encoder.grant(remote=True, process=host.this_process())
+    grant = encoder.grant(engine="copying", process=host.this_process())
     assert isinstance(grant.landing, wire.Remote)
     assert grant.landing.session == engine.session
     engine.write(grant.landing.address, bytes(tensor_frame(EMBEDDING)))

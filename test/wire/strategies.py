@@ -68,7 +68,7 @@ by_encoders = st.one_of(
         layout=layouts,
         nbytes=numbers,
         process=st.text(max_size=24),
-        remote=st.booleans(),
+        engine=st.text(max_size=8),
         renewal=st.booleans(),
     ),
     st.builds(

@@ -204,7 +204,7 @@ def test_an_unknown_way_is_refused(landing):
 def test_what_an_older_minor_version_leaves_out_is_filled_in():
     body = {name: value for name, value in body_of(OFFER).items() if name not in OPTIONAL}
     back = wire.decode_message(frame_of(body))
-    assert (back.process, back.remote, back.renewal) == ("", False, False)
+    assert (back.process, back.engine, back.renewal) == ("", "", False)
 
 
 def test_the_control_channel_takes_more_than_the_payload_channel():

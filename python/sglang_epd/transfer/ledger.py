@@ -545,8 +545,9 @@ class Ledger:
             item.state is _S.CACHED and number not in claim.covered
             for number, item in enumerate(entry.items)
         )
-        counts = {"covered": len(claim.covered), "cached": cached}
-        entry.over = entry.over or wire.Needed(claim.expect.ticket, over=True, **counts)
+        ticket, covered = claim.expect.ticket, len(claim.covered)
+        # The first claim's counts are told.
+        entry.over = entry.over or wire.Needed(ticket, over=True, covered=covered, cached=cached)
         landed: list[wire.Landed | None] = []
         for number, item in enumerate(entry.items):
             if number in claim.covered:

@@ -23,6 +23,7 @@ Measured with mooncake-transfer-engine 0.3.13:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -44,6 +45,24 @@ _NO_PROBE = -1
 # these. A look costs some microseconds; a pause too long is added to the transfer.
 _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 2e-3
+NAME = "mooncake"
+
+
+def started() -> MooncakeEngine:
+    """The engine that SGLang has in this process, for prefill-decode disaggregation or this.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as theirs
+    from sglang.srt.runtime_context import get_device
+
+    # Starts it where a process runs no model.
+    theirs.maybe_init_shared_mooncake_transfer_engine(gpu_id=get_device().base_gpu_id)
+    shared = theirs.get_mooncake_transfer_engine()
+    if shared is None:
+        raise ConfigError("--encoder-transfer-backend mooncake: SGLang has started no engine")
+    return MooncakeEngine(shared.hostname, shared.engine)
 
 
 class MooncakeEngine:
@@ -64,6 +83,15 @@ class MooncakeEngine:
         self._contacts: dict[str, Future[int]] = {}
         # Transfers that outlived their write's deadline, and what keeps their source alive.
         self._unfinished: dict[int, object] = {}
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def staged(self) -> bool:
+        """TCP reads from anywhere."""
+        return os.environ.get("MC_FORCE_TCP") != "1"
 
     @property
     def session(self) -> str:

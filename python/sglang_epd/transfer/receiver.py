@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import zmq
@@ -32,6 +31,7 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.engines import Engine
 from sglang_epd.transfer.gate import Gate, bracketed
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Reservations
@@ -61,15 +61,6 @@ _WAITING_TICK_MS = 5
 _HOUSEKEEPING_S = 0.1
 # After this long without a payload the arena's memory goes back to the system.
 _IDLE_S = 15.0
-
-
-class RemoteMemory(Protocol):
-    """A transfer engine that remote encoders write through."""
-
-    @property
-    def session(self) -> str: ...
-
-    def register(self, address: int, nbytes: int) -> None: ...
 
 
 @dataclass
@@ -119,7 +110,7 @@ class Receiver:
         readers: int = 1,
         cache_bytes: int = 0,
         grant_ttl_s: float = 30.0,
-        engine: RemoteMemory | None = None,
+        engine: Engine | None = None,
         tally: Tally | None = None,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
@@ -415,7 +406,7 @@ class Receiver:
 
     def _landing(self, offer: wire.Offer) -> wire.Landing:
         """How an encoder is to deliver, but for the place."""
-        if self._engine is not None and offer.remote:
+        if self._engine is not None and offer.engine == self._engine.name:
             return wire.Remote(self._engine.session, 0)
         if offer.process and host.shares_memory(offer.process):
             address = self._arena.address

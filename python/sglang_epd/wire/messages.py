@@ -127,7 +127,7 @@ class Shared(msgspec.Struct, frozen=True, tag="shared"):
 
 
 class Remote(msgspec.Struct, frozen=True, tag="remote"):
-    """Write through Mooncake's transfer engine to `address` of `session`."""
+    """Write to `address` of `session` through the engine that the offer named."""
 
     session: str
     address: int
@@ -142,7 +142,8 @@ class Offer(Message, frozen=True, tag="offer"):
     Attributes:
         process: the encoder's process, as `transfer.host` names it; empty if it cannot
             share memory.
-        remote: whether the encoder can write through Mooncake.
+        engine: the transfer engine that the encoder can write through (`transfer.engines`);
+            empty for none.
         renewal: an earlier grant was lost; another encoder may have been asked since,
             and is not to be replaced.
     """
@@ -153,7 +154,7 @@ class Offer(Message, frozen=True, tag="offer"):
     layout: Layout
     nbytes: int
     process: str = ""
-    remote: bool = False
+    engine: str = ""
     renewal: bool = False
 
 
@@ -166,7 +167,7 @@ class UnreadOffer(Message, frozen=True, tag="offer"):
     layout: msgspec.Raw
     nbytes: int
     process: str = ""
-    remote: bool = False
+    engine: str = ""
     renewal: bool = False
 
     def read(self) -> Offer:

@@ -592,6 +592,9 @@ class KeptMachine(RuleBasedStateMachine):
         if any(told.asked is None or told.closed for told in overdue):
             assert self.ledger.news > before, "offers that waited are not looked at again"
         self.look()
+        for ticket in [ticket for ticket, told in self.open.items() if told.asked is not None]:
+            for item in sorted(self.open[ticket].wanted) if ticket in self.open else ():
+                self.offer(ticket, item)
 
     @precondition(lambda self: len(self.open) > 2)
     @rule(data=st.data(), how=st.sampled_from(("fail", "cancel", "abandon")))

@@ -556,13 +556,13 @@ class KeptMachine(RuleBasedStateMachine):
         entry = self.ledger._entries[ticket]
         seen = key(letter) in self.ledger._seen
         planned = entry.items[item].state is ItemState.PLANNED
+        needless = planned and told.decided and item not in told.needs
         # One key has one size.
         offer = wire.Offer(ticket, item, key(letter), LAYOUT, (1 + ord(letter) % 2) * PAGE)
         answer = self.ledger.offer(offer, self.now)
-        if isinstance(answer, wire.Decline):
-            needless = planned and told.decided and item not in told.needs
-            assert (answer.reason == wire.DECLINE_COVERED) == needless
-        else:
+        covered = wire.Decline(ticket, item, wire.DECLINE_COVERED)
+        assert (answer == covered) == needless, "somebody needs it, or nobody"
+        if not isinstance(answer, wire.Decline):
             told.known.add(item)
             if told.since is None and not told.closed and seen and told.decided:
                 told.since = self.now

@@ -363,7 +363,7 @@ class Receiver:
             if held.offer.nbytes != spec_bytes(held.offer.layout.embedding):
                 raise ProtocolError("offer: size and shape disagree")
         landing = self._landing(held.offer)
-        answer = self._ledger.offer(held.offer, now, landing=_kind(landing), peer=held.peer)
+        answer = self._ledger.offer(held.offer, now, landing=landing, peer=held.peer)
         if isinstance(answer, wire.Wait):
             if not held.waits:
                 self.tally.add("waits")
@@ -372,7 +372,7 @@ class Receiver:
             self._held[held.name] = held
         elif isinstance(answer, wire.Decline):
             self._decline(held, answer.reason)
-        elif not self._tell(held.peer, self._grant(answer, landing, now)):
+        elif not self._tell(held.peer, self._grant(answer, now)):
             # Nobody was told of it: it can be used by others at once.
             self._ledger.withdraw(wire.Withdraw(answer.ticket, answer.item, answer.grant))
         elif held.waits:
@@ -404,21 +404,21 @@ class Receiver:
             if not self._unknown[held.peer]:
                 del self._unknown[held.peer]
 
-    def _landing(self, offer: wire.Offer) -> wire.Landing:
-        """How an encoder is to deliver, but for the place."""
+    def _landing(self, offer: wire.Offer) -> str:
+        """How an encoder is to deliver."""
         if self._engine is not None and offer.engine == self._engine.name:
-            return wire.Remote(self._engine.session, 0)
-        if offer.process and host.shares_memory(offer.process):
-            address = self._arena.address
-            return wire.Shared(address.path, address.size, address.seal, 0)
-        return wire.Inline()
+            return "remote"
+        return "shared" if host.shares_memory(offer.process) else "inline"
 
-    def _grant(self, block: Block, landing: wire.Landing, now: float) -> wire.Grant:
-        if isinstance(landing, wire.Remote):
-            landing = wire.Remote(landing.session, self._arena.machine_address + block.offset)
-        elif isinstance(landing, wire.Shared):
-            begin = self._arena.data_offset + block.offset
-            landing = wire.Shared(landing.path, landing.size, landing.seal, begin)
+    def _grant(self, block: Block, now: float) -> wire.Grant:
+        landing: wire.Landing = wire.Inline()
+        if block.landing == "remote":
+            assert self._engine is not None
+            place = self._arena.machine_address + block.offset
+            landing = wire.Remote(self._engine.session, place)
+        elif block.landing == "shared":
+            address, place = self._arena.address, self._arena.data_offset + block.offset
+            landing = wire.Shared(address.path, address.size, address.seal, place)
         ttl_s = block.until - now
         return wire.Grant(block.ticket, block.item, block.grant, ttl_s, landing)
 
@@ -478,7 +478,3 @@ class Receiver:
 
     def _send(self, socket: zmq.Socket, peer: bytes, message: wire.Message) -> None:
         socket.send_multipart([peer, wire.encode_message(message)], zmq.NOBLOCK)
-
-
-def _kind(landing: wire.Landing) -> str:
-    return str(landing.__struct_config__.tag)

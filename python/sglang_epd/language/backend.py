@@ -330,7 +330,7 @@ class Backend:
             # a frame that held it would close the circle.
             return self._failure(request, error)
         except Exception:
-            # Whatever a model's processor makes of one prompt ends that request only.
+            # A model's processor that fails on one prompt ends that request only.
             logger.exception("Could not lay out the prompt of %s", request.rid)
             surprise = EncodeError("the prompt could not be laid out with its media")
             return self._failure(request, surprise)

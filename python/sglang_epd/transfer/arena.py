@@ -98,7 +98,7 @@ class Arena:
         seal = secrets.token_bytes(_SEAL_BYTES)
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
-        # Who maps it may rely on its size: one that shrinks would end them by a signal.
+        # Processes that map it rely on its size: a file that shrinks ends them by a signal.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         arena = cls(fd, Address(f"/proc/{os.getpid()}/fd/{fd}", size, seal, readers))
         arena._map[:_SEAL_BYTES] = seal

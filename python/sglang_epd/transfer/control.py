@@ -176,7 +176,7 @@ class Control:
         if self._welcome is None:
             self._welcome = asyncio.get_running_loop().create_future()
         if not self._welcome.done():
-            # Asked again by everybody who waits: the first may have come too early.
+            # Each caller asks: the first Hello may have come too early.
             await self._send(wire.Hello())
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
@@ -211,7 +211,7 @@ class Control:
             except ProtocolError as error:
                 logger.warning("Dropped a message of the receiver: %s", error)
             except Exception:
-                # Whatever it is, the next message must still be read: all requests wait for it.
+                # The next message must still be read: all requests wait for it.
                 logger.exception("Could not handle a message of the receiver")
 
     async def _again(self, message: wire.Again) -> None:

@@ -1,5 +1,6 @@
-"""What a receiver's ledger knows of a request: its items, who claims them, and what it
-says to whom. Decided by `ledger`; here is only what is so.
+"""A receiver's record of a request: its items, its claims, and what is to be said of them.
+
+Plain data; `ledger` decides.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ PLANS: dict[Plan, frozenset[Plan]] = {
     Plan.DECIDED: frozenset(),
 }
 
-# Who claimed; the receiver finds the way back by it.
+# Names a claim; the receiver finds the way back by it.
 Claimant = Hashable
 
 
@@ -118,7 +119,7 @@ class Entry:
     # Items whose offer waits for memory.
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None
-    # Who announced it.
+    # The tokenizer that announced it.
     watcher: Hashable | None = None
     plan: Plan = Plan.OPEN
     # Until when an offer waits for a plan that is gathering or asking.

@@ -1,4 +1,4 @@
-"""Who may speak on the payload port: those who were told its address.
+"""Admission to the payload port: only peers that were told its address may speak there.
 
 libzmq reads all frames of a message before anybody sees the first, and sets no limit to
 their number. So a connection speaks only after a handshake (ZMTP's PLAIN) with a secret

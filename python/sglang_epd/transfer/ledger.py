@@ -5,8 +5,8 @@ another request's sake is not received again: it is taken when the request is, a
 of an encoder after all if it had to make room before. Synchronous and without a clock:
 the caller passes `now` in seconds of any monotonic clock.
 
-Owns the decision to grant, decline or let wait, who claims a request, and when an entry
-ends. Does not own memory (`reservations`), sockets, the scheduler's requests, or
+Owns the decision to grant, decline or let wait, the claims of a request, and the end of
+an entry. Does not own memory (`reservations`), sockets, the scheduler's requests, or
 retries (the dispatcher's).
 """
 
@@ -108,7 +108,7 @@ class Ledger:
         """Open an entry; nothing happens if the ticket has ended.
 
         Args:
-            watcher: who is to be told which items are needed.
+            watcher: the tokenizer to be told which items are needed.
         """
         ticket = message.ticket
         if ticket in self._ended:
@@ -262,7 +262,7 @@ class Ledger:
         return True
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
-        """End the request with `error`; whoever claims it later is told the same."""
+        """End the request with `error`; later claims are told the same."""
         entry = self._entries.get(ticket)
         if entry is None and ticket not in self._ended:
             # Word of its end was faster than its announcement.
@@ -471,7 +471,7 @@ class Ledger:
         self._turns += 1
 
     def _release(self, ticket: str, number: int, now: float) -> None:
-        """The item's memory is not wanted any more, whatever state it is in."""
+        """The item's memory is not wanted any more, in any of its states."""
         item = self._entries[ticket].items[number]
         if item.state is _S.CACHED:
             self._stop_relying(ticket, number, item.key)
@@ -495,7 +495,7 @@ class Ledger:
             del self._relying[key]
 
     def _on_evict(self, key: bytes) -> None:
-        """An embedding had to make room: whoever relied on it needs an encoder after all."""
+        """An embedding had to make room: items that relied on it need an encoder after all."""
         self._tally.add("evictions")
         for ticket, number in self._relying.pop(key, ()):
             entry = self._entries[ticket]
@@ -522,7 +522,7 @@ class Ledger:
             self._notices.append(Notice(watcher, message))
 
     def _settle(self, ticket: str, now: float) -> None:
-        """Tell the outcome, if there is one, to everybody who claimed it."""
+        """Tell the outcome, if there is one, to its claimants."""
         entry = self._entries[ticket]
         for claimant, claim in list(entry.claims.items()):
             if entry.error is None and not entry.satisfies(claim):

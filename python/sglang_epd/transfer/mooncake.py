@@ -1,7 +1,7 @@
 """One-sided writes into another process's memory, by Mooncake's transfer engine.
 
-A receiver registers a buffer and tells its `session` and an address to whoever may write
-there; an encoder writes. Over TCP a write that returns has been applied at the other
+A receiver registers a buffer and tells its `session` and an address to an encoder that may
+write there; the encoder writes. Over TCP a write that returns has been applied at the other
 end: the receiver acknowledges the last byte. Over RDMA the NIC has.
 
 Mooncake checks that a write falls within registered memory of the receiver, and nothing

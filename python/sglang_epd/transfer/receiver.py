@@ -1,11 +1,11 @@
-"""The receiver thread of a language server: one a server, whatever its ranks.
+"""The receiver thread of a language server: one a server, for all its ranks.
 
 It owns the ledger, the arena and two ROUTER sockets: `payload` (TCP, encoders, behind a
 gate) and `control` (a Unix socket in a folder only this user may enter: the tokenizer, and
 every scheduler). A thread of its own answers offers while its process is inside a forward
 pass, so that a grant never waits for one.
 
-What a peer sends is never trusted: whatever is malformed, oversized, unknown or
+What a peer sends is never trusted: a message that is malformed, oversized, unknown or
 late is counted, logged once a kind, and dropped.
 
 An encoder's connection has a name that outlives a break of it. What is said to an encoder
@@ -139,7 +139,7 @@ class Receiver:
         self._payload.setsockopt(zmq.IPV6, 1)
         self._payload.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         self._payload.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        # Who dials again under the same name is the same encoder; who cannot be told is known.
+        # A connection that dials again under its name takes over; a peer that is gone is an error.
         self._payload.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._payload.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = Gate(self._context, self._payload)
@@ -236,7 +236,7 @@ class Receiver:
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
             except Exception:
-                # Whatever it is, the next message must still be read.
+                # The next message must still be read.
                 self.tally.add("dropped", "internal")
                 logger.exception("Could not handle a message")
 

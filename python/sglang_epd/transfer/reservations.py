@@ -57,7 +57,7 @@ class Reservations:
         self._kept = Kept(kept_bytes)
         # Told the key of each block that had to go.
         self.on_evict: Callable[[bytes], None] = lambda _key: None
-        # Grows whenever something may be taken, so that those who wait know when to ask.
+        # Grows whenever something may be taken: offers that wait are worth another look.
         self.freed = 0
 
     @property
@@ -72,7 +72,7 @@ class Reservations:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that nobody uses, kept for who may want them again."""
+        """Bytes that nobody uses, kept for the next request."""
         return self._kept.resting_bytes
 
     @property

@@ -6,7 +6,7 @@ channel's (the processes of one language server).
        |                           | -------- Welcome ----------> |
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
        |                           | -------- Needed -----------> |  what is not here already
-       |                           | <------- Claim ------------- |  whoever the items are for
+       |                           | <------- Claim ------------- |  the items' reader
        |                           | <------- Again ------------> |  scheduler to tokenizer
        | -------- Offer ---------> |                              |
        | <- Wait, Grant, Decline - |                              |
@@ -16,8 +16,8 @@ channel's (the processes of one language server).
        |                           | -------- Laid, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
-A ticket is an unguessable capability: whoever names it may deliver that request's
-items, and nobody else can.
+A ticket is an unguessable capability: a peer that names it may deliver that request's
+items, and no other can.
 """
 
 from __future__ import annotations

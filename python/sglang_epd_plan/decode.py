@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 
-from sglang_epd.sim.profile import Language
-from sglang_epd.sim.records import Request
+from sglang_epd_plan.profile import Language
+from sglang_epd_plan.records import Request
 
 
 class Running:

@@ -10,10 +10,10 @@ from typing import Any
 
 import simpy
 
-from sglang_epd.sim.prefixes import Chain, length
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item, Outcome, Request, Talk
-from sglang_epd.sim.workload import Closed, Kind, Popularity, Workload, drawn, intervals
+from sglang_epd_plan.prefixes import Chain, length
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Item, Outcome, Request, Talk
+from sglang_epd_plan.workload import Closed, Kind, Popularity, Workload, drawn, intervals
 
 
 @dataclass

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item, Outcome, Request
-from sglang_epd.sim.schema import Data, Rate
-from sglang_epd.sim.topology import Topology
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Item, Outcome, Request
+from sglang_epd_plan.schema import Data, Rate
+from sglang_epd_plan.topology import Topology
 
 if TYPE_CHECKING:
-    from sglang_epd.sim.dispatch import Dispatch
-    from sglang_epd.sim.encoders import Encoder
-    from sglang_epd.sim.language import Server
-    from sglang_epd.sim.transfer import Arena
+    from sglang_epd_plan.dispatch import Dispatch
+    from sglang_epd_plan.encoders import Encoder
+    from sglang_epd_plan.language import Server
+    from sglang_epd_plan.transfer import Arena
 
 # Whether a run may end early, asked after each request.
 StopWhen = Callable[["Report", Request], bool]

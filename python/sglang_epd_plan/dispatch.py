@@ -15,8 +15,8 @@ import simpy
 from sglang_epd.dispatch.policies import Work, policy
 from sglang_epd.dispatch.pool import Snapshot, State, View
 from sglang_epd.dispatch.retries import RetryBudget, pause
-from sglang_epd.sim.encoders import Encoder
-from sglang_epd.sim.records import Item
+from sglang_epd_plan.encoders import Encoder
+from sglang_epd_plan.records import Item
 
 # How often encoders are asked how they are, when one that is silent is given up, and how long
 # one that is full is left alone.

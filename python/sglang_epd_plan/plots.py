@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd.sim.report import STEPS, Report, Slo
+from sglang_epd_plan.report import STEPS, Report, Slo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

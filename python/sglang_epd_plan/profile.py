@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text, load
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text, load
 
 
 class Pixels(Data, frozen=True):
@@ -178,7 +178,7 @@ def load_profile(name: str) -> Profile:
     path = Path(name)
     if path.suffix:
         return load(path, Profile)
-    folder = Path(str(files("sglang_epd.sim") / "data"))
+    folder = Path(str(files("sglang_epd_plan") / "data"))
     shipped = {path.stem: path for path in sorted(folder.glob("profile-*.json"))}
     if f"profile-{name}" not in shipped:
         known = ", ".join(stem.removeprefix("profile-") for stem in shipped)

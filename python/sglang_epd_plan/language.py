@@ -8,11 +8,11 @@ from functools import partial
 
 import simpy
 
-from sglang_epd.sim.decode import Running
-from sglang_epd.sim.prefill import Chunk, Prompts
-from sglang_epd.sim.profile import Language
-from sglang_epd.sim.records import Item, Request
-from sglang_epd.sim.transfer import Port, Workers
+from sglang_epd_plan.decode import Running
+from sglang_epd_plan.prefill import Chunk, Prompts
+from sglang_epd_plan.profile import Language
+from sglang_epd_plan.records import Item, Request
+from sglang_epd_plan.transfer import Port, Workers
 
 
 class Server:

@@ -10,9 +10,9 @@ from typing import Any
 import simpy
 
 from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item
-from sglang_epd.sim.transfer import Port, Workers
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Item
+from sglang_epd_plan.transfer import Port, Workers
 
 _INFINITE = float("inf")
 # The weight of a batch in an encoder's running rate.

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_epd.sim.model import Deployment, Traffic
-from sglang_epd.sim.prefixes import Chain, Prefixes, length
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan.model import Deployment, Traffic
+from sglang_epd_plan.prefixes import Chain, Prefixes, length
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.topology import parse
 
 A, B, C = (b"a", 100), (b"b", 50), (b"c", 10)
 

@@ -10,8 +10,8 @@ import re
 
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.schema import Count, Data, Positive
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.schema import Count, Data, Positive
 
 _NOTATION = re.compile(
     r"(?P<alone>[1-9]\d*)EPD"

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim import plots
-from sglang_epd.sim.goodput import goodput
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.planning import SHAPES, NoPlanError, plan, work
-from sglang_epd.sim.report import Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan import plots
+from sglang_epd_plan.goodput import goodput
+from sglang_epd_plan.model import Traffic
+from sglang_epd_plan.planning import SHAPES, NoPlanError, plan, work
+from sglang_epd_plan.report import Slo
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.topology import parse
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 

@@ -15,13 +15,13 @@ import typer
 from sglang_epd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglang_epd.sim.goodput import Goodput
-    from sglang_epd.sim.model import Failure
-    from sglang_epd.sim.planning import Plan
-    from sglang_epd.sim.profile import Profile
-    from sglang_epd.sim.report import Report, Slo
-    from sglang_epd.sim.topology import Topology
-    from sglang_epd.sim.workload import Workload
+    from sglang_epd_plan.goodput import Goodput
+    from sglang_epd_plan.model import Failure
+    from sglang_epd_plan.planning import Plan
+    from sglang_epd_plan.profile import Profile
+    from sglang_epd_plan.report import Report, Slo
+    from sglang_epd_plan.topology import Topology
+    from sglang_epd_plan.workload import Workload
 
 
 def plan(
@@ -66,12 +66,12 @@ def plan(
         raise ConfigError(
             'the planner needs: pip install ".[plan]" in a clone of sglang-epd'
         ) from error
-    from sglang_epd.sim.model import parse_failure
-    from sglang_epd.sim.profile import load_profile
-    from sglang_epd.sim.report import Slo
-    from sglang_epd.sim.schema import convert, load
-    from sglang_epd.sim.topology import parse
-    from sglang_epd.sim.workload import Workload
+    from sglang_epd_plan.model import parse_failure
+    from sglang_epd_plan.profile import load_profile
+    from sglang_epd_plan.report import Slo
+    from sglang_epd_plan.schema import convert, load
+    from sglang_epd_plan.topology import parse
+    from sglang_epd_plan.workload import Workload
 
     machine, asked = load_profile(profile), load(workload, Workload)
     slo = convert({"ttft_s": ttft_s, "tpot_s": tpot_s, "quantile": quantile}, Slo, "SLO")
@@ -110,8 +110,8 @@ def _simulate(
     failures: tuple[Failure, ...],
     plots: Path | None,
 ) -> list[dict[str, Any]]:
-    from sglang_epd.sim.model import Traffic
-    from sglang_epd.sim.run import simulate
+    from sglang_epd_plan.model import Traffic
+    from sglang_epd_plan.run import simulate
 
     reports = {
         topology.name: simulate(
@@ -142,7 +142,7 @@ def _plan(
     seed: int,
     plots: Path | None,
 ) -> list[dict[str, Any]]:
-    from sglang_epd.sim.planning import SHAPES, NoPlanError, plan
+    from sglang_epd_plan.planning import SHAPES, NoPlanError, plan
 
     found: list[Plan] = []
     answers: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def _answer(report: Report, slo: Slo) -> dict[str, Any]:
 def _draw(folder: Path | None, reports: dict[str, Report]) -> None:
     if folder is None or not reports:
         return
-    from sglang_epd.sim import plots
+    from sglang_epd_plan import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     plots.steps(folder / "steps.svg", reports)
@@ -192,7 +192,7 @@ def _draw_rates(folder: Path | None, limits: dict[str, Goodput], slo: Slo) -> No
     """At the rates at which the SLO held: the others end as soon as it does not."""
     if folder is None or not limits:
         return
-    from sglang_epd.sim import plots
+    from sglang_epd_plan import plots
 
     sweeps = {
         name: sorted(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from machines import KIND, PROFILE
+from plan.machines import KIND, PROFILE
 from sglang_epd.cli.main import app
 from sglang_epd.errors import ConfigError
 

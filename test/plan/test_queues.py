@@ -7,9 +7,9 @@ import statistics
 import msgspec
 import pytest
 
-from sglang_epd.sim.model import Deployment, Failure, Traffic
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan.model import Deployment, Failure, Traffic
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.topology import parse
 
 # One picture at a time, in nothing but the tower and the prefill.
 ALONE = {"tower": {"batch_items": 1, "patch_s": 0.1 / 1024}}
@@ -87,8 +87,8 @@ def test_decoding_beside_prefill_is_delayed_by_it(profile, workload):
 
 
 def test_many_decode_steps_at_once_are_as_long_as_one_by_one(profile):
-    from sglang_epd.sim.decode import Running
-    from sglang_epd.sim.records import Request
+    from sglang_epd_plan.decode import Running
+    from sglang_epd_plan.records import Request
 
     costs = profile(language={"decode_sequence_s": 1e-3, "decode_context_s": 1e-5}).language
     many, single = Running(costs), Running(costs)

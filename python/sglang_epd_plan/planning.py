@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.goodput import Goodput, Try, goodput, holds
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.report import Report, Slo
-from sglang_epd.sim.schema import convert
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.workload import Closed, Kind, Workload, mean
+from sglang_epd_plan.goodput import Goodput, Try, goodput, holds
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.schema import convert
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.workload import Closed, Kind, Workload, mean
 
 # Kinds of deployment, and which counts of a topology they have.
 SHAPES: dict[str, tuple[str, ...]] = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from sglang_epd.sim.model import Deployment, Failure, Traffic
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.report import Report, StopWhen
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.workload import Workload
+from sglang_epd_plan.model import Deployment, Failure, Traffic
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.report import Report, StopWhen
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.workload import Workload
 
 
 def simulate(

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Outcome, Request
-from sglang_epd.sim.report import Report, Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.workload import Closed, Workload
+from sglang_epd_plan.model import Traffic
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Outcome, Request
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.workload import Closed, Workload
 
 
 class Missed:

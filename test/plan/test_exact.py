@@ -8,12 +8,12 @@ from dataclasses import asdict
 import pytest
 
 from sglang_epd.dispatch.pool import View
-from sglang_epd.sim.dispatch import Dispatch
-from sglang_epd.sim.language import Server
-from sglang_epd.sim.model import Failure, Traffic
-from sglang_epd.sim.report import Report
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan.dispatch import Dispatch
+from sglang_epd_plan.language import Server
+from sglang_epd_plan.model import Failure, Traffic
+from sglang_epd_plan.report import Report
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.topology import parse
 
 
 def figures(report: Report) -> dict[str, object]:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import KIND, PROFILE
+from plan.machines import KIND, PROFILE
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.model import Failure, Traffic
-from sglang_epd.sim.profile import Profile, load_profile
-from sglang_epd.sim.records import Outcome, Request
-from sglang_epd.sim.report import Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.schema import convert, load
-from sglang_epd.sim.topology import Topology, parse
-from sglang_epd.sim.workload import Workload
+from sglang_epd_plan.model import Failure, Traffic
+from sglang_epd_plan.profile import Profile, load_profile
+from sglang_epd_plan.records import Outcome, Request
+from sglang_epd_plan.report import Slo
+from sglang_epd_plan.run import simulate
+from sglang_epd_plan.schema import convert, load
+from sglang_epd_plan.topology import Topology, parse
+from sglang_epd_plan.workload import Workload
 
 SHAPES = ("1EPD", "3EPD", "1E1PD", "3E2PD", "2E1P1D", "2E2P3D", "1EP1D")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from sglang_epd.sim.prefixes import Chain, Prefixes, length
-from sglang_epd.sim.profile import Language
-from sglang_epd.sim.records import Item, Request
+from sglang_epd_plan.prefixes import Chain, Prefixes, length
+from sglang_epd_plan.profile import Language
+from sglang_epd_plan.records import Item, Request
 
 
 @dataclass(slots=True)

@@ -13,17 +13,17 @@ from typing import Any
 import simpy
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.clients import Clients, Demand, generators
-from sglang_epd.sim.dispatch import PROBE_S, Dispatch, Reports
-from sglang_epd.sim.encoders import Encoder
-from sglang_epd.sim.language import Server
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item, Outcome, Request
-from sglang_epd.sim.report import Report, StopWhen
-from sglang_epd.sim.schema import Cost, Count, Data, Rate, convert
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.transfer import Arena, arrival
-from sglang_epd.sim.workload import Closed, Workload
+from sglang_epd_plan.clients import Clients, Demand, generators
+from sglang_epd_plan.dispatch import PROBE_S, Dispatch, Reports
+from sglang_epd_plan.encoders import Encoder
+from sglang_epd_plan.language import Server
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Item, Outcome, Request
+from sglang_epd_plan.report import Report, StopWhen
+from sglang_epd_plan.schema import Cost, Count, Data, Rate, convert
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.transfer import Arena, arrival
+from sglang_epd_plan.workload import Closed, Workload
 
 
 class Failure(Data, frozen=True):

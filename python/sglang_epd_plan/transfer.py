@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from sglang_epd.sim.records import Request
 from sglang_epd.transfer.extents import Extents, aligned
+from sglang_epd_plan.records import Request
 
 
 @dataclass

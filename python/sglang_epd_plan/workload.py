@@ -8,8 +8,8 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from sglang_epd.sim.profile import Pixels
-from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text
+from sglang_epd_plan.profile import Pixels
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text
 
 
 class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sglang_epd.sim.prefixes import Chain, Part
+from sglang_epd_plan.prefixes import Chain, Part
 
 
 class Outcome(Enum):

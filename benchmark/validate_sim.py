@@ -51,14 +51,13 @@ from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
 from sglang_epd_plan.clients import Demand, generators
 from sglang_epd_plan.goodput import goodput
-from sglang_epd_plan.model import Traffic
+from sglang_epd_plan.model import simulate
 from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Request
 from sglang_epd_plan.report import Slo
-from sglang_epd_plan.run import simulate
 from sglang_epd_plan.schema import convert
 from sglang_epd_plan.topology import parse
-from sglang_epd_plan.workload import Closed, Workload, intervals
+from sglang_epd_plan.workload import Closed, Traffic, Workload, intervals
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

@@ -1,7 +1,7 @@
 """The planner: a discrete-event model of a deployment, and a search for the smallest one that
 meets an SLO.
 
-`sglang-epd plan` (`command`) reads plain data: a `profile` (what work costs on a
+`sglang-epd plan` (`command`, `answers`) reads plain data: a `profile` (what work costs on a
 machine), a `workload` (which requests arrive, and when) and a `topology` (how many servers of
 which kind). `model` puts `clients`, `dispatch`, `encoders`, `transfer` and `language` (with
 `prefill` and `decode`) together and runs them; a run ends in a `report.Report`. `goodput` and

@@ -1,10 +1,9 @@
-"""Requests as they come: their kinds, media and times, all drawn from one seed."""
+"""Clients: the requests of a workload and the times at which they arrive, drawn from one seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,189 +11,184 @@ import simpy
 
 from sglang_epd_plan.prefixes import Chain, length
 from sglang_epd_plan.profile import Profile
-from sglang_epd_plan.records import Item, Outcome, Request, Talk
-from sglang_epd_plan.workload import Closed, Kind, Popularity, Workload, drawn, intervals
+from sglang_epd_plan.records import Conversation, Item, Outcome, Request
+from sglang_epd_plan.workload import Closed, Kind, Popularity, Traffic, Workload, drawn, intervals
 
 
-@dataclass
 class Demand:
-    """Requests of one workload, one after the other.
+    """Makes the requests of one workload, one after the other.
 
     Attributes:
-        rng: of what they are.
+        count: requests made so far.
     """
 
-    workload: Workload
-    profile: Profile
-    rng: random.Random
-    count: int = 0
-    _popularities: dict[int, Popularity] = field(default_factory=dict)
-    _costs: dict[tuple[int, int], float] = field(default_factory=dict)
+    def __init__(self, workload: Workload, profile: Profile, rng: random.Random) -> None:
+        self.workload = workload
+        self.count = 0
+        self._pixels = profile.pixels
+        self._rng = rng
+        self._weights = [kind.weight for kind in workload.kinds]
+        self._popularities = [Popularity(kind.catalogue, kind.zipf) for kind in workload.kinds]
+        # Patches of catalogue items by kind and number: they are the same in each request.
+        self._patches: dict[tuple[int, int], float] = {}
 
     def next(self, now: float) -> Request:
-        """One that arrives now."""
-        kinds = self.workload.kinds
+        """A new request, which arrives now."""
         index = 0
-        if len(kinds) > 1:
-            index = self.rng.choices(range(len(kinds)), [kind.weight for kind in kinds])[0]
-        kind = kinds[index]
+        if len(self._weights) > 1:
+            index = self._rng.choices(range(len(self._weights)), self._weights)[0]
+        kind = self.workload.kinds[index]
         request = self._request(index, now)
-        for _ in range(drawn(kind.items, self.rng)):
-            request.items.append(self._item(request, index, kind))
-        self._lay_out(request, ())
+        request.items = [
+            self._item(request, index, kind) for _ in range(drawn(kind.items, self._rng))
+        ]
+        _lay_out(request, ())
         if kind.turns != 1:
-            request.talk = Talk(request.number, max(1, drawn(kind.turns, self.rng)) - 1)
+            request.conversation = Conversation(max(1, drawn(kind.turns, self._rng)) - 1)
         return request
 
     def think_s(self, request: Request) -> float:
-        """From its answer to the next turn."""
+        """Time from the request's answer to the next turn."""
         return self.workload.kinds[request.kind].think_s
 
-    def following(self, request: Request, now: float) -> Request | None:
-        """The turn after one that was answered, which comes now; None after the last."""
-        talk = request.talk
-        if talk is None or not talk.left:
-            return None
-        talk.left -= 1
-        talk.said += request.says()
+    def next_turn(self, request: Request, now: float) -> Request:
+        """The turn after one that was answered and is not the last. It arrives now."""
+        conversation = request.conversation
+        assert conversation is not None
+        conversation.turns_left -= 1
+        conversation.history += request.turn()
         turn = self._request(request.kind, now)
-        turn.talk = talk
+        turn.conversation = conversation
         turn.items = [Item(turn, one.key, one.patches, one.tokens) for one in request.items]
-        self._lay_out(turn, tuple(talk.said))
+        _lay_out(turn, tuple(conversation.history))
         return turn
 
     def _request(self, index: int, now: float) -> Request:
         kind = self.workload.kinds[index]
-        text = max(1, drawn(kind.text_tokens, self.rng))
-        output = max(1, drawn(kind.output_tokens, self.rng))
+        text = max(1, drawn(kind.text_tokens, self._rng))
+        output = max(1, drawn(kind.output_tokens, self._rng))
         deadline = now + self.workload.deadline_s
-        request = Request(self.count, index, now, deadline, text, output, text=text)
         self.count += 1
-        return request
-
-    @staticmethod
-    def _lay_out(request: Request, said: Chain) -> None:
-        """Its media come first, then what was said, then its text."""
-        request.chain = (*((item.key, item.tokens) for item in request.items), *said)
-        request.prompt += length(request.chain)
-        request.left = len(request.items)
+        return Request(self.count - 1, index, now, deadline, text, output, text=text)
 
     def _item(self, request: Request, index: int, kind: Kind) -> Item:
-        merge = self.profile.pixels.merge
-        if not kind.catalogue:
-            patches = self._patches(kind, self.rng)
-            return Item(request, self.rng.randbytes(16), patches, max(1, round(patches / merge)))
-        if index not in self._popularities:
-            self._popularities[index] = Popularity(kind.catalogue, kind.zipf)
-        number = self._popularities[index].draw(self.rng)
-        # What an item of the catalogue is does not change from one request to the next.
-        if (index, number) not in self._costs:
-            self._costs[index, number] = self._patches(kind, self.rng)
-        patches = self._costs[index, number]
-        key = index.to_bytes(8) + number.to_bytes(8)
-        return Item(request, key, patches, max(1, round(patches / merge)))
+        if kind.catalogue:
+            number = self._popularities[index].draw(self._rng)
+            if (index, number) not in self._patches:
+                self._patches[index, number] = self._drawn_patches(kind)
+            patches = self._patches[index, number]
+            key = index.to_bytes(8) + number.to_bytes(8)
+        else:
+            patches = self._drawn_patches(kind)
+            key = self._rng.randbytes(16)
+        return Item(request, key, patches, max(1, round(patches / self._pixels.merge)))
 
-    def _patches(self, kind: Kind, rng: random.Random) -> float:
+    def _drawn_patches(self, kind: Kind) -> float:
         if kind.patches is not None:
-            return float(max(1, drawn(kind.patches, rng)))
-        return rng.choice(kind.pictures).patches(self.profile.pixels)
+            return float(max(1, drawn(kind.patches, self._rng)))
+        return self._rng.choice(kind.pictures).patches(self._pixels)
+
+
+def _lay_out(request: Request, history: Chain) -> None:
+    """A prompt begins with its media; earlier turns and its own text follow."""
+    request.chain = (*((item.key, item.tokens) for item in request.items), *history)
+    request.prompt += length(request.chain)
+    request.items_left = len(request.items)
 
 
 def generators(seed: int) -> tuple[random.Random, random.Random]:
-    """Of arrivals and of what is asked for: apart, so that another rate brings the same
-    requests."""
+    """Random generators of arrivals and of demand: another rate brings the same requests."""
     return random.Random(f"{seed} arrivals"), random.Random(f"{seed} demand")
 
 
 class Clients:
-    """Send requests until there have been enough.
+    """Send the requests of a run.
 
     Args:
         send: takes a request.
-        rate: requests a second, of open arrivals.
-        requests, seconds: what ends it, whichever comes first.
-        over: told when the last request has been sent.
+        all_sent: called after the last request.
     """
 
     def __init__(
         self,
         env: simpy.Environment,
         demand: Demand,
-        send: Callable[[Request], None],
-        *,
-        rate: float,
-        requests: float,
-        seconds: float,
+        traffic: Traffic,
         rng: random.Random,
-        over: Callable[[], None],
+        *,
+        send: Callable[[Request], None],
+        all_sent: Callable[[], None],
     ) -> None:
         self._env = env
         self._demand = demand
+        self._traffic = traffic
         self._send = send
-        self._requests = requests
-        self._seconds = seconds
-        self._over = over
+        self._all_sent = all_sent
+        # Of closed loops: users that still ask, and the events that wake them.
         self._answered: dict[int, simpy.Event] = {}
-        # Turns that somebody thinks about, and whether nobody new comes.
-        self._coming = 0
-        self._last_came = False
+        self._users = 0
+        # Of open arrivals: turns to come, and whether the last new request has arrived.
+        self._turns = 0
+        self._no_more = False
         arrival = demand.workload.arrival
         if isinstance(arrival, Closed):
             self._users = arrival.users
             for _ in range(arrival.users):
                 env.process(self._user(arrival.think_s))
         else:
-            env.process(self._arrivals(intervals(arrival, rate, rng)))
+            env.process(self._arrivals(intervals(arrival, traffic.rate, rng)))
 
     def ended(self, request: Request) -> None:
-        """A request is over: who waits for its answer may go on."""
+        """A request has ended: its next turn follows, or its user goes on."""
         waiting = self._answered.pop(request.number, None)
         if waiting is not None:
             waiting.succeed()
-        elif self._goes_on(request):
-            self._coming += 1
+        elif self._has_next_turn(request):
+            self._turns += 1
             pause = self._env.timeout(self._demand.think_s(request))
-            pause.callbacks.append(partial(self._go_on, request))
-        elif self._last_came and not self._coming:
-            self._over()
+            pause.callbacks.append(partial(self._send_turn, request))
+        elif self._no_more and not self._turns:
+            self._all_sent()
 
-    def _goes_on(self, request: Request) -> bool:
-        talk = request.talk
-        answered = request.outcome is Outcome.DONE
-        return answered and talk is not None and talk.left > 0 and not self._enough()
+    def _has_next_turn(self, request: Request) -> bool:
+        conversation = request.conversation
+        return (
+            request.outcome is Outcome.DONE
+            and conversation is not None
+            and conversation.turns_left > 0
+            and not self._enough(self._env.now)
+        )
 
-    def _go_on(self, request: Request, _event: simpy.Event) -> None:
-        self._coming -= 1
-        turn = self._demand.following(request, self._env.now)
-        assert turn is not None
-        self._send(turn)
+    def _send_turn(self, request: Request, _event: simpy.Event) -> None:
+        self._turns -= 1
+        self._send(self._demand.next_turn(request, self._env.now))
 
-    def _enough(self) -> bool:
-        return self._demand.count >= self._requests or self._env.now >= self._seconds
+    def _enough(self, now: float) -> bool:
+        return self._demand.count >= self._traffic.requests or now >= self._traffic.seconds
 
     def _arrivals(self, gaps: Iterator[float]) -> Generator[simpy.Event, Any, None]:
         for gap in gaps:
-            if self._demand.count >= self._requests or self._env.now + gap >= self._seconds:
+            if self._enough(self._env.now + gap):
                 break
             yield self._env.timeout(gap)
             self._send(self._demand.next(self._env.now))
-        self._last_came = True
-        if not self._coming:
-            self._over()
+        self._no_more = True
+        if not self._turns:
+            self._all_sent()
 
     def _user(self, think_s: float) -> Generator[simpy.Event, Any, None]:
-        while not self._enough():
-            request: Request | None = self._demand.next(self._env.now)
-            while request is not None:
+        while not self._enough(self._env.now):
+            request = self._demand.next(self._env.now)
+            while True:
                 answered = self._answered[request.number] = self._env.event()
                 self._send(request)
                 yield answered
-                if not self._goes_on(request):
+                if not self._has_next_turn(request):
                     break
                 yield self._env.timeout(self._demand.think_s(request))
-                request = self._demand.following(request, self._env.now)
+                request = self._demand.next_turn(request, self._env.now)
             if think_s:
                 yield self._env.timeout(think_s)
         self._users -= 1
         if not self._users:
-            self._over()
+            self._all_sent()

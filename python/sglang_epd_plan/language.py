@@ -8,26 +8,26 @@ from functools import partial
 
 import simpy
 
-from sglang_epd_plan.decode import Running
-from sglang_epd_plan.prefill import Chunk, Prompts
+from sglang_epd_plan.decode import DecodeBatch
+from sglang_epd_plan.prefill import Pass, PrefillQueue
 from sglang_epd_plan.profile import Language
 from sglang_epd_plan.records import Item, Request
-from sglang_epd_plan.transfer import Port, Workers
+from sglang_epd_plan.transfer import Port, Threads
 
 
 class Server:
     """One server's scheduler.
 
     Attributes:
-        prompts: that wait for their prefill, and the KV promised to those that had it.
+        prompts: requests that wait for their prefill, and the KV cache.
         outstanding: requests that were sent here and have not left.
-        encode_s, prefill_s, decode_s: what its accelerators have done, in seconds.
+        encode_s, prefill_s, decode_s: time that its accelerators spent on each.
 
     Args:
-        encodes: it prepares and encodes media itself.
-        decodes: it goes on after the first token.
-        prefilled: takes a request that has its first token and goes on elsewhere.
-        ended: takes one that has its last.
+        encodes: the server preprocesses and encodes media itself.
+        decodes: the server goes on after the first token.
+        prefilled: takes a request whose answer another server decodes.
+        ended: takes a request that has its last token.
     """
 
     def __init__(
@@ -42,102 +42,90 @@ class Server:
     ) -> None:
         self.env = env
         self.costs = costs
+        self.prompts = PrefillQueue(costs, encodes=encodes, decodes=decodes)
         self.inward, self.outward = Port(), Port()
         self.outstanding = 0
         self.encode_s = self.prefill_s = self.decode_s = 0.0
-        self._workers = Workers(1 if costs.shared_cores else costs.host.workers)
-        # Of shared cores, seconds that the model has not had.
-        self._missed_s = 0.0
+        self._threads = Threads(1 if costs.shared_cores else costs.host.workers)
+        # With shared cores: time that other work took from the model since its last pass.
+        self._taken_s = 0.0
         self._decodes = decodes
         self._prefilled = prefilled
         self._ended = ended
-        self.prompts = Prompts(costs, encodes=encodes, output=decodes)
         self._arrived: deque[Request] = deque()
-        self._running = Running(costs)
-        # Passes whose end is one event, but for the first: when each begins, and its seconds.
-        self._passes: list[tuple[float, float]] = []
-        self._asleep = True
-        # The end of decode steps that go on until somebody comes, and when they began.
-        self._leap: simpy.Timeout | None = None
-        self._leapt = 0.0
+        self._batch = DecodeBatch(costs)
+        self._idle = True
+        # The end of many decode steps, which an arrival may bring forward; and their begin.
+        self._steps_end: simpy.Timeout | None = None
+        self._steps_begin = 0.0
 
     def fits(self, request: Request) -> bool:
-        """Whether its KV can ever be here."""
+        """Whether the KV cache can ever hold the request."""
         return self.prompts.needs(request) <= self.costs.kv_tokens
 
     def receiving_s(self) -> float:
-        """Seconds until a request that comes now may be scheduled, or its media sent for."""
+        """Time until a request that arrives now may be scheduled, or its media sent for."""
         if self.costs.shared_cores:
-            return self._beside(self.costs.request_s)
+            return self._beside_model(self.costs.request_s)
         return self.costs.request_s
 
     def preparing_s(self, item: Item) -> float:
-        """Seconds until an item that comes now is ready for the tower."""
-        host = self.costs.host
-        seconds = host.item_s + item.patches * host.patch_s
+        """Time until an item that arrives now is ready for the tower."""
+        seconds = self.costs.host.seconds(item.patches)
         if self.costs.shared_cores:
-            return self._beside(seconds)
-        return self._workers.end(self.env.now, seconds) - self.env.now
-
-    def _beside(self, seconds: float) -> float:
-        """Seconds until so many are done on cores that the model runs on as well."""
-        now = self.env.now
-        if not self._asleep:
-            self._missed_s += seconds
-            seconds *= 2
-        return self._workers.end(now, seconds) - now
-
-    def _made_up(self) -> float:
-        """What the next pass or step takes longer."""
-        seconds, self._missed_s = self._missed_s, 0.0
-        return seconds
+            return self._beside_model(seconds)
+        return self._threads.end(self.env.now, seconds) - self.env.now
 
     def add(self, request: Request) -> None:
-        """A request whose prompt is complete."""
+        """Take a request whose prompt is complete."""
         self.prompts.add(request)
-        self._wake(self.prompts.may_begin(len(self._running)))
+        self._wake(self._may_prefill())
 
     def add_prefilled(self, request: Request) -> None:
-        """One that was prefilled elsewhere and whose KV is here; decoding alone."""
+        """Take a request that another server prefilled, with its KV."""
         self._arrived.append(request)
         self._wake(self._may_join())
 
     def release(self, request: Request) -> None:
-        """A prefilled request's KV has left."""
+        """Free the KV of a prefilled request, which has been sent on."""
         self.prompts.release(request)
-        self._wake(self.prompts.may_begin(len(self._running)))
+        self._wake(self._may_prefill())
 
-    def prefilling_s(self, now: float) -> float:
-        """Seconds of all passes that have begun by now."""
-        seconds = self.prefill_s
-        for begin, one in self._passes:
-            if begin <= now:
-                seconds += one
+    def _beside_model(self, seconds: float) -> float:
+        """Time that work takes on the model's cores: twice as long while the model runs."""
+        now = self.env.now
+        if not self._idle:
+            self._taken_s += seconds
+            seconds *= 2
+        return self._threads.end(now, seconds) - now
+
+    def _delay_s(self) -> float:
+        """By how much the next pass or step is longer."""
+        seconds, self._taken_s = self._taken_s, 0.0
         return seconds
 
+    def _may_prefill(self) -> bool:
+        return self.prompts.may_begin(len(self._batch))
+
     def _may_join(self) -> bool:
-        if not self._arrived or len(self._running) >= self.costs.running:
+        if not self._arrived or len(self._batch) >= self.costs.running:
             return False
-        wanted = self.prompts.kv_tokens + self._needed(self._arrived[0])
+        wanted = self.prompts.kv_tokens + self.prompts.needs(self._arrived[0])
         return wanted <= self.costs.kv_tokens
 
-    @staticmethod
-    def _needed(request: Request) -> int:
-        return request.prompt + request.output
-
     def _wake(self, useful: bool) -> None:
-        """Somebody came: the last thing that its event does."""
-        if self._asleep:
-            self._asleep = False
+        """Go on if the server is idle, or after the current step if a request may begin."""
+        if self._idle:
+            self._idle = False
             if self.costs.shared_cores:
-                self._missed_s = self._workers.backlog_s(self.env.now)
+                self._taken_s = self._threads.backlog_s(self.env.now)
             if self.env.peek() > self.env.now:
                 self._go_on()
             else:
-                # After all that happens now.
+                # What arrives at the same moment may run together.
                 self._after(0.0, self._go_on)
-        elif self._leap is not None and useful:
-            self._cut_short(self._leap)
+        elif self._steps_end is not None and useful:
+            self._cut_short(self._steps_end)
 
     def _after(self, seconds: float, then: Callable[[], None]) -> simpy.Timeout:
         timeout = self.env.timeout(seconds)
@@ -145,75 +133,44 @@ class Server:
         return timeout
 
     def _go_on(self) -> None:
-        """A pass or steps are done, or it was asleep."""
-        self._join()
-        if self.prompts.may_begin(len(self._running)):
-            self._prefill()
-        elif len(self._running):
-            self._decode()
-        else:
-            self._asleep = True
-
-    def _join(self) -> None:
-        """Sequences that came with their KV."""
+        """Begin the next pass or steps, if there is anything to do."""
         while self._may_join():
             request = self._arrived.popleft()
-            self.prompts.kv_tokens += self._needed(request)
+            self.prompts.kv_tokens += self.prompts.needs(request)
             request.first = self.env.now
             self._answer(request)
+        if self._may_prefill():
+            self._prefill()
+        elif len(self._batch):
+            self._decode()
+        else:
+            self._idle = True
 
     def _prefill(self) -> None:
-        """One pass; of a server that mixes, with a step of those that decode."""
-        sequences = len(self._running)
+        """One pass; a server that mixes adds a step of the sequences that decode."""
+        sequences = len(self._batch)
         mixed = self.costs.mixed and sequences > 0
         budget = max(1, self.costs.chunk_tokens - (sequences if mixed else 0))
-        chunk = self.prompts.take(sequences, budget, self.env.now)
-        encode, prefill = chunk.encode_seconds(self.costs), chunk.seconds(self.costs)
-        step = self.costs.step_s(sequences, self._running.context) if mixed else 0.0
+        taken = self.prompts.take(sequences, budget, self.env.now)
+        encode, prefill = taken.encode_seconds(self.costs), taken.seconds(self.costs)
+        step = self.costs.step_s(sequences, self._batch.context) if mixed else 0.0
         self.encode_s += encode
         self.prefill_s += prefill
         self.decode_s += step
-        chunk.advance()
-        seconds = encode + prefill + step + self._made_up()
-        certain = not (self.costs.mixed or self.costs.shared_cores)
-        if certain and chunk.parts[0][0].prefilled < chunk.parts[0][0].prompt:
-            seconds = self._further(seconds, budget)
-        self._after(seconds, partial(self._did, chunk, mixed))
+        taken.advance()
+        seconds = encode + prefill + step + self._delay_s()
+        self._after(seconds, partial(self._passed, taken, mixed))
 
-    def _further(self, seconds: float, budget: int) -> float:
-        """Passes after one of so many seconds that are certain, as none ends a prompt: with
-        them it is one event. What each begins at and takes is kept, because the run may be
-        stopped meanwhile.
-
-        Returns:
-            Seconds of all of them.
-        """
-        now = self.env.now
-        end = now + seconds
-        while (chunk := self.prompts.further(budget)) is not None:
-            prefill = chunk.seconds(self.costs)
-            until = end + prefill
-            if now + (until - now) != until:
-                # Events come after seconds from now, and this end would be rounded.
-                break
-            self._passes.append((end, prefill))
-            chunk.advance()
-            seconds, end = until - now, until
-        return seconds
-
-    def _did(self, chunk: Chunk, mixed: bool) -> None:
-        if self._passes:
-            self.prefill_s = self.prefilling_s(self.env.now)
-            self._passes.clear()
+    def _passed(self, taken: Pass, mixed: bool) -> None:
         if mixed:
-            self._end(self._running.advance(1))
+            self._end(self._batch.advance(1))
         now = self.env.now
-        for request, _ in chunk.parts:
+        for request, _ in taken.parts:
             if request.prefilled < request.prompt:
                 continue
             request.prefill_ended = now
-            said = request.says()[:1] if request.talk else ()
-            self.prompts.keep((*request.chain, *said))
+            text = request.turn()[:1] if request.conversation else ()
+            self.prompts.keep((*request.chain, *text))
             if self._decodes:
                 request.first = now
                 self._answer(request)
@@ -222,40 +179,40 @@ class Server:
         self._go_on()
 
     def _decode(self) -> None:
-        """Steps until one ends, or somebody comes who may begin."""
-        steps = self._running.until_next()
-        late = self._made_up()
-        self._leapt = self.env.now + late
-        seconds = late + self._running.seconds(steps)
-        self._leap = self._after(seconds, partial(self._stepped, steps))
+        """Steps until a sequence ends, or until a request arrives that may begin."""
+        steps = self._batch.until_next()
+        delay = self._delay_s()
+        self._steps_begin = self.env.now + delay
+        seconds = delay + self._batch.seconds(steps)
+        self._steps_end = self._after(seconds, partial(self._stepped, steps))
 
-    def _cut_short(self, leap: simpy.Timeout) -> None:
-        """To the end of the step that has begun."""
-        leap.callbacks.clear()
-        self._leap = None
-        steps = self._running.steps_begun(max(0.0, self.env.now - self._leapt))
-        left = self._leapt + self._running.seconds(steps) - self.env.now
+    def _cut_short(self, steps_end: simpy.Timeout) -> None:
+        """Stop after the step that has begun."""
+        steps_end.callbacks.clear()
+        self._steps_end = None
+        steps = self._batch.steps_begun(max(0.0, self.env.now - self._steps_begin))
+        left = self._steps_begin + self._batch.seconds(steps) - self.env.now
         if left > 0:
             self._after(left, partial(self._stepped, steps))
         else:
             self._stepped(steps)
 
     def _stepped(self, steps: int) -> None:
-        self._leap = None
-        self.decode_s += self._running.seconds(steps)
-        self._end(self._running.advance(steps))
+        self._steps_end = None
+        self.decode_s += self._batch.seconds(steps)
+        self._end(self._batch.advance(steps))
         self._go_on()
 
     def _answer(self, request: Request) -> None:
-        """One that has its first token."""
+        """The request has its first token."""
         if request.output > 1:
-            self._running.add(request)
+            self._batch.add(request)
         else:
             self._end([request])
 
     def _end(self, requests: list[Request]) -> None:
         for request in requests:
-            self.prompts.kv_tokens -= self._needed(request)
-            if request.talk is not None:
-                self.prompts.keep((*request.chain, *request.says()))
+            self.prompts.release(request)
+            if request.conversation is not None:
+                self.prompts.keep((*request.chain, *request.turn()))
             self._ended(request)

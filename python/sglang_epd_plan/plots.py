@@ -1,4 +1,4 @@
-"""Pictures of what runs came to. matplotlib is imported when one is drawn."""
+"""Plots of runs. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# (rate, report) in order.
+# Rates and reports, by rate.
 Sweep = Sequence[tuple[float, Report]]
 
 
 def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> None:
-    """TTFT, TPOT and throughput over the rate, a line a topology: p50 dashed, p99 solid.
+    """TTFT, TPOT and throughput over the rate, one line per topology: p50 dashed, p99 solid.
 
     Args:
         path: ending in .svg or .png.
@@ -42,7 +42,7 @@ def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> No
 
 
 def steps(path: Path, reports: Mapping[str, Report]) -> None:
-    """Where the time to the first token goes, on average: a bar a run."""
+    """The mean parts of the time to first token, one bar per run."""
     figure, (axis,) = _figure(1)
     left = [0.0] * len(reports)
     for step in STEPS:
@@ -75,7 +75,7 @@ def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], xy: s
     """Plain lines.
 
     Args:
-        xy: what is on the axes, as "x, y".
+        xy: the labels of the axes, as "x, y".
     """
     figure, (axis,) = _figure(1)
     for label, points in series.items():
@@ -86,7 +86,7 @@ def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], xy: s
 
 
 def _figure(columns: int, wide: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    # Without pyplot there is no state, and no display is looked for.
+    # pyplot would keep state and look for a display.
     from matplotlib.figure import Figure
 
     width = 4.0 * columns if columns > 1 else 7.5 if wide else 6.0
@@ -108,7 +108,7 @@ def _label(axis: Axes, x: str, y: str) -> None:
 def _save(figure: Figure, path: Path) -> None:
     import matplotlib
 
-    # The same picture is the same file.
+    # The same plot is the same file.
     with matplotlib.rc_context({"svg.hashsalt": "sglang-epd"}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=120, metadata=metadata)

@@ -1,23 +1,23 @@
-"""Which prompts run next, and how long that takes. Plain data, no clock."""
+"""Which prompts a server prefills next, and the time that takes. Plain data, no clock."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from sglang_epd_plan.prefixes import Chain, Prefixes, length
+from sglang_epd_plan.prefixes import Chain, PrefixCache, length
 from sglang_epd_plan.profile import Language
 from sglang_epd_plan.records import Item, Request
 
 
 @dataclass(slots=True)
-class Chunk:
-    """What one pass does to prompts.
+class Pass:
+    """One forward pass over prompts.
 
     Attributes:
-        parts: requests, and how many of their tokens; each but the last to its end.
-        items: media that are encoded before, because their requests begin now.
-        received: media of those requests that were encoded elsewhere.
+        parts: requests, each with its tokens in this pass; all but the last reach their end.
+        items: media that this server encodes first, because their prefill begins.
+        received: embeddings of those requests that came from encoders.
     """
 
     parts: list[tuple[Request, int]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Chunk:
     received: int = 0
 
     def seconds(self, costs: Language) -> float:
-        """Of the prefill."""
+        """Time of the prefill, without the tower."""
         if not self.parts:
             return 0.0
         seconds = costs.prefill_launch_s + self.received * costs.received_item_s
@@ -34,13 +34,8 @@ class Chunk:
             seconds += tokens * (costs.prefill_token_s + context * costs.prefill_context_s)
         return seconds
 
-    def advance(self) -> None:
-        """Count its tokens as prefilled."""
-        for request, tokens in self.parts:
-            request.prefilled += tokens
-
     def encode_seconds(self, costs: Language) -> float:
-        """Of the tower, in passes of as many items as may run together."""
+        """Time of the tower, in batches within its bounds."""
         if not self.items:
             return 0.0
         batch: list[float] = []
@@ -54,63 +49,92 @@ class Chunk:
             patches += item.patches
         return seconds + costs.tower.seconds(batch)
 
+    def advance(self) -> None:
+        """Count the tokens as prefilled."""
+        for request, tokens in self.parts:
+            request.prefilled += tokens
 
-class Prompts:
-    """Requests that wait for their prefill, in the order in which they came.
+
+class PrefillQueue:
+    """Requests that wait for their prefill, in order of arrival, and one server's KV cache.
+
+    Attributes:
+        kv_tokens: KV cache that is promised to requests.
 
     Args:
-        encodes: their media are encoded here.
-        output: whether room for their answers is needed, too.
+        encodes: this server encodes their media.
+        decodes: requests need room for their answers, too.
     """
 
-    def __init__(self, costs: Language, *, encodes: bool, output: bool) -> None:
+    def __init__(self, costs: Language, *, encodes: bool, decodes: bool) -> None:
         self._costs = costs
         self._encodes = encodes
-        self._output = output
+        self._decodes = decodes
         self._waiting: deque[Request] = deque()
-        self._prefixes = Prefixes()
+        self._cache = PrefixCache()
         self.kv_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
 
-    def find(self, request: Request) -> int:
-        """How many of its items need not be encoded for it: their KV is here, and stays until
-        its prefill begins."""
+    def pin(self, request: Request) -> int:
+        """Pin the request's cached prefix until its prefill begins.
+
+        Returns:
+            Items of the request whose KV is cached, so that nobody has to encode them.
+        """
         if self._costs.prefix_cache:
-            request.found = self._prefixes.match(request.chain)
-            if request.found:
-                self._prefixes.pin(request.chain, request.found)
-        return min(request.found, len(request.items))
+            request.pinned = self._cache.match(request.chain)
+            self._cache.pin(request.chain[: request.pinned])
+        return min(request.pinned, len(request.items))
+
+    def unpin(self, request: Request) -> None:
+        """The request's prefill begins, or the request has ended."""
+        self._cache.unpin(request.chain[: request.pinned])
+        request.pinned = 0
 
     def keep(self, chain: Chain) -> None:
-        """KV that is here and may serve another prompt, as far as there is room for it."""
+        """Cache a chain whose KV is here, as far as there is room."""
         if self._costs.prefix_cache:
-            self._prefixes.keep(chain)
+            self._cache.insert(chain)
             self._shrink()
 
-    def forget(self, request: Request) -> None:
-        """It ends before its prefill."""
-        if request.found:
-            self._prefixes.unpin(request.chain, request.found)
-            request.found = 0
-
-    def _shrink(self) -> None:
-        self._prefixes.shrink(max(0, self._costs.kv_tokens - self.kv_tokens))
-
     def needs(self, request: Request) -> int:
-        """Tokens of KV cache that it will hold here."""
-        return request.prompt + (request.output if self._output else 0)
+        """Tokens of KV cache that the request will hold here."""
+        return request.prompt + (request.output if self._decodes else 0)
 
     def may_begin(self, running: int) -> bool:
-        """Whether the first may run now."""
+        """Whether the first request may run now, beside `running` sequences that decode."""
         if not self._waiting:
             return False
         first = self._waiting[0]
         return first.begun or self._admits(first, running)
+
+    def take(self, running: int, budget: int, now: float) -> Pass:
+        """The next pass: prompts in order, until one does not fit.
+
+        Args:
+            running: sequences that decode.
+            budget: tokens of the pass.
+        """
+        taken = Pass()
+        while self._waiting and budget > 0:
+            request = self._waiting[0]
+            if not request.begun:
+                if not self._admits(request, running + len(taken.parts)):
+                    break
+                self._begin(request, taken, now)
+            tokens = min(request.prompt - request.prefilled, budget)
+            taken.parts.append((request, tokens))
+            budget -= tokens
+            if request.prefilled + tokens < request.prompt:
+                break
+            self._waiting.popleft()
+        return taken
+
+    def release(self, request: Request) -> None:
+        """The request's KV is not needed here any more."""
+        self.kv_tokens -= self.needs(request)
 
     def _admits(self, request: Request, running: int) -> bool:
         return (
@@ -118,53 +142,20 @@ class Prompts:
             and self.kv_tokens + self.needs(request) <= self._costs.kv_tokens
         )
 
-    def take(self, running: int, budget: int, now: float) -> Chunk:
-        """The next pass: prompts in their order, until one does not fit.
-
-        Args:
-            running: sequences that decode.
-            budget: tokens.
-        """
-        chunk = Chunk()
-        while self._waiting and budget > 0:
-            request = self._waiting[0]
-            if not request.begun and not self._admits(request, running + len(chunk.parts)):
-                break
-            if not request.begun:
-                self._begin(request, chunk, now)
-            tokens = min(request.prompt - request.prefilled, budget)
-            chunk.parts.append((request, tokens))
-            budget -= tokens
-            if request.prefilled + tokens < request.prompt:
-                break
-            self._waiting.popleft()
-        return chunk
-
-    def further(self, budget: int) -> Chunk | None:
-        """A pass that is full of the first one's tokens and does not end it, so that nobody
-        who comes meanwhile changes it; None if the next is not one."""
-        if not self._waiting:
-            return None
-        first = self._waiting[0]
-        if not first.begun or first.prompt - first.prefilled <= budget:
-            return None
-        return Chunk([(first, budget)])
-
-    def _begin(self, request: Request, chunk: Chunk, now: float) -> None:
-        request.begun, request.began = True, now
-        found = request.found
+    def _begin(self, request: Request, taken: Pass, now: float) -> None:
+        request.begun, request.prefill_begun = True, now
+        cached = 0
         if self._costs.prefix_cache:
-            # What others have prefilled since it came counts, too.
-            found = self._prefixes.match(request.chain)
-            request.covered = request.prefilled = length(request.chain[:found])
+            # What others have prefilled since its arrival counts, too.
+            cached = self._cache.match(request.chain)
+            request.cached = request.prefilled = length(request.chain[:cached])
         if self._encodes:
-            chunk.items += request.items[found:]
+            taken.items += request.items[cached:]
         else:
-            chunk.received += len(request.items[request.found :])
-        self.forget(request)
+            taken.received += len(request.items[request.pinned :])
+        self.unpin(request)
         self.kv_tokens += self.needs(request)
         self._shrink()
 
-    def release(self, request: Request) -> None:
-        """Its KV is not needed here any more."""
-        self.kv_tokens -= self.needs(request)
+    def _shrink(self) -> None:
+        self._cache.shrink(max(0, self._costs.kv_tokens - self.kv_tokens))

@@ -1,9 +1,9 @@
-"""The prefix cache of a language server: which beginnings of prompts have their KV there.
-Plain data, no clock.
+"""The prefix cache of a language server: the beginnings of prompts whose KV it has. Plain data,
+no clock.
 
-A prompt begins with parts that another may begin with, too: its media, then what was said in
-the turns before. The cache holds chains of such parts; the last text of a prompt is never
-among them, so there is always something to prefill.
+A prompt begins with parts that another prompt may begin with: its media, then the earlier turns.
+The cache holds chains of such parts. The last text of a prompt is never one of them, so each
+prompt has something to prefill.
 """
 
 from __future__ import annotations
@@ -12,74 +12,76 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# What a part is, equal for equal KV after equal parts; and its tokens.
+# A name that is equal for equal content, and tokens.
 Part = tuple[bytes, int]
 Chain = tuple[Part, ...]
 
 
 @dataclass(slots=True)
-class _Held:
+class _Entry:
     tokens: int
     pins: int = 0
 
 
-class Prefixes:
-    """Chains of parts, the least recently used given up first, ends before beginnings.
+class PrefixCache:
+    """Chains of parts. The least recently used part is evicted first, ends before beginnings.
 
     Attributes:
-        tokens: of all parts that are held.
+        tokens: of all cached parts.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
-        # By all parts up to and with this one. Of one chain the first part is the last here.
-        self._held: OrderedDict[tuple[bytes, ...], _Held] = OrderedDict()
+        # By the names of all parts up to this one. A chain's first part stands last.
+        self._entries: OrderedDict[tuple[bytes, ...], _Entry] = OrderedDict()
 
     def match(self, chain: Chain) -> int:
-        """How many of its first parts are here; they are used now."""
+        """The number of first parts that are cached; marks them as used."""
         names = []
         for name in _names(chain):
-            if name not in self._held:
+            if name not in self._entries:
                 break
             names.append(name)
-        for name in reversed(names):
-            self._held.move_to_end(name)
+        self._use(names)
         return len(names)
 
-    def keep(self, chain: Chain) -> None:
-        """Its KV is here from now on."""
+    def insert(self, chain: Chain) -> None:
+        """Cache all parts of a chain."""
         names = list(_names(chain))
         for name, (_, tokens) in zip(names, chain, strict=True):
-            if name not in self._held:
-                self._held[name] = _Held(tokens)
+            if name not in self._entries:
+                self._entries[name] = _Entry(tokens)
                 self.tokens += tokens
-        for name in reversed(names):
-            self._held.move_to_end(name)
+        self._use(names)
 
-    def pin(self, chain: Chain, depth: int) -> None:
-        """Its first parts stay until `unpin`."""
-        for name in _names(chain[:depth]):
-            self._held[name].pins += 1
+    def pin(self, chain: Chain) -> None:
+        """Keep a cached chain until `unpin`."""
+        for name in _names(chain):
+            self._entries[name].pins += 1
 
-    def unpin(self, chain: Chain, depth: int) -> None:
-        for name in _names(chain[:depth]):
-            self._held[name].pins -= 1
+    def unpin(self, chain: Chain) -> None:
+        for name in _names(chain):
+            self._entries[name].pins -= 1
 
     def shrink(self, room: int) -> None:
-        """Give up what is over so many tokens, and not pinned."""
-        given_up = []
-        for name, held in self._held.items():
+        """Evict parts without pins until at most `room` tokens are cached."""
+        evicted = []
+        for name, entry in self._entries.items():
             if self.tokens <= room:
                 break
-            if not held.pins:
-                given_up.append(name)
-                self.tokens -= held.tokens
-        for name in given_up:
-            del self._held[name]
+            if not entry.pins:
+                evicted.append(name)
+                self.tokens -= entry.tokens
+        for name in evicted:
+            del self._entries[name]
+
+    def _use(self, names: list[tuple[bytes, ...]]) -> None:
+        for name in reversed(names):
+            self._entries.move_to_end(name)
 
 
 def length(chain: Iterable[Part]) -> int:
-    """Tokens of its parts."""
+    """Tokens of a chain."""
     return sum(tokens for _, tokens in chain)
 
 

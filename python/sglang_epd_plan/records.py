@@ -1,4 +1,4 @@
-"""One request and its items on their way through a deployment."""
+"""A request and its items on their way through a deployment. Times are simulated seconds."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from sglang_epd_plan.prefixes import Chain, Part
 
 
 class Outcome(Enum):
-    """How a request ends; each does once."""
+    """How a request ends; each request ends once."""
 
     DONE = "done"
-    LATE = "late"  # its media were not there at its deadline: 504
-    TOO_LARGE = "too large"  # more than the KV cache or the receive budget holds: 4xx
+    LATE = "late"  # an embedding had not arrived at the deadline: 504
+    TOO_LARGE = "too large"  # the KV cache or the receive budget can never hold it: 4xx
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One image, video or sound. Times are simulated seconds.
+    """One image, video or audio clip.
 
     Attributes:
-        encoder: the number of the one that has it, or had it until it landed; -1 for none.
-        tries: encoders that have refused or lost it.
-        prepared, granted, begun, encoded, landed: the ends of preparing, of waiting for memory
-            where it goes, of waiting for the tower, of the forward pass and of the transfer; 0
-            until then.
+        encoder: number of the encoder that has the item in work; -1 if none has.
+        tries: how often the item was sent again.
+        prepared, granted, begun, encoded, received: the ends of preprocessing, of the wait for
+            memory at the receiver, of the wait for the tower, of the forward pass and of the
+            transfer; 0 until then.
     """
 
     request: Request
@@ -38,40 +38,40 @@ class Item:
     granted: float = 0.0
     begun: float = 0.0
     encoded: float = 0.0
-    landed: float = 0.0
+    received: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
-    """A conversation.
+class Conversation:
+    """What the turns of one conversation share.
 
     Attributes:
-        left: turns that are to come.
-        said: the texts and answers of the turns that were.
+        turns_left: turns that are still to come.
+        history: texts and answers of earlier turns.
     """
 
-    number: int
-    left: int
-    said: list[Part] = field(default_factory=list)
+    turns_left: int
+    history: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, or turn of a conversation.
+    """One request, or one turn of a conversation.
 
     Attributes:
-        prompt: tokens, those of its items included.
-        output: tokens.
-        text: tokens of its prompt that no prompt before it had.
-        talk: whose turn it is, if there are several.
-        chain: the parts of its prompt before that text.
-        found: of the chain, parts that were in the prefix cache when it came, and pinned.
-        left: items that have not landed.
-        begun: its prefill.
-        covered, prefilled: of its prompt, tokens that were in the prefix cache when its prefill
-            began; and those with what was prefilled since.
-        landed, began, first, ended: when its media were there, its prefill began, its first
-            token left, its last one did.
+        kind: index of its kind in the workload.
+        prompt: prompt tokens, those of items included.
+        output: tokens of the answer.
+        text: prompt tokens that no earlier prompt had.
+        conversation: None for a single request.
+        chain: the parts of the prompt before that text.
+        pinned: parts of the chain that were in the prefix cache at arrival, and stay there.
+        items_left: items whose embedding is still to come.
+        begun: the prefill has begun.
+        cached: prompt tokens that the prefix cache had when the prefill began.
+        prefilled: prompt tokens in the KV cache, the cached ones included.
+        complete, prefill_begun, prefill_ended, first, ended: when nothing of the prompt was
+            missing, the prefill began and ended, and the first and the last token left.
     """
 
     number: int
@@ -82,30 +82,30 @@ class Request:
     output: int
     items: list[Item] = field(default_factory=list)
     text: int = 0
-    talk: Talk | None = None
+    conversation: Conversation | None = None
     chain: Chain = ()
-    found: int = 0
-    left: int = 0
+    pinned: int = 0
+    items_left: int = 0
     begun: bool = False
-    covered: int = 0
+    cached: int = 0
     prefilled: int = 0
-    landed: float = 0.0
-    began: float = 0.0
+    complete: float = 0.0
+    prefill_begun: float = 0.0
     prefill_ended: float = 0.0
     first: float = 0.0
     ended: float = 0.0
     outcome: Outcome | None = None
 
-    def says(self) -> tuple[Part, Part]:
-        """What it adds to the prompt of the next turn: its text, and its answer."""
+    def turn(self) -> tuple[Part, Part]:
+        """What this turn adds to the prompt of the next one: its text, and its answer."""
         name = self.number.to_bytes(8)
         return (b"text" + name, self.text), (b"answer" + name, self.output)
 
     def finish(self, outcome: Outcome, now: float) -> None:
-        """It is over.
+        """End the request.
 
         Raises:
-            AssertionError: it was already.
+            AssertionError: it has ended before.
         """
         if self.outcome is not None:
             raise AssertionError(f"request {self.number} ends twice")

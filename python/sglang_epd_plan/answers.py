@@ -10,9 +10,8 @@ from typing import Any
 from sglang_epd_plan import plots
 from sglang_epd_plan.model import simulate
 from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, plan
-from sglang_epd_plan.profile import Profile, load_profile
+from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.report import Report, Slo
-from sglang_epd_plan.schema import convert, load
 from sglang_epd_plan.topology import parse, parse_failure
 from sglang_epd_plan.workload import Traffic, Workload
 
@@ -21,7 +20,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """What is the same for all deployments that are asked about."""
+    """What the options say of all deployments."""
 
     profile: Profile
     workload: Workload
@@ -31,24 +30,6 @@ class Question:
     cells: int
     requests: int
     seed: int
-
-
-def read(
-    profile: str,
-    workload: Path,
-    *,
-    ttft_s: float,
-    tpot_s: float,
-    quantile: float,
-    **others: Any,
-) -> Question:
-    """The question with its files read.
-
-    Raises:
-        ConfigError: a file cannot be used, or the SLO is out of range.
-    """
-    slo = convert({"ttft_s": ttft_s, "tpot_s": tpot_s, "quantile": quantile}, Slo, "SLO")
-    return Question(load_profile(profile), load(workload, Workload), slo, **others)
 
 
 def simulated(
@@ -100,7 +81,7 @@ def planned(
             answers.append({"shape": shape, "none": str(error)})
             continue
         plans.append(one)
-        answers.append(_planned(one, question))
+        answers.append(_plan_answer(one, question))
     _draw_steps(plots_to, {one.topology.name: one.report for one in plans})
     if plots_to and plans:
         # Runs at rates that miss the SLO stop early, so they are no points of a curve.
@@ -143,7 +124,7 @@ def text(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _planned(one: Plan, question: Question) -> Answer:
+def _plan_answer(one: Plan, question: Question) -> Answer:
     hour = one.topology.hour_cost(question.profile)
     return {
         "shape": one.shape,

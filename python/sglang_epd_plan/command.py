@@ -57,15 +57,19 @@ def plan(
             'pip install ".[plan]" in a clone of sglang-epd'
         )
     from sglang_epd_plan import answers
+    from sglang_epd_plan.profile import load_profile
+    from sglang_epd_plan.report import Slo
+    from sglang_epd_plan.schema import convert, load
+    from sglang_epd_plan.workload import Workload
 
     if topology and shape:
         raise ConfigError("--topology simulates what is given, --shape plans: give one")
     if failure and not topology:
         raise ConfigError("--failure is for --topology: a plan has no encoder to end yet")
-    question = answers.read(
-        profile, workload, rate=rate, ttft_s=ttft_s, tpot_s=tpot_s, quantile=quantile,
-        policy=policy, cells=cells, requests=requests, seed=seed,
-    )  # fmt: skip
+    slo = convert({"ttft_s": ttft_s, "tpot_s": tpot_s, "quantile": quantile}, Slo, "SLO")
+    question = answers.Question(
+        load_profile(profile), load(workload, Workload), slo, rate, policy, cells, requests, seed
+    )
     if topology:
         found = answers.simulated(question, topology, failure or (), jobs=jobs, plots_to=plots)
     else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Sweep = Sequence[tuple[float, Report]]
 
 
-def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> None:
+def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo) -> None:
     """TTFT, TPOT and throughput over the rate, one line per topology: p50 dashed, p99 solid.
 
     Args:
@@ -32,9 +32,8 @@ def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> No
         axes[2].plot(rates, [report.throughput for _, report in points], color=colour, label=label)
     for axis, name in zip(axes, ("TTFT (s)", "TPOT (s)", "answered requests/s"), strict=True):
         _label(axis, "requests/s", name)
-    if slo is not None:
-        for axis, bound in zip(axes, (slo.ttft_s, slo.tpot_s), strict=False):
-            axis.axhline(bound, color="0.6", linewidth=0.8)
+    for axis, bound in zip(axes, (slo.ttft_s, slo.tpot_s), strict=False):
+        axis.axhline(bound, color="0.6", linewidth=0.8)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log")
     axes[0].legend(frameon=False, fontsize=8)

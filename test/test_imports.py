@@ -58,7 +58,7 @@ SGLANG_PACKAGES = {"seams", "platform", "families"}
 # What the planner imports of sglang_epd: the parts that decide, and the errors of both.
 DECIDING = {
     *("cache.embeddings", "dispatch.policies", "dispatch.pool", "dispatch.retries"),
-    *("encoder.scheduling", "errors", "transfer.extents", "wire"),
+    *("encoder.scheduling", "errors", "transfer.extents", "wire.messages"),
 }
 
 

@@ -190,7 +190,7 @@ class Encoder:
             return
         import torch
 
-        from sglang_epd.wire import Layout, TensorSpec
+        from sglang_epd.wire.messages import Layout, TensorSpec
 
         # A tensor of the right size that takes no memory.
         nbytes = item.tokens * self._bytes_per_token

@@ -8,7 +8,7 @@ point, because nothing here imports the planner.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import distribution
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
@@ -51,7 +51,8 @@ app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("top")(status.top)
 app.command("doctor")(doctor.doctor)
-for _point in entry_points(group="sglang_epd.commands"):
+# Of this distribution alone: other packages add no commands.
+for _point in distribution("sglang-epd").entry_points.select(group="sglang_epd.commands"):
     app.command(_point.name)(_point.load())
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
 from store.fakes import FakeBackend, image, key_of, until

@@ -24,8 +24,9 @@ import numpy as np
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import Layout, spec_bytes, tensor_frame, tensor_spec, view_tensor
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES
+from sglang_epd.store.backend import StoreError
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES, Layout
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,10 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MAX_OVERHEAD_BYTES = 8 + MAX_HEADER_BYTES + _ALIGNMENT
 
 
-class CorruptEntryError(Exception):
+class CorruptEntryError(StoreError):
     """These bytes are no entry, or not the one that was asked for."""
+
+    outcome = "corrupt"
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.store.backend import OversizedError, StoreError
 from sglang_epd.store.threads import Threads
 from sglang_epd.store.url import StoreUrl
+from sglang_epd.wire.urls import host_port
 
 _THREADS = 4
 _MASTER_S = 1.0
@@ -109,7 +110,7 @@ class MooncakeStore:
             buffer_bytes,
             options["protocol"],
             options["device"],
-            f"[{url.host}]:{url.port}" if ":" in url.host else f"{url.host}:{url.port}",
+            host_port(url.host, url.port),
         )
         if code:
             raise StoreError(f"Mooncake's setup answers {code}")

@@ -19,7 +19,7 @@ import torch
 
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.store.backend import Backend, StoreError
-from sglang_epd.store.breaker import Breaker, LeftAloneError
+from sglang_epd.store.breaker import Breaker
 from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry, Sealer
 from sglang_epd.store.threads import Threads
 from sglang_epd.store.url import StoreUrl
@@ -208,9 +208,6 @@ class SharedStore:
             self._slots.release()
 
     async def _put(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
-        if self._writes.blocks:
-            # Before all of it is read for its digest.
-            raise LeftAloneError
         seal = partial(self._sealer.seal, key, layout, embedding, time.time())
         pieces = await self._hashing.run(seal)
         await self._writes.ask(self._backend.put(self._name(key), pieces), _WRITE_S)

@@ -16,9 +16,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,8 +41,7 @@ _ABANDONED_S = 3600.0
 _TOUCH_EVERY_S = 60.0
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     path: str
     nbytes: int
     used_at: float

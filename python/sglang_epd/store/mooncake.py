@@ -20,7 +20,7 @@ import numpy as np
 from sglang_epd.errors import ConfigError
 from sglang_epd.store.backend import OversizedError, StoreError
 from sglang_epd.store.threads import Threads
-from sglang_epd.store.url import StoreUrl
+from sglang_epd.store.url import MooncakeOptions, StoreUrl
 from sglang_epd.wire.urls import host_port
 
 _THREADS = 4
@@ -90,14 +90,15 @@ class MooncakeStore:
         self._client = await self._setup_thread.run(self._setup)
 
     def _name(self, name: str) -> str:
-        return f"{self._url.namespace}/{name}"
+        return f"{self._url.bounds.namespace}/{name}"
 
     def _setup(self) -> Any:
-        url, options = self._url, self._url.options
+        url, options = self._url, self._url.bounds
+        assert isinstance(options, MooncakeOptions)
         # The library would try twenty times, for a minute and a half.
         try:
             with socket.create_connection((url.host, url.port), _MASTER_S) as probe:
-                local = options["host"] or probe.getsockname()[0]
+                local = options.host or probe.getsockname()[0]
         except OSError as error:
             raise StoreError(f"its master is not there: {error.strerror or error}") from error
         client = self._make()
@@ -105,11 +106,11 @@ class MooncakeStore:
         buffer_bytes = int(_THREADS * url.max_item_bytes * _BUFFER_SHARE)
         code = client.setup(
             local,
-            options["metadata"],
-            int(options["segment_mb"]) << 20,
+            options.metadata,
+            options.segment_mb << 20,
             buffer_bytes,
-            options["protocol"],
-            options["device"],
+            options.protocol,
+            options.device,
             host_port(url.host, url.port),
         )
         if code:

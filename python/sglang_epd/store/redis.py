@@ -55,8 +55,8 @@ class RedisStore:
         )
         self._redis = Redis.from_pool(pool)
         self._errors = (RedisError, OSError)
-        self._prefix = f"{url.namespace}:"
-        self._ttl_ms = int(url.ttl_s * 1000)
+        self._prefix = f"{url.bounds.namespace}:"
+        self._ttl_ms = url.bounds.ttl_s * 1000
 
     async def connect(self) -> None:
         await self._answer(self._redis.ping())

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.errors import ProtocolError
 from sglang_epd.store.backend import Backend, StoreError
 from sglang_epd.store.breaker import Breaker
 from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry, Sealer
 from sglang_epd.store.threads import Threads
-from sglang_epd.store.url import StoreUrl
+from sglang_epd.store.url import FolderBounds, StoreUrl
 from sglang_epd.store.writing import Writing
 from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
@@ -101,7 +101,7 @@ class SharedStore:
         self._writing = Writing(
             lambda nbytes, *what: self._count_write("written", nbytes, self._put(*what)),
             lambda nbytes: self._wrote("dropped", 0.0, nbytes),
-            url.queue_bytes,
+            url.bounds.queue_mb << 20,
         )
 
     async def connect(self) -> None:
@@ -195,7 +195,7 @@ class SharedStore:
             try:
                 async with asyncio.timeout(until - self._clock()):
                     entry = await self._hashing.run(lambda: self._sealer.open(key, modality, raw))
-                if time.time() - entry.written_at > self._url.ttl_s:
+                if time.time() - entry.written_at > self._url.bounds.ttl_s:
                     raise _ExpiredError("too old")
             except (CorruptEntryError, _ExpiredError) as error:
                 logger.info("An entry of the store is removed: %s (%s)", error, error.outcome)
@@ -251,16 +251,15 @@ def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) 
 
 
 def _backend(url: StoreUrl) -> Backend:
-    if url.kind == "file":
+    if isinstance(url.bounds, FolderBounds):
         from sglang_epd.store.folder import FolderStore
 
-        return FolderStore(url.folder / url.namespace, url.max_bytes, url.ttl_s)
+        root = url.folder / url.bounds.namespace
+        return FolderStore(root, url.bounds.max_mb << 20, url.bounds.ttl_s)
     if url.kind == "redis":
         from sglang_epd.store.redis import RedisStore
 
         return RedisStore(url)
-    if url.kind == "mooncake":
-        from sglang_epd.store.mooncake import MooncakeStore
+    from sglang_epd.store.mooncake import MooncakeStore
 
-        return MooncakeStore(url)
-    raise ConfigError(f"there is no store of the kind {url.kind}")
+    return MooncakeStore(url)

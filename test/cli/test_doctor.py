@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from integration.listener import QuietHandler, listening, url_of
-from sglang_epd.cli.checks import machine, software
+from sglang_epd.cli.checks import Finding, Verdict, machine, ok, software
 from sglang_epd.cli.checks.checkpoint import checkpoint
-from sglang_epd.cli.checks.finding import Finding, Verdict, ok
 from sglang_epd.cli.checks.servers import _namespaces, servers
 from sglang_epd.cli.main import app
 from sglang_epd.cli.probes import target

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from sglang_epd.cli.checks.finding import Finding, Verdict
+from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.console import console, print_json, table
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError

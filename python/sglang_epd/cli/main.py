@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_epd.cli import bench, doctor, plan, status, up
+from sglang_epd.cli import doctor, plan, status, up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -50,7 +50,6 @@ app.command("status")(status.status)
 app.command("top")(status.top)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
-app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 
 
 def run() -> None:
@@ -63,3 +62,7 @@ def run() -> None:
     except (EpdError, ServerError) as error:
         print(f"sglang-epd: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    run()

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from sglang_epd import http_client
-from sglang_epd.cli.checks.finding import Finding, fail, ok, warn
+from sglang_epd.cli.checks import Finding, fail, ok, warn
 from sglang_epd.cli.probes import Target, ask
 from sglang_epd.trust import Trust
 

@@ -1,7 +1,6 @@
 """Redis, or Valkey: one string an embedding, which the server lets expire.
 
-What the server does when its memory is full is set there (`maxmemory-policy`); one that
-evicts suits best.
+The server's `maxmemory-policy` decides what a full memory means; one that evicts suits best.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from sglang_epd.store.url import StoreUrl
 
 _CONNECTIONS = 16
 _CONNECT_S = 2.0
-# Waits are bounded where they begin; this is for what nobody waits for any more.
+# Callers have deadlines of their own; this ends calls whose caller has left.
 _SOCKET_S = 30.0
 
 
 class RedisStore:
-    """See `backend.Backend`.
+    """A `Backend`.
 
     Raises:
         ConfigError: the client library is not installed.
@@ -62,7 +61,7 @@ class RedisStore:
         await self._answer(self._redis.ping())
 
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
-        # Of what may be there, no more than may be read and one byte to tell.
+        # One byte more than may be read tells that there is more.
         found = await self._answer(self._redis.getrange(self._prefix + name, 0, max_bytes))
         if not isinstance(found, bytes):
             raise StoreError("Redis answers with something else than bytes")

@@ -1,8 +1,8 @@
 """A store as the encoder sees it: best effort, and never an error.
 
-It is asked before an embedding is made, and filled behind it. What is slow, full, corrupt
-or gone is a miss: a breaker leaves a store alone that fails again and again, and no
-answer is waited for longer than one bound, waiting for one's turn included.
+An encoder asks it before it computes an embedding, and fills it afterwards. A store that is
+slow, full, corrupt or gone is a miss: a breaker leaves a failing store alone, and a lookup
+takes no longer than one bound, its wait for a turn included.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _HASHERS = 2
 
 
 class _BusyError(StoreError):
-    """It had no time to be asked."""
+    """Other lookups took too long for this one to get a turn."""
 
     outcome = "busy"
 
 
 class _ExpiredError(StoreError):
-    """The entry is older than what is still used."""
+    """The entry is older than `ttl_s`."""
 
     outcome = "expired"
 
@@ -123,7 +123,7 @@ class SharedStore:
             entry = await self._read(key, modality, began + self._timeout_s)
             outcome = "miss" if entry is None else "hit"
         except Exception as error:
-            # Whatever lies in a store, no request may end of it.
+            # No request may fail because of its store.
             outcome = _outcome(error)
         finally:
             nbytes = entry.nbytes if entry is not None else 0
@@ -199,7 +199,7 @@ class SharedStore:
                     raise _ExpiredError("too old")
             except (CorruptEntryError, _ExpiredError) as error:
                 logger.info("An entry of the store is removed: %s (%s)", error, error.outcome)
-                # What lies there would stay: Mooncake's `put` replaces nothing.
+                # A later `put` might not replace it.
                 removal = self._writes.ask(self._backend.remove(name), until - self._clock())
                 await self._count_write("removed", 0, removal)
                 raise
@@ -230,7 +230,7 @@ class SharedStore:
 
 
 def _outcome(error: Exception) -> str:
-    """How metrics call what brought nothing."""
+    """The name that metrics give to an error."""
     if isinstance(error, StoreError):
         return error.outcome
     if isinstance(error, TimeoutError):

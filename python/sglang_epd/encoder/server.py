@@ -283,7 +283,7 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
         settings.store,
         token=settings.token,
         timeout_s=settings.store_timeout_ms / 1e3,
-        observer=observer,
+        observer=observer.observe,
     )
     observer.watch(store)
     return store

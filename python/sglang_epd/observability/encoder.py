@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from sglang_epd.observability.metrics import LAG_BUCKETS_S, Metrics, counter, gauge, histogram
 
+if TYPE_CHECKING:
+    from sglang_epd.cache import EmbeddingCache
+    from sglang_epd.store import SharedStore
+    from sglang_epd.store.breaker import Breaker
+
 _STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _BREAKER_STATES = ("closed", "half_open", "open")
-
-
-class Sized(Protocol):
-    """What is shown of a cache."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __len__(self) -> int: ...
 
 
 class EncoderMetrics(Metrics):
@@ -86,7 +82,7 @@ class EncoderMetrics(Metrics):
         self.registry = CollectorRegistry()
         super().__init__(self.registry)
 
-    def watch(self, cache: Sized) -> None:
+    def watch(self, cache: EmbeddingCache) -> None:
         """Show a cache's size whenever metrics are asked for."""
         self.cache_bytes.set_function(lambda: cache.nbytes)
         self.cache_entries.set_function(lambda: len(cache))
@@ -96,19 +92,8 @@ class EncoderMetrics(Metrics):
         self.url_entries.set_function(remembered)
 
 
-class Watched(Protocol):
-    """What is shown of a store whenever metrics are asked for."""
-
-    @property
-    def breakers(self) -> Mapping[str, Any]:
-        """By direction; each has a `state` whose `value` is its name."""
-
-    @property
-    def queued_bytes(self) -> int: ...
-
-
 class StoreMetrics(Metrics):
-    """What a shared store did for its encoder: counts what `store.Observer` is told."""
+    """What a shared store did for its encoder."""
 
     prefix = "sglang:epd_encoder_store_"
     reads = counter(
@@ -133,19 +118,15 @@ class StoreMetrics(Metrics):
     )
     queued_bytes = gauge("Embedding bytes that wait to be written to the shared store")
 
-    def read(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.reads.labels(outcome).inc()
-        self.seconds.labels("read").observe(seconds)
-        self.bytes.labels("read").inc(nbytes)
-
-    def wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.writes.labels(outcome).inc()
+    def observe(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        """Count a lookup or a write; `store.Observer`."""
+        (self.reads if direction == "read" else self.writes).labels(outcome).inc()
         if seconds:
-            self.seconds.labels("write").observe(seconds)
-        if outcome == "written":
-            self.bytes.labels("write").inc(nbytes)
+            self.seconds.labels(direction).observe(seconds)
+        if outcome in ("hit", "written"):
+            self.bytes.labels(direction).inc(nbytes)
 
-    def watch(self, store: Watched) -> None:
+    def watch(self, store: SharedStore) -> None:
         """Show a store's breakers and its queue."""
         for direction, name in (("read", "reads"), ("write", "writes")):
             code = partial(_breaker_code, store.breakers[name])
@@ -153,5 +134,5 @@ class StoreMetrics(Metrics):
         self.queued_bytes.set_function(lambda: store.queued_bytes)
 
 
-def _breaker_code(breaker: Any) -> float:
+def _breaker_code(breaker: Breaker) -> float:
     return float(_BREAKER_STATES.index(breaker.state.value))

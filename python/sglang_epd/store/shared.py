@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,6 +28,9 @@ from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
+
+# Told of each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
+Observer = Callable[[str, str, float, int], None]
 
 # What is read at a time; each may take `max_item_bytes`.
 _READS = 8
@@ -50,20 +53,6 @@ class _ExpiredError(StoreError):
     """The entry is older than `ttl_s`."""
 
     outcome = "expired"
-
-
-class Observer(Protocol):
-    """Counts what happens; outcomes are of bounded sets."""
-
-    def read(self, outcome: str, seconds: float, nbytes: int) -> None:
-        """An embedding was asked for: "hit", "miss", "expired", "corrupt", "too_large",
-        "error", "timeout", "busy" (others were asked for), "skipped" (the breaker is
-        open)."""
-
-    def wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        """An embedding was to be written: "written", "error", "timeout", "skipped",
-        "dropped" (the queue is full, or the server ends), "too_large"; or an entry was
-        "removed"."""
 
 
 class SharedStore:
@@ -100,7 +89,7 @@ class SharedStore:
         self._counts: Counter[str] = Counter()
         self._writing = Writing(
             lambda nbytes, *what: self._count_write("written", nbytes, self._put(*what)),
-            lambda nbytes: self._wrote("dropped", 0.0, nbytes),
+            lambda nbytes: self._count("write", "dropped", 0.0, nbytes),
             url.bounds.queue_mb << 20,
         )
 
@@ -127,15 +116,14 @@ class SharedStore:
             outcome = _outcome(error)
         finally:
             nbytes = entry.nbytes if entry is not None else 0
-            self._counts[f"reads_{outcome}"] += 1
-            self._observer.read(outcome, self._clock() - began, nbytes)
+            self._count("read", outcome, self._clock() - began, nbytes)
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
         """Put an embedding there by and by; it must not change meanwhile."""
         nbytes = spec_bytes(layout.embedding)
         if nbytes > self._url.max_item_bytes:
-            self._wrote("too_large", 0.0, nbytes)
+            self._count("write", "too_large", 0.0, nbytes)
         else:
             self._writing.put(key, layout, embedding, nbytes)
 
@@ -219,14 +207,14 @@ class SharedStore:
             await write
         except Exception as error:
             outcome = _outcome(error)
-        self._wrote(outcome, self._clock() - began, nbytes)
+        self._count("write", outcome, self._clock() - began, nbytes)
 
     def _name(self, key: bytes) -> str:
         return f"{self._sealer.folder}/{key.hex()}"
 
-    def _wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self._counts[f"writes_{outcome}"] += 1
-        self._observer.wrote(outcome, seconds, nbytes)
+    def _count(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        self._counts[f"{direction}s_{outcome}"] += 1
+        self._observer(direction, outcome, seconds, nbytes)
 
 
 def _outcome(error: Exception) -> str:

@@ -4,10 +4,10 @@ findings and raises nothing; each wait in one has a deadline."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     """How bad it is."""
 
     OK = "ok"

@@ -102,6 +102,11 @@ def test_small_changes_do_what_they_say():
     seams.absorb_latents(handlers)
     assert registered.keys() == {"torch_native"}
     assert registered["torch_native"](object(), object()) == "absorbed"
+    video = SimpleNamespace(_is_cpu_engine=lambda: False, _cuda_backend_enabled=None)
+    seams.decode_on_cpu(video)
+    assert video._is_cpu_engine() and video._cuda_backend_enabled is False
+    seams.leave_frames(video)
+    assert video.is_cpu()
 
 
 def test_a_module_that_moved_does_not_go_unnoticed(monkeypatch, caplog):

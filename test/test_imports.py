@@ -6,7 +6,7 @@
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
     wire, media, processes, checkpoint, config, errors, trust, deferred, machine, tally, lag,
-    spans, logs, unread
+    spans, logs, unread, http_client
     platform                      stands by itself beside all of them
 
 `sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
@@ -37,7 +37,7 @@ LAYERS = (
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
     {"wire", "media", "checkpoint", "config", "errors", "trust", "deferred"}
-    | {"processes", "machine", "tally", "lag", "spans", "logs", "unread"},
+    | {"processes", "machine", "tally", "lag", "spans", "logs", "unread", "http_client"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.

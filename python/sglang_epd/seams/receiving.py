@@ -75,9 +75,9 @@ def start(readers: int) -> None:
     settings = Settings.from_env()
     tally = Tally()
     if get_observability().enable_metrics:
-        from sglang_epd.observability.receiver import PrometheusTally
+        from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics
 
-        tally = PrometheusTally()
+        tally = PrometheusTally(ReceiverMetrics())
     engine = engines.started(get_disagg().encoder_transfer_backend)
     rundir.claim()
     budget_mb = settings.receive_budget_mb or share_mb()

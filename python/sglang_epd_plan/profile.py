@@ -1,0 +1,189 @@
+"""What work costs on a machine with a model: measured, or reckoned from published figures.
+
+Each cost is a straight line, with a square term for attention. Other costs (kernels that change
+with the batch, clocks that throttle) have to be near a line where the profile is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from sglang_epd.errors import ConfigError
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text, load
+
+
+class Pixels(Data, frozen=True):
+    """How pictures become patches and tokens.
+
+    Attributes:
+        patch_px: side of a patch.
+        merge: patches that make up one token.
+    """
+
+    patch_px: Positive
+    merge: Positive
+
+
+class Host(Data, frozen=True):
+    """Fetching, decoding and preprocessing, in threads beside the accelerator.
+
+    Attributes:
+        workers: items that are preprocessed at a time.
+    """
+
+    workers: Positive = 1
+    item_s: Cost = 0.0
+    patch_s: Cost = 0.0
+
+    def seconds(self, patches: float) -> float:
+        """Time of one item."""
+        return self.item_s + patches * self.patch_s
+
+
+class Tower(Data, frozen=True):
+    """One forward pass of the vision tower: `launch_s + sum(p patch_s + p^2 patch2_s)` over
+    its items of p patches each.
+
+    Attributes:
+        batch_patches, batch_items: bounds on one pass (`SGLANG_EPD_ENCODER_BATCH_*`).
+    """
+
+    patch_s: Cost
+    launch_s: Cost = 0.0
+    patch2_s: Cost = 0.0
+    batch_patches: Positive = 16_384
+    batch_items: Positive = 32
+
+    def seconds(self, items: Iterable[float]) -> float:
+        """Time of one pass over items, given by their patches."""
+        return self.launch_s + sum(
+            patches * (self.patch_s + patches * self.patch2_s) for patches in items
+        )
+
+
+class Encoder(Data, frozen=True):
+    """An encoder server.
+
+    Attributes:
+        gpus: accelerators of one server.
+        hit_s: time until a cached embedding is sent.
+        cache_mb: MiB of cached embeddings (`SGLANG_VLM_CACHE_SIZE_MB`); 0 for no cache.
+        max_items: items in work at a time; more are refused (`SGLANG_EPD_ENCODER_MAX_ITEMS`).
+    """
+
+    tower: Tower
+    host: Host = Host()
+    gpus: Rate = 1.0
+    hit_s: Cost = 0.0
+    cache_mb: Count = 0
+    max_items: Positive = 1024
+
+
+class Language(Data, frozen=True):
+    """A server that runs prefill, decode or both.
+
+    Attributes:
+        request_s: time from a request's arrival until its media are sent for; without media,
+            until it may be scheduled.
+        host: preprocessing, where the server encodes.
+        tower: encoding, likewise; prefill and decode wait meanwhile.
+        received_item_s: the scheduler's time for each embedding from an encoder.
+        prefill_token_s, prefill_context_s: time of each token, and of each token and token of
+            context before it.
+        decode_launch_s, decode_sequence_s, decode_context_s: time of a step, of each sequence
+            in it, and of each token of their contexts.
+        chunk_tokens: prompt tokens of one pass.
+        mixed: a pass prefills and decodes (vLLM); otherwise prompts go first and decoding waits
+            (SGLang).
+        shared_cores: the model's processor cores also receive requests and preprocess media, one
+            after the other. While the model runs, that work takes twice as long and delays the
+            model by its own time.
+        running: sequences that decode at a time.
+        kv_tokens: size of the KV cache.
+        prefix_cache: the KV of earlier prompts stays, as far as there is room, for prompts that
+            begin alike.
+        receive_mb: MiB for received embeddings (`SGLANG_EPD_RECEIVE_BUDGET_MB`); the default is
+            the least that a server takes by itself.
+    """
+
+    prefill_token_s: Cost
+    decode_launch_s: Cost
+    tower: Tower
+    host: Host = Host()
+    gpus: Rate = 1.0
+    request_s: Cost = 0.0
+    received_item_s: Cost = 0.0
+    prefill_launch_s: Cost = 0.0
+    prefill_context_s: Cost = 0.0
+    decode_sequence_s: Cost = 0.0
+    decode_context_s: Cost = 0.0
+    chunk_tokens: Positive = 8192
+    mixed: bool = False
+    shared_cores: bool = False
+    running: Positive = 256
+    kv_tokens: Positive = 1_000_000
+    prefix_cache: bool = True
+    receive_mb: Positive = 2048
+
+    def step_s(self, sequences: int, context: float) -> float:
+        """Time of one decode step; `context` is the tokens of all sequences together."""
+        return (
+            self.decode_launch_s
+            + sequences * self.decode_sequence_s
+            + context * self.decode_context_s
+        )
+
+
+class Links(Data, frozen=True):
+    """Embeddings go from encoders to language servers, KV from prefill to decode. Each server
+    sends and receives at the given rate, one transfer after the other."""
+
+    bytes_per_token: Positive
+    latency_s: Cost = 0.0
+    bytes_per_s: Rate = 1e12
+    kv_bytes_per_token: Count = 0
+    kv_latency_s: Cost = 0.0
+    kv_bytes_per_s: Rate = 1e12
+
+
+class Profile(Data, frozen=True):
+    """What work costs on one machine with one model.
+
+    Attributes:
+        source: where each figure comes from: the command that measured it, or the publication
+            and the reckoning.
+        gpu_hour_cost: of one accelerator, in any currency.
+    """
+
+    name: Text
+    source: tuple[Text, ...]
+    hardware: Text
+    model: Text
+    pixels: Pixels
+    encoder: Encoder
+    language: Language
+    links: Links
+    gpu_hour_cost: Cost = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("a profile has to state its source")
+
+
+def load_profile(name: str) -> Profile:
+    """A profile by its path, or by the name of a profile that ships with the package.
+
+    Raises:
+        ConfigError: there is no such profile, or the file is none.
+    """
+    path = Path(name)
+    if path.suffix:
+        return load(path, Profile)
+    shipped = files("sglang_epd_plan") / "data"
+    names = sorted(Path(one.name).stem.removeprefix("profile-") for one in shipped.iterdir())
+    if name not in names:
+        known = ", ".join(names)
+        raise ConfigError(f"no profile is called {name!r}: give a file, or one of {known}")
+    return load(Path(str(shipped / f"profile-{name}.json")), Profile)

@@ -362,6 +362,18 @@ def test_an_item_that_was_here_before_waits_for_the_prefix_cache_and_may_be_cove
     assert books.reservations.held_bytes == 0
 
 
+def test_the_layout_of_an_item_that_is_here_is_known():
+    books = Books()
+    books.serve("before", "b")
+    books.ledger._see(key("a"))
+    expect = books.expect("t", "??")
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    assert offered(books, "t", 1, "b") == wire.Decline("t", 1, wire.DECLINE_CACHED)
+    (outcome,) = books.ledger.take_outcomes()
+    assert outcome.laid == ((key("a"), LAYOUT), (key("b"), LAYOUT))
+
+
 def test_a_claim_may_come_after_the_offers():
     books = seen_before("a")
     expect = books.expect("t", "?")
@@ -387,6 +399,7 @@ def test_nobody_waits_long_for_a_prefix_cache_nor_where_there_is_none():
     expect = books.expect("t", "?")
     books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
     assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    assert isinstance(offered(books, "t", 0, "a", 4.0), wire.Wait), "it may be in a forward pass"
     books.ledger.expire(6.0)
     assert isinstance(offered(books, "t", 0, "a", 6.0), Block), "the scheduler is long in coming"
     books = Books(kept_pages=0)

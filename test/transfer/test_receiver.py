@@ -148,14 +148,17 @@ def test_an_item_is_written_by_a_transfer_engine(start_receiver, connect, connec
     assert receiver.tally.counts["payloads", "remote"] == 1
 
 
-def test_an_encoder_without_an_engine_delivers_otherwise(
-    start_receiver, connect, connect_scheduler
+@pytest.mark.parametrize("engine", ["", "another"])
+def test_an_encoder_without_the_receivers_engine_delivers_otherwise(
+    start_receiver, connect, connect_scheduler, engine
 ):
     receiver = start_receiver(engine=Engine())
     encoder, scheduler = connect(receiver), connect_scheduler()
     scheduler.expecting(items=2)
-    assert isinstance(encoder.grant(item=0, process="elsewhere/1/1").landing, wire.Inline)
-    shared = encoder.grant(item=1, process=host.this_process())
+    assert isinstance(
+        encoder.grant(item=0, process="elsewhere/1/1", engine=engine).landing, wire.Inline
+    )
+    shared = encoder.grant(item=1, process=host.this_process(), engine=engine)
     assert isinstance(shared.landing, wire.Shared)
     encoder.ask(wire.Payload("t", 1, shared.grant))
     assert receiver.tally.counts["payloads", "shared"] == 1

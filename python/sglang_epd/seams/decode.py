@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
@@ -168,8 +167,4 @@ def _refuse(request: Any, error: EpdError) -> NoReturn:
 
     if request.stream:
         raise ValueError(error.message) from None
-    try:
-        status = HTTPStatus(error.status)
-    except ValueError:  # 499 is not in the standard library's list
-        status = HTTPStatus.BAD_REQUEST
-    raise HTTPException(status_code=status, detail=error.message) from None
+    raise HTTPException(status_code=error.http_status, detail=error.message) from None

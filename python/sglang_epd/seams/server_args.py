@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
+from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles, tokenizer_workers
 
 # What the families call the number of a tower's attention heads.
@@ -178,7 +179,7 @@ def _check_heads(hf_config: Any, ranks: int) -> None:
         ConfigError: they do not.
     """
     holder = getattr(hf_config, "thinker_config", None) or hf_config
-    for tower in ("vision_config", "audio_config"):
+    for tower in TOWER_CONFIGS:
         config = getattr(holder, tower, None)
         heads = next(
             (getattr(config, name) for name in _HEADS if getattr(config, name, None)), None

@@ -18,7 +18,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from sglang_epd.checkpoint import served
@@ -204,9 +203,8 @@ class TokenizerSeam:
         outcome = await self._collect(request_obj, prompt)
         if not isinstance(outcome, EpdError):
             return outcome
-        known = outcome.status in set(HTTPStatus)
         # Not where the error was caught: with it the exception would keep the items alive.
-        raise HTTPException(outcome.status if known else HTTPStatus.BAD_REQUEST, outcome.message)
+        raise HTTPException(outcome.http_status, outcome.message)
 
     def cancel(self, rid: str = "", abort_all: bool = False) -> None:
         """After `abort_request`: encoders hear of it."""

@@ -356,16 +356,16 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
         "prefer_tokenized_input = False",
     ],
-    ("families/mistral3", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
+    ("families/differing", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
         "self.inner = self._get_sgl_processor_cls(vision_type)(",
     ],
-    ("families/glm4v", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
+    ("families/differing", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
         'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
         'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
         'self.VIDEO_START_TOKEN = "<|begin_of_video|>"',
         'self.VIDEO_END_TOKEN = "<|end_of_video|>"',
     ],
-    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor"): [
+    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
         'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
         "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",

@@ -46,16 +46,16 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "BaseMultimodalProcessor.compute_mrope_positions",
     ): "self input_ids mm_items",
     (
-        "families/internvl",
+        "families/differing",
         "multimodal.processors.internvl",
         "InternVLProcessor._ensure_placeholders_before_assistant",
     ): "self prompt placeholder want",
     (
-        "families/internvl",
+        "families/differing",
         "multimodal.processors.internvl",
         "InternVLProcessor._resolve_video_num_frames",
     ): "self requested num_videos text_len image_tile_cnt",
-    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
+    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
         "self text"
     ),
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.__getitem__"): "self idx",
@@ -171,7 +171,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): ("async self image_data input_text request_obj args kwargs"),
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
-    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
+    ("families/adapter", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
         "self server_args hf_config model_config"
     ),
     ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase.create_req"): (

@@ -21,7 +21,7 @@ import zmq
 
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
-from sglang_epd.families.processors import load_processor
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import LaidOut, ReceivedItem, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark

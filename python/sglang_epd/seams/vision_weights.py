@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from sglang_epd.families import family_of
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.names import prove_names
-from sglang_epd.families.processors import load_processor
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower

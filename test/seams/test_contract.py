@@ -222,19 +222,19 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "self._setup_routes()",
         "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
     ],
-    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/requests", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
         "else None )",
         "self.mm_receiver = create_mm_receiver(",
     ],
-    ("seams/tokenizer_workers", "entrypoints.http_server", "_setup_and_run_http_server"): [
+    ("seams/roles", "entrypoints.http_server", "_setup_and_run_http_server"): [
         "app_path = envs.SGLANG_HTTP_SERVER_APP_PATH.get()",
         "uvicorn.run(app_path, **uvicorn_options)",
     ],
-    ("seams/tokenizer_workers", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
+    ("seams/roles", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
         "start_pd_bootstrap_service=False",
     ],
-    ("seams/discovery", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, ) ",
         "self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host, "
         "port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) "
@@ -291,7 +291,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if self.pad_value is not None: return",
     ],
     (
-        "seams/embeddings",
+        "seams/prefix",
         "managers.scheduler_components.batch_result_processor",
         "SchedulerBatchResultProcessor",
     ): [
@@ -299,7 +299,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "req.multimodal_inputs.release_features()",
     ],
     (
-        "seams/embeddings",
+        "seams/prefix",
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): [

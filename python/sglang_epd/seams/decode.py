@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
-from sglang_epd.seams import discovery, roles, tracing
+from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire import ItemLayout
 
@@ -56,7 +56,7 @@ def set_up(manager: Any) -> None:
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,
-        ask=LayoutClient(discovery.trust().token, settings.request_timeout_s).ask,
+        ask=LayoutClient(bootstrap.trust().token, settings.request_timeout_s).ask,
         modalities={member.name: member for member in Modality},
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,

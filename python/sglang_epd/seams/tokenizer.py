@@ -47,16 +47,15 @@ from sglang_epd.observability.dispatch import PrometheusDispatchTally
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
-    discovery,
     headers,
     receiving,
     roles,
     rundir,
     tracing,
 )
-from sglang_epd.seams.leaving import aborted_when_left
-from sglang_epd.seams.options import plan_without_options
+from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.prompt import lays_out
+from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire import EncodeItem, Expect
 
@@ -346,14 +345,14 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move
-    discovery.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
+    bootstrap.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 
 
 def _dispatcher(
     settings: Settings, pool: Pool, costs: Costs, tally: PrometheusDispatchTally
 ) -> Dispatcher:
-    trust = discovery.trust()
+    trust = bootstrap.trust()
     return Dispatcher(
         EncoderClient(trust.token, trust.client_ssl()),
         pool,

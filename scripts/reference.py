@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,8 +22,7 @@ from typer.core import TyperGroup
 
 from sglang_epd import config
 from sglang_epd.cli.main import app
-from sglang_epd.config import Declared
-from sglang_epd.media import limits
+from sglang_epd.config import Settings
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.observability.language import (
     DecisionMetrics,
@@ -34,6 +34,29 @@ from sglang_epd.observability.language import (
 )
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+class Declared(NamedTuple):
+    """One setting, as people are told of it.
+
+    Attributes:
+        variable: its name in the environment.
+        values: what it takes.
+        default: as it would be typed; empty for none.
+        servers: which read it.
+        text: what it does.
+    """
+
+    variable: str
+    values: str
+    default: str
+    servers: str
+    text: str
+
+
+# A setting in the docstring of `Settings`: its name, the servers that read it, its text.
+_SETTING = re.compile(r"^ {4}(\w+)(?: \[(.+?)\])?: (.+?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL)
+_DECODING = "encoders; language with `--enable-adaptive-dispatch-to-encoder`"
 # Read by `plugin`, by SGLang, and before any setting is.
 _SWITCHES = (
     Declared("SGLANG_EPD", "on, off", "on", "all", "`off`: SGLang's own EPD, unchanged."),
@@ -83,12 +106,30 @@ _COMMAND_HEAD = """# The sglang-epd command
 """  # noqa: E501
 
 
+def declared() -> list[Declared]:
+    """All of `Settings`, in their order."""
+    told = {
+        name: (servers or _DECODING, " ".join(text.split()))
+        for name, servers, text in _SETTING.findall(inspect.cleandoc(Settings.__doc__ or ""))
+    }
+    return [
+        Declared(
+            name, config.bounds(one.type).title or "", config.typed(one.default), *told[one.name]
+        )
+        for name, one in config.variables().items()
+    ]
+
+
+def _of_media(one: Declared) -> bool:
+    return one.variable.startswith("SGLANG_EPD_MEDIA_")
+
+
 def settings_page() -> str:
     """docs/settings.md."""
     parts = [
         ("Switches", _SWITCHES),
-        ("Requests, encoders and stores", config.declared()),
-        ("Media", limits.declared()),
+        ("Requests, encoders and stores", [one for one in declared() if not _of_media(one)]),
+        ("Media", [one for one in declared() if _of_media(one)]),
     ]
     tables = (f"## {title}\n\n{_table(rows)}" for title, rows in parts)
     return _SETTINGS_HEAD + "\n".join(tables)

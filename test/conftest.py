@@ -60,9 +60,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def recorded(monkeypatch):
     """Our spans go to a provider of this test's (`spans.Recorded`)."""
-    from sglang_epd.observability import tracing
+    from sglang_epd import spans
     from spans import Recorded
 
     recorded = Recorded()
-    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: recorded.provider)
+    monkeypatch.setattr(spans.trace, "get_tracer_provider", lambda: recorded.provider)
     return recorded

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from sglang_epd.observability.tracing import TracedSpan
+from sglang_epd.spans import Span
 
 
 class Recorded:
@@ -23,7 +23,7 @@ class Recorded:
         self.provider = TracerProvider(shutdown_on_exit=False)
         self._exporter = InMemorySpanExporter()
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.root = TracedSpan(self.provider.get_tracer("SGLang's").start_span("Req"))
+        self.root = Span(self.provider.get_tracer("SGLang's").start_span("Req"))
 
     @property
     def ended(self) -> list[ReadableSpan]:

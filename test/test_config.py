@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import reference
 import sglang_epd
 from sglang_epd import config
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
-from sglang_epd.media import MediaLimits, limits
+from sglang_epd.media import MediaLimits
 
 PACKAGE = Path(sglang_epd.__file__).parent
 
@@ -148,11 +149,20 @@ def test_every_variable_that_the_package_reads_is_known():
         Settings.from_env({name: valid.get(name, "1")})
 
 
-def test_media_variables_are_checked_where_they_are_read():
-    env = {"SGLANG_EPD_MEDIA_NO_SUCH_LIMIT": "1"}
-    Settings.from_env(env)
-    with pytest.raises(ConfigError, match="SGLANG_EPD_MEDIA_NO_SUCH_LIMIT"):
-        MediaLimits.from_env(env)
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MAX_BODY_MB", "0", "whole number, at least 1"),
+        ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
+        ("CHECKSUM", "blake3", "on, off"),
+        ("LOG_FORMAT", "xml", "text, json"),
+        ("MEDIA_MAX_MB", "many", "a number of MiB, more than 0, less than 1e+12"),
+    ],
+)
+def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expected):
+    with pytest.raises(ConfigError) as refused:
+        Settings.from_env({f"SGLANG_EPD_{name}": value})
+    assert str(refused.value) == f"SGLANG_EPD_{name}={value!r}: expected {expected}"
 
 
 def test_a_token_is_not_shown():
@@ -189,6 +199,7 @@ def test_a_file_is_read_and_the_environment_counts_before_it(tmp_path):
         request_timeout_s=7.0,
         store_timeout_ms=12.5,
         max_body_mb=4,
+        media_allowed_networks=("10.0.0.0/8", "192.168.0.0/16"),
     )
     assert MediaLimits.from_env(env).allowed_networks == ("10.0.0.0/8", "192.168.0.0/16")
 
@@ -228,9 +239,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_what_is_declared_is_what_is_read():
-    for one in [*config.declared(), *limits.declared()]:
+    for one in reference.declared():
         assert one.text
         assert one.servers
-        reads = MediaLimits if one.key.startswith("media_") else Settings
         if one.default:
-            assert reads.from_env({one.variable: one.default}) == reads()
+            assert Settings.from_env({one.variable: one.default}) == Settings()

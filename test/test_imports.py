@@ -42,7 +42,7 @@ LAYERS = (
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
-SIDEWAYS |= {("processes", "errors")}
+SIDEWAYS |= {("processes", "errors"), ("spans", "errors")}
 # The schema of settings is one.
 SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
@@ -186,12 +186,10 @@ def test_hooks_are_made_where_all_of_them_are_listed():
     assert {found.importer for found in everything() if found.module in made} == {"plugin.py"}
 
 
-def test_tracing_is_imported_where_requests_are_traced_only():
+def test_of_opentelemetry_its_interface_is_used_alone():
     by = [found for found in everything() if found.module.split(".")[0] == "opentelemetry"]
-    assert {found.importer for found in by} == {"observability/tracing.py"}
-    asked = [found for found in everything() if "sglang_epd.observability.tracing" in found.module]
-    assert asked
-    assert not [str(found) for found in asked if found.at_import]
+    assert {found.importer for found in by} == {"spans.py"}
+    assert not [str(found) for found in by if found.module.startswith("opentelemetry.sdk")]
 
 
 def test_nothing_is_pickled_on_a_wire():
@@ -228,7 +226,7 @@ def test_the_dependencies_are_declared():
     """Whatever is imported from outside is in pyproject.toml."""
     text = (ROOT.parents[1] / "pyproject.toml").read_text()
     names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
-    names["yaml"] = "pyyaml"
+    names |= {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
     brought = {"yarl": "aiohttp", "starlette": "fastapi"}
     brought |= dict.fromkeys(
         ("huggingface_hub", "torchaudio", "torchcodec", "transformers"), "sglang"

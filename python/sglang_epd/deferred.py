@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 Change = Callable[[ModuleType], None]
 
@@ -26,7 +27,8 @@ def when_imported(name: str, change: Change) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; wraps the loader that the finders after it give for one name.
+    """Finds nothing itself; has the loader that the finders after it give for one name run
+    the change behind the module's own code.
 
     It goes when the module has run, not when it was found: a module is also looked for
     by those who only ask whether it exists, and an import may fail.
@@ -44,30 +46,18 @@ class _Watch(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _ChangingLoader(spec.loader, self._imported)
+                # Of a source file, and made for this import.
+                loader: Any = spec.loader
+                if loader is not None:
+                    loader.exec_module = self._and_change(loader.exec_module)
                 return spec
         return None
 
-    def _imported(self, module: ModuleType) -> None:
-        # In this order: a change that refuses the module refuses it each time.
-        self._change(module)
-        sys.meta_path.remove(self)
+    def _and_change(self, run: Change) -> Change:
+        def execute(module: ModuleType) -> None:
+            run(module)
+            # In this order: a change that refuses the module refuses it each time.
+            self._change(module)
+            sys.meta_path.remove(self)
 
-
-class _ChangingLoader(Loader):
-    """Runs a change after the module's own code; all else is the wrapped loader's."""
-
-    def __init__(self, loader: Loader, change: Change) -> None:
-        self._loader = loader
-        self._change = change
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._change(module)
+        return execute

@@ -23,6 +23,8 @@ succeed where this one failed. Messages never hold media, credentials or tokens.
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 
 class EpdError(Exception):
     """Base of all errors that this package raises on purpose.
@@ -44,6 +46,11 @@ class EpdError(Exception):
     def code(self) -> str:
         """The class name, as it crosses the wire."""
         return type(self).__name__
+
+    @property
+    def http_status(self) -> HTTPStatus:
+        """The status as SGLang takes it: 499 is not in the standard library's list."""
+        return HTTPStatus(self.status) if self.status != 499 else HTTPStatus.BAD_REQUEST
 
 
 class ConfigError(EpdError, ValueError):

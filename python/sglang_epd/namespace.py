@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 # A tower's name wins: "vision_model.model.layers." holds a mark of both.
 _TOWERS = ("visual", "vision", "audio")
 _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
-_TOWER_CONFIGS = ("vision_config", "audio_config")
-# A language model's own configuration, where it has one.
-_LANGUAGE_CONFIGS = frozenset({"text_config", "llm_config", "language_config"})
+# What configurations call a tower's, and the language model's own, where it has one.
+TOWER_CONFIGS = ("vision_config", "audio_config")
+LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
 # What a checkpoint's configuration says of other things than its model; the language model
 # may be quantised on one server and not on the other.
 _INCIDENTAL = frozenset(
@@ -46,9 +46,7 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
     digest = blake3()
     config = hf_config.to_dict()
     towers = {
-        key: config[key]
-        for key in ("architectures", "model_type", *_TOWER_CONFIGS)
-        if key in config
+        key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
     }
     digest.update(json.dumps([MAJOR, dtype, towers], sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
@@ -131,8 +129,8 @@ def _joints(config: dict[str, Any]) -> dict[str, Any]:
     """
     # An Omni's, whose towers are configured there; its other parts speak.
     thinker = config.get("thinker_config")
-    inner, known = (config, _TOWER_CONFIGS) if thinker is None else (thinker, ())
-    if _LANGUAGE_CONFIGS.isdisjoint(inner):
+    inner, known = (config, TOWER_CONFIGS) if thinker is None else (thinker, ())
+    if not any(name in inner for name in LANGUAGE_CONFIGS):
         return {}
-    left_out = {*_LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
+    left_out = {*LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
     return {key: value for key, value in inner.items() if key not in left_out}

@@ -14,11 +14,8 @@ from typing import Any
 from sglang_epd.seams import (
     bootstrap,
     contract,
-    discovery,
-    embeddings,
     headers,
     hooks,
-    parts,
     prefix,
     requests,
     roles,
@@ -81,7 +78,7 @@ HOOKS = (
     # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
-    Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", discovery.BootstrapPlace),
+    Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", bootstrap.BootstrapPlace),
     # ... tokenizer process: large media are read in a thread, before the request is begun.
     Hook(_TOKENIZER, "TokenizerManager.generate_request", "around", requests.around("read_first")),
     # ... tokenizer process: how late its event loop is.
@@ -139,19 +136,19 @@ HOOKS = (
     Hook(_POLICY, "PrefillAdder.add_one_req", "around", prefix.add_one),
     Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
     # ... schedulers: embeddings are given back as soon as SGLang is done with them.
-    Hook(_BATCH, "MultimodalInputs.release_features", "after", embeddings.drop),
+    Hook(_BATCH, "MultimodalInputs.release_features", "after", prefix.drop),
     Hook(
         _PREFILL,
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
         "after",
-        embeddings.release_sent,
+        prefix.release_sent,
     ),
     # --language-only prefill, tokenizer process: layouts, for the decode servers.
     Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),
     # Decode, tokenizer process: prompts are laid out by what the prefill server knows.
     # --language-only: our dispatcher gets the parts of the manager.
     # SGLANG_EPD_CONTENT_IDENTITY: a server that encodes itself names media as encoders do.
-    Hook(_TOKENIZER, "TokenizerManager.init_disaggregation", "after", parts.made),
+    Hook(_TOKENIZER, "TokenizerManager.init_disaggregation", "after", requests.made),
     # Prefill and decode, --enable-trace: one trace on both.
     Hook(_STATS, "APIServerReqTimeStats.set_created_time", "around", tracing.begin_root),
     Hook(_TRACE, "TraceCustomIdGenerator.generate_trace_id", "around", tracing.trace_id),

@@ -27,7 +27,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.media import MediaSource
-from sglang_epd.observability import tracing
+from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR, seal
 from sglang_epd.wire.http import CONTENT_TYPE, EncodeReply, ErrorReply, decode_body, encode_body
@@ -564,7 +564,7 @@ async def test_without_the_token_urls_are_nobodys_business(serve, http, service,
 
 
 async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, asking):
-    url = await serve(begin_span=partial(tracing.begin, "epd_encode"))
+    url = await serve(begin_span=partial(begin, "epd_encode"))
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for told in (parent, "garbage", "00-" + "a" * 6000, "\xff"):
         status, _, _ = await post(http, url, encode_body(asking(b"x")), traceparent=told)
@@ -578,7 +578,7 @@ async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, as
 
 
 async def test_who_has_no_token_writes_no_trace(serve, http, recorded, asking):
-    url = await serve("secret", begin_span=partial(tracing.begin, "epd_encode"))
+    url = await serve("secret", begin_span=partial(begin, "epd_encode"))
     status, _, _ = await post(http, url, encode_body(asking(b"x")))
     assert status == 401
     assert not recorded.ended

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from sglang_epd import spans
 from sglang_epd.errors import MediaError, NamespaceError
-from sglang_epd.observability import tracing
 from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline
 from spans import is_part_of, said
 
@@ -17,7 +17,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 @pytest.fixture
 def encode(service, recorded):
     async def run(request):
-        with tracing.begin("epd_encode", {"traceparent": PARENT}) as span:
+        with spans.begin("epd_encode", {"traceparent": PARENT}) as span:
             return await service.encode(request, span=span)
 
     return run

@@ -121,7 +121,7 @@ def main() -> None:
     from sglang_epd.decoding import Decoders
     from sglang_epd.encoder.adapted import AdaptedPreparer
     from sglang_epd.families import family_of
-    from sglang_epd.families.processors import load_processor
+    from sglang_epd.families.adapter import load_processor
     from sglang_epd.families.proof import adapt
     from sglang_epd.media import MediaLimits
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
-from sglang_epd.media.limits import NO_LIMIT
+from sglang_epd.media.limits import MAX_JPEG_2000_PIXELS, NO_LIMIT
 
 
 def test_defaults_stand_where_nothing_is_set() -> None:
@@ -52,12 +53,13 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("NO_SUCH_LIMIT", "1"),
         ("MAX_MB", "many"),
         ("MAX_MB", "0"),
         ("MAX_MB", "-1"),
         ("MAX_MB", "inf"),
         ("MAX_MB", "nan"),
-        ("MAX_PIXELS", "1e6"),
+        ("MAX_PIXELS", "a few"),
         ("MAX_PIXELS", "0"),
         ("MAX_VIDEO_FRAMES", "0"),
         ("MAX_VIDEO_PIXELS", "1.5"),
@@ -109,3 +111,9 @@ def test_the_flags_hosts_are_exact() -> None:
     assert (limits.allowed_hosts, limits.allowed_domains) == (("a.example", "::1"), ())
     with pytest.raises(ConfigError, match=r"https://a\.example"):
         MediaLimits.from_env({}, hosts=["https://a.example"])
+
+
+def test_what_people_are_told_of_jpeg_2000_is_so() -> None:
+    assert f"JPEG 2000 may claim {MAX_JPEG_2000_PIXELS} at most" in " ".join(
+        (Settings.__doc__ or "").split()
+    )

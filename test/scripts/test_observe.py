@@ -16,8 +16,8 @@ import observe
 from observing import prometheus
 from observing.collector import Seen, collecting
 from observing.picture import draw, ordered
-from sglang_epd.observability import tracing
-from sglang_epd.observability.tracing import TracedSpan
+from sglang_epd import spans
+from sglang_epd.spans import Span
 
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     not prometheus.installed(), reason="prometheus and promtool are not in PATH"
@@ -34,12 +34,12 @@ def test_what_a_server_exports_arrives_as_it_was(monkeypatch):
         provider = TracerProvider(
             resource=Resource.create({"service.name": "encoder"}), shutdown_on_exit=False
         )
-        monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
+        monkeypatch.setattr(spans.trace, "get_tracer_provider", lambda: provider)
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         root = provider.get_tracer("ours").start_span("Req")
         with (
-            TracedSpan(root) as span,
+            Span(root) as span,
             span.child("epd_item", items=[0, 1], source="cached") as item,
         ):
             item.fail("MediaError", "cut off")

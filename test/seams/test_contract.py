@@ -222,19 +222,19 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "self._setup_routes()",
         "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
     ],
-    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/requests", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
         "else None )",
         "self.mm_receiver = create_mm_receiver(",
     ],
-    ("seams/tokenizer_workers", "entrypoints.http_server", "_setup_and_run_http_server"): [
+    ("seams/roles", "entrypoints.http_server", "_setup_and_run_http_server"): [
         "app_path = envs.SGLANG_HTTP_SERVER_APP_PATH.get()",
         "uvicorn.run(app_path, **uvicorn_options)",
     ],
-    ("seams/tokenizer_workers", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
+    ("seams/roles", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
         "start_pd_bootstrap_service=False",
     ],
-    ("seams/discovery", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
+    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
         "from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, ) ",
         "self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host, "
         "port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) "
@@ -291,7 +291,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if self.pad_value is not None: return",
     ],
     (
-        "seams/embeddings",
+        "seams/prefix",
         "managers.scheduler_components.batch_result_processor",
         "SchedulerBatchResultProcessor",
     ): [
@@ -299,7 +299,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "req.multimodal_inputs.release_features()",
     ],
     (
-        "seams/embeddings",
+        "seams/prefix",
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): [
@@ -356,16 +356,16 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
         "prefer_tokenized_input = False",
     ],
-    ("families/mistral3", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
+    ("families/differing", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
         "self.inner = self._get_sgl_processor_cls(vision_type)(",
     ],
-    ("families/glm4v", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
+    ("families/differing", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
         'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
         'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
         'self.VIDEO_START_TOKEN = "<|begin_of_video|>"',
         'self.VIDEO_END_TOKEN = "<|end_of_video|>"',
     ],
-    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor"): [
+    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
         'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
         "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",

@@ -1,7 +1,10 @@
-"""Which servers must have every hook, and when that is seen."""
+"""Which servers must have every hook, and when that is seen; and tokenizer workers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +60,47 @@ def test_where_all_holds_nothing_is_said(monkeypatch, caplog):
     for flags in (ENCODER, LANGUAGE, DECODE, OTHER):
         publish(**flags)
     assert not caplog.records
+
+
+VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+NAME = "sglang_epd.seams.roles:app"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+
+
+def test_workers_begin_here():
+    roles.announce_workers()
+    roles.announce_workers()
+    assert os.environ[VARIABLE] == NAME
+
+
+def test_another_application_is_not_silently_replaced(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "mine:app")
+    with pytest.raises(ConfigError, match="mine:app"):
+        roles.announce_workers()
+    assert os.environ[VARIABLE] == "mine:app"
+
+
+def test_it_has_nothing_else():
+    with pytest.raises(AttributeError):
+        _ = roles.application
+
+
+@pytest.mark.servers  # imports what such a worker does
+def test_the_application_is_sglangs_with_the_plugins_loaded_before():
+    """As the HTTP server asks for it, in a process that has loaded nothing yet."""
+    code = (
+        "import sys\n"
+        "from uvicorn.importer import import_from_string\n"
+        f"app = import_from_string({NAME!r})\n"
+        "from sglang.srt import plugins\n"
+        "from sglang.srt.entrypoints import http_server\n"
+        "from sglang.srt.disaggregation.encoder import receiver\n"
+        "assert app is http_server.app and plugins._plugins_loaded\n"
+        "assert receiver.EncoderBootstrapServer.__name__ == 'BootstrapPlace'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -22,7 +22,7 @@ from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
 from sglang_epd.cli.topology import LOOPBACK, Plan, Shape, plan
-from sglang_epd.config import CONFIG_FILE, Settings, read_file, variables
+from sglang_epd.config import CONFIG_FILE, Settings, from_file, read_file
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
 
@@ -316,7 +316,7 @@ def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]
         name, sign, value = typed.partition("=")
         if not sign:
             raise ConfigError(f"--set {typed}: expected NAME=VALUE")
-        env |= variables({name: value}, "--set")
+        env |= from_file({name: value}, "--set")
     return env
 
 

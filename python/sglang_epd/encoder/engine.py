@@ -30,8 +30,8 @@ from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.videos import can_be_read
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.expansion import IMAGE, VIDEO
-from sglang_epd.families.processors import load_processor
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits

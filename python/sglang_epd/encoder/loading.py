@@ -14,16 +14,14 @@ Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEnc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
-from sglang_epd.families.reading import tensors_other_than
-from sglang_epd.namespace import of_language_model
+from sglang_epd.families.reading import changed, tensors_other_than
+from sglang_epd.namespace import LANGUAGE_CONFIGS, of_language_model
 
-# What configurations call the language model's.
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # Of a language model that says nothing; the id of its padding has to be in its vocabulary.
 _NOTHING = {"num_hidden_layers": 1, "vocab_size": 64, "pad_token_id": 0}
 
@@ -53,22 +51,12 @@ def without_language_model() -> Iterator[None]:
         server.load_model = load
 
 
-@contextmanager
-def _nothing_to_say(hf_config: Any) -> Iterator[None]:
+def _nothing_to_say(hf_config: Any) -> AbstractContextManager[None]:
     """The language model's configuration, next to nothing while the model is built."""
-    found = [getattr(hf_config, name, None) for name in _TEXT_CONFIGS]
+    found = [getattr(hf_config, name, None) for name in LANGUAGE_CONFIGS]
     # SGLang may have copied its fields to the whole model's, and some models read those.
     configs = [config for config in (hf_config, *found) if hasattr(config, "num_hidden_layers")]
-    changed: list[tuple[Any, str, Any]] = []
-    for config in configs:
-        for field, value in _NOTHING.items():
-            changed.append((config, field, getattr(config, field, None)))
-            setattr(config, field, value)
-    try:
-        yield
-    finally:
-        for config, field, value in reversed(changed):
-            setattr(config, field, value)
+    return changed((one, field, value) for one in configs for field, value in _NOTHING.items())
 
 
 def _empty(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from sglang_epd import logs
+from sglang_epd import logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings
@@ -253,13 +253,11 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
     endpoint, modules = told.otlp_traces_endpoint, told.trace_modules
     process_tracing_init(endpoint, told.otlp_service_name, trace_modules=modules)
-    from sglang_epd.observability import tracing
-
     # Later than the provider's own, so before it.
-    atexit.register(tracing.close, _EXPORT_S)
+    atexit.register(spans.close, _EXPORT_S)
     if get_global_trace_level() <= 0 or "request" not in modules.split(","):
         return lambda _headers: OFF
-    return partial(tracing.begin, "epd_encode")
+    return partial(spans.begin, "epd_encode")
 
 
 def _open_urls(

@@ -17,9 +17,19 @@ from typing import Any
 import torch
 
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
-from sglang_epd.families.expansion import IMAGE, VIDEO, LaidOut, Part, insert, read, spread
+from sglang_epd.families.expansion import (
+    GRIDS,
+    IMAGE,
+    VIDEO,
+    LaidOut,
+    Part,
+    Seen,
+    insert,
+    read,
+    seen_in,
+    spread,
+)
 from sglang_epd.families.family import Family
-from sglang_epd.families.seeing import GRIDS, Seen, seen_in
 
 # What a processor's output has of each prompt; all else is the same for all of them.
 _OF_THE_PROMPT = {
@@ -272,3 +282,18 @@ def constants_of(output: Any) -> dict[str, Any]:
             raise MediaError(f"its processor makes {name} of the media")
         constants[name] = value
     return constants
+
+
+def load_processor(server_args: Any, model_config: Any) -> Any:
+    """The processor that SGLang has registered for the model, in a process that has none.
+
+    Leans on the in-tree `disaggregation.encoder.receiver.MMReceiverBase._init_mm_processor`,
+    which the schedulers of a language server use.
+    """
+    from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
+
+    host = SimpleNamespace(mm_processor=None)
+    MMReceiverBase._init_mm_processor(
+        host, server_args, model_config.hf_config, model_config=model_config
+    )
+    return host.mm_processor

@@ -13,11 +13,38 @@ from typing import Any, ClassVar
 
 from sglang_epd.families.expansion import IMAGE, VIDEO, Part
 
+# The architectures that SGLang's in-tree EPD knows. They say themselves what an encoder-only and
+# a language-only server leave out (`encoder_only` and `language_only` of their configuration),
+# and their processors lay a prompt out from grids (`get_validated_mm_data`). A contract test
+# compares this with `arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation`.
+IN_TREE = frozenset(
+    {
+        "Dots3NoteForCausalLM",
+        "Glm5NextForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+        "KimiK3ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
+        "MiMoV2ForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "MuseSparkForConditionalGeneration",
+        "Qwen2AudioForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+
 
 class Family:
     """How SGLang's processor of a family reads a prompt, apart from what it makes of media.
 
-    A subclass names its architectures, says why it differs, and is its module's `FAMILY`.
+    A subclass (`differing`) names its architectures, and says why it differs.
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()

@@ -19,10 +19,9 @@ from PIL import Image
 
 from sglang_epd.errors import ConfigError, EpdError
 from sglang_epd.families.adapter import Adapter, constants_of
-from sglang_epd.families.expansion import IMAGE, VIDEO
+from sglang_epd.families.expansion import IMAGE, VIDEO, Seen
 from sglang_epd.families.family import Family
 from sglang_epd.families.films import drawn
-from sglang_epd.families.seeing import Seen
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors SGLang's loader sees.
+"""Which of a checkpoint's tensors, and of a configuration, SGLang's loader sees.
 
 Leans on `model_loader.loader.DefaultModelLoader` (`_prepare_weights`, `_get_all_weights`).
 Whether a tensor that is left out is read all the same, where it shares a file with others,
@@ -7,7 +7,7 @@ is the loader's: mapped into memory, as by default, it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,21 @@ def tensors_other_than(left_out: Callable[[str], bool]) -> Iterator[None]:
     finally:
         DefaultModelLoader._prepare_weights = prepare
         DefaultModelLoader._get_all_weights = read
+
+
+@contextmanager
+def changed(fields: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Meanwhile objects have other values: of (object, attribute, value)."""
+    before = []
+    for config, field, value in fields:
+        before.append((config, field, getattr(config, field, None)))
+        setattr(config, field, value)
+    try:
+        yield
+    finally:
+        # The latter of two names of one field was set after the former.
+        for config, field, value in reversed(before):
+            setattr(config, field, value)
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -343,15 +343,7 @@ class Backend:
         # laid out may have none.
         if request.input_ids is None:
             request.input_ids = array("q")
-        return self._abortable(request), error.message, http_status(error)
-
-
-def http_status(error: EpdError) -> HTTPStatus:
-    """As SGLang takes it."""
-    try:
-        return HTTPStatus(error.status)
-    except ValueError:  # 499 is not in the standard library's list
-        return HTTPStatus.BAD_REQUEST
+        return self._abortable(request), error.message, error.http_status
 
 
 def _split_batch(received: Any) -> list[Any]:

@@ -27,7 +27,7 @@ import torch
 
 from sglang_epd.errors import EpdError, MediaError, from_code
 from sglang_epd.language.assembly import Rows
-from sglang_epd.language.backend import Failure, Leader, http_status
+from sglang_epd.language.backend import Failure, Leader
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.wire.messages import Expect, Settled
 
@@ -242,7 +242,7 @@ class Gate:
     def _fail(self, request: Any, error: EpdError) -> Failure:
         self._unlock(request.rid)
         self._queue.discard(request)
-        return request, error.message, http_status(error)
+        return request, error.message, error.http_status
 
     def _ask(self, request: Any, resting: Resting, missing: set[int]) -> None:
         """Have the missing items sent for, or tell that there are none."""

@@ -1,18 +1,114 @@
-"""A prefill server's layouts, served beside SGLang's bootstrap routes.
+"""What stands in place of SGLang's bootstrap server for encoders, and beside the routes of the
+one of prefill servers.
 
-Leans on `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every
-transfer backend's bootstrap server runs in its constructor, before its thread starts to
-serve `self.app` (aiohttp).
+Leans on `TokenizerManager.init_disaggregation`, which makes an
+`EncoderBootstrapServer(host=, port=, urls=)` right before the multimodal receiver. It
+comes too early: nobody may register before this server's identity is known. And on
+`disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every transfer
+backend's bootstrap server runs in its constructor, before its thread starts to serve
+`self.app` (aiohttp).
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_epd.dispatch.pool import Pool
+    from sglang_epd.dispatch.watcher import Watcher
     from sglang_epd.language.layouts import Board
+    from sglang_epd.trust import Trust
 
 _BOARD = "_sglang_epd_layouts"
+
+
+class BootstrapPlace:
+    """Stands in for `EncoderBootstrapServer`: keeps where it would listen.
+
+    Args:
+        urls: as typed (`--encoder-urls`).
+    """
+
+    # What `start` is to serve; SGLang makes one in a process.
+    latest: BootstrapPlace | None = None
+
+    def __init__(self, host: str, port: int, urls: list[str] | None = None) -> None:
+        self.host = host
+        self.port = port
+        self.urls = list(urls or ())
+        self.watcher: Watcher | None = None
+        self._pool: Pool | None = None
+        BootstrapPlace.latest = self
+
+    def list_urls(self) -> list[str]:
+        """All encoders that are known."""
+        return self.urls if self._pool is None else self._pool.urls()
+
+    def close(self) -> None:
+        """Nobody can register any more."""
+        if self.watcher is not None:
+            self.watcher.close()
+
+    def watch(
+        self, pool: Pool, trust: Trust, secret: bytes, observe_lag: Callable[[float], None]
+    ) -> Watcher:
+        """Fill `pool`, and keep it true, from now on."""
+        from sglang_epd.dispatch.watcher import Watcher
+
+        watcher = Watcher(
+            pool,
+            self.urls,
+            self.host,
+            self.port,
+            trust,
+            secret=secret,
+            observe_lag=observe_lag,
+        )
+        watcher.start()
+        self.watcher, self._pool = watcher, pool
+        # Encoders then hear that nobody listens, and do not wait for an answer.
+        atexit.register(watcher.close)
+        return watcher
+
+
+def trust() -> Trust:
+    """Whom this server believes, and what it shows.
+
+    Raises:
+        ConfigError: a setting that cannot be honoured.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    from sglang_epd.config import Settings
+    from sglang_epd.trust import Trust
+
+    return Trust.of(Settings.from_env().token, get_serving())
+
+
+def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: None) -> Watcher:
+    """Find this server's encoders, for as long as its tokenizer process lives.
+
+    To be called once `pool` is there, in the process where SGLang has asked for its
+    bootstrap server.
+
+    Args:
+        observe_lag: told how late the event loop is that watches them.
+
+    Raises:
+        ConfigError: the port, a URL or a certificate cannot be used.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    from sglang_epd.seams import rundir
+
+    place = BootstrapPlace.latest
+    assert place is not None, "SGLang makes it before the multimodal receiver"
+    alone = get_serving().tokenizer_worker_num == 1
+    secret = b"" if alone else hashlib.sha256(b"epd discovery" + rundir.secret()).digest()
+    return place.watch(pool, trust(), secret, observe_lag)
 
 
 def serve_layouts(_result: None, server: Any) -> None:
@@ -31,11 +127,10 @@ def serve_layouts(_result: None, server: Any) -> None:
         return
     from sglang_epd.language.layout_route import PATH, LayoutRoute
     from sglang_epd.language.layouts import Board
-    from sglang_epd.seams import discovery
 
     board = Board()
     setattr(server, _BOARD, board)
-    server.app.router.add_get(PATH, LayoutRoute(board, discovery.trust()).handle)
+    server.app.router.add_get(PATH, LayoutRoute(board, trust()).handle)
 
 
 def board_of(server: Any) -> Board | None:

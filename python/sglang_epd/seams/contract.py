@@ -46,16 +46,16 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "BaseMultimodalProcessor.compute_mrope_positions",
     ): "self input_ids mm_items",
     (
-        "families/internvl",
+        "families/differing",
         "multimodal.processors.internvl",
         "InternVLProcessor._ensure_placeholders_before_assistant",
     ): "self prompt placeholder want",
     (
-        "families/internvl",
+        "families/differing",
         "multimodal.processors.internvl",
         "InternVLProcessor._resolve_video_num_frames",
     ): "self requested num_videos text_len image_tile_cnt",
-    ("families/internvl", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
+    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
         "self text"
     ),
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.__getitem__"): "self idx",
@@ -136,9 +136,9 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "self params"
     ),
     ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.unlock"): "self lock",
-    ("seams/embeddings", "managers.schedule_batch", "MultimodalInputs.release_features"): "self",
+    ("seams/prefix", "managers.schedule_batch", "MultimodalInputs.release_features"): "self",
     (
-        "seams/embeddings",
+        "seams/prefix",
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): "self rids_to_check",
@@ -161,7 +161,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
         "self"
     ),
-    ("seams/parts", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
+    ("seams/requests", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
         "self start_pd_bootstrap_service"
     ),
     (
@@ -171,7 +171,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ): ("async self image_data input_text request_obj args kwargs"),
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
     ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
-    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
+    ("families/adapter", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
         "self server_args hf_config model_config"
     ),
     ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase.create_req"): (
@@ -242,13 +242,13 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("encoder/server", "utils", "configure_logger"): "server_args prefix",
     ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
     ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer"): (
+    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer"): (
         "host port urls health_check_interval health_check_timeout evicted_ttl"
     ),
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.list_urls"): (
+    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer.list_urls"): (
         "self"
     ),
-    ("seams/discovery", "disaggregation.encoder.receiver", "EncoderBootstrapServer.close"): "self",
+    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer.close"): "self",
     **{
         ("encoder and seams", "runtime_context", name): ""
         for name in (

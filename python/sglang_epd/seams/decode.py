@@ -17,11 +17,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd.errors import ConfigError, EpdError, MediaError
-from sglang_epd.seams import discovery, roles, tracing
+from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire.http import ItemLayout
 
@@ -57,7 +56,7 @@ def set_up(manager: Any) -> None:
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,
-        ask=LayoutClient(discovery.trust().token, settings.request_timeout_s).ask,
+        ask=LayoutClient(bootstrap.trust().token, settings.request_timeout_s).ask,
         modalities={member.name: member for member in Modality},
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,
@@ -168,8 +167,4 @@ def _refuse(request: Any, error: EpdError) -> NoReturn:
 
     if request.stream:
         raise ValueError(error.message) from None
-    try:
-        status = HTTPStatus(error.status)
-    except ValueError:  # 499 is not in the standard library's list
-        status = HTTPStatus.BAD_REQUEST
-    raise HTTPException(status_code=status, detail=error.message) from None
+    raise HTTPException(status_code=error.http_status, detail=error.message) from None

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError, MediaError
+
+if TYPE_CHECKING:
+    from sglang_epd.wire.http import EncodeItem
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ REQUEST_OPTIONS = (
     "images_config",
     "mm_processor_kwargs",
 )
+# What SGLang puts into the `video_config` of a chat itself, for the few that read it.
+_SGLANGS_OWN = "_"
 
 
 def asked() -> bool:
@@ -134,3 +139,41 @@ def name_items(output: Any, keys: Mapping[str, Sequence[bytes]]) -> None:
                 item.set_identity(key)
                 # It holds what the item was called before; the scheduler makes it anew.
                 output.padded_input_ids = None
+
+
+def plan_without_options(request: Any) -> list[EncodeItem]:
+    """As `plan`, of a request that has no options for its media.
+
+    For models that SGLang's own EPD does not list. Their processors follow some options
+    (GLM-4.1V: frames a second of a video; InternVL: tiles of a picture), and an encoder
+    prepares every item as its processor does by itself: a request that asks for something
+    else would be answered otherwise than by one server.
+
+    Raises:
+        MediaError: it has some, or an entry is unreadable.
+    """
+    from sglang_epd.language.planner import SALT, plan
+
+    items = plan(request)
+    given = _given((name, getattr(request, name, None)) for name in REQUEST_OPTIONS)
+    for item in items:
+        given |= _given(item.options.items())
+    # No processor looks at them.
+    given -= {"detail", SALT}
+    if given:
+        raise MediaError(
+            "where its encoder is apart this model takes no options for its media: "
+            + ", ".join(sorted(given))
+        )
+    return items
+
+
+def _given(options: Iterable[tuple[str, Any]]) -> set[str]:
+    """The names of those that ask for something; of a collection, those in it."""
+    names = set()
+    for name, value in options:
+        if isinstance(value, Mapping):
+            names |= _given(value.items())
+        elif value and not name.startswith(_SGLANGS_OWN):
+            names.add(name)
+    return names

@@ -1,4 +1,5 @@
-"""SGLang's prefix cache and queues, as `language.prefix` needs them.
+"""SGLang's prefix cache and queues, as `language.prefix` needs them, and embeddings that
+SGLang has no more use for.
 
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
@@ -6,8 +7,10 @@ the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue
 `disagg_prefill_bootstrap_queue.queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
-takes it; on `managers.schedule_batch.ScheduleBatch.check_decode_mem` and
-`Req._compute_max_prefix_len`; on `mem_cache.common._req_radix_key`; and on `match_prefix`,
+takes it; on `managers.schedule_batch`: `ScheduleBatch.check_decode_mem`,
+`Req._compute_max_prefix_len` and `MultimodalInputs.release_features`; on
+`disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
+on `mem_cache.common._req_radix_key`; and on `match_prefix`,
 `lock` and `unlock` of the tree cache.
 """
 
@@ -144,6 +147,27 @@ def flush(original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         # Locks of an emptied tree would be undone in another.
         Installed.gate.let_go()
     return original(scheduler, *args, **options)
+
+
+def drop(_result: None, mm_inputs: Any) -> None:
+    """After `release_features`, which SGLang calls when a request has ended and none of its
+    session follows: the embeddings go with the features.
+
+    SGLang keeps a request's `precomputed_embeddings` until it forgets the request's inputs,
+    and its scheduler keeps the inputs of the last prefill batch for as long as there is no
+    other. Where memory is short the next prefill may be waiting for just that.
+    """
+    if Installed.gate is not None:
+        for item in mm_inputs.mm_items:
+            item.precomputed_embeddings = None
+
+
+def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options: Any) -> None:
+    """After `process_disagg_prefill_inflight_queue`, which returns the requests whose KV has
+    been sent: none of them is computed again."""
+    for request in done if Installed.gate is not None else ():
+        if request.multimodal_inputs is not None and request.session is None:
+            request.multimodal_inputs.release_features()
 
 
 def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> Gate:

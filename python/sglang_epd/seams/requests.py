@@ -1,13 +1,23 @@
 """Hooks on SGLang's tokenizer manager that are this package's receiver's business.
 
 Each finds the receiver through `manager.mm_receiver`, which only a language server has
-(`seams/tokenizer.py`), and passes straight through without one.
+(`seams/tokenizer.py`), and passes straight through without one. Leans on
+`managers.tokenizer_manager.TokenizerManager`: on `init_disaggregation`, which makes the last
+of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
+prefill server and then the multimodal receiver), and on `abort_request(rid)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
+
+from sglang_epd.seams import decode, identities
+
+_LOOK_S = 0.5
 
 
 def after(method: str) -> Callable[..., None]:
@@ -47,3 +57,50 @@ def _find(manager: Any, method: str) -> Any:
             return None
         found = getattr(found, name)
     return found
+
+
+def made(_result: None, manager: Any, **_options: Any) -> None:
+    """After `init_disaggregation`.
+
+    Raises:
+        ConfigError: the model cannot have its encoder apart, and why.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    # First: what a prefill server does not know SGLang lays out, names included.
+    identities.set_up(manager)
+    if disagg.language_only:
+        manager.mm_receiver.attach(manager)
+    elif disagg.disaggregation_mode == "decode":
+        decode.set_up(manager)
+
+
+@asynccontextmanager
+async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[None]:
+    """Around a request's answers: it is aborted soon after its client has left.
+
+    SGLang asks for a client every 4 s, and of a body of more than 64 KiB, which an image is,
+    uvicorn has stopped reading: the first question has it read on, and only the second, 8 s
+    after the beginning, finds that nobody is there. By then encoders have encoded what nobody
+    waits for.
+
+    Args:
+        http: the client's request; None where there is none to leave.
+    """
+    if http is None or getattr(obj, "background", False):
+        yield
+        return
+
+    async def look() -> None:
+        while not await http.is_disconnected():  # noqa: ASYNC110, nobody tells
+            await asyncio.sleep(_LOOK_S)
+        manager.abort_request(obj.rid)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking

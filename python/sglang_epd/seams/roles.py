@@ -2,18 +2,27 @@
 
 Leans on `runtime_context.publish(server_args, ...)`, which each of SGLang's processes calls
 when it has loaded its plug-ins and before it serves anything.
+
+SGLang loads plug-ins in its launcher, schedulers and detokenizers, but not in tokenizer
+workers (`--tokenizer-worker-num` above 1): the HTTP server starts them from the name of an
+application, `SGLANG_HTTP_SERVER_APP_PATH`. It is given this module's, which loads them first.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from sglang_epd import logs
 from sglang_epd.config import Settings
+from sglang_epd.errors import ConfigError
 from sglang_epd.seams import hooks, identities
 
 logger = logging.getLogger(__name__)
+
+_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+_OURS = f"{__name__}:app"
 
 
 def served(server_args: Any) -> bool:
@@ -46,3 +55,30 @@ def install_logs(settings: Settings) -> None:
 
     mode = get_disagg().disaggregation_mode
     logs.install(settings.log_format, mode if mode in ("prefill", "decode") else "language")
+
+
+def announce_workers() -> None:
+    """In the launcher, before it starts its HTTP server: tokenizer workers begin here.
+
+    Raises:
+        ConfigError: the user has named another application.
+    """
+    named = os.environ.get(_VARIABLE, _OURS)
+    if named != _OURS:
+        raise ConfigError(
+            f"{_VARIABLE}={named} with several tokenizer workers: they would start without "
+            "this plug-in"
+        )
+    os.environ[_VARIABLE] = _OURS
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, asked for by the HTTP server in a worker that it has just started."""
+    if name != "app":
+        raise AttributeError(name)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.http_server import app
+
+    return app

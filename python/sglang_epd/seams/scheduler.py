@@ -21,6 +21,7 @@ import zmq
 
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import LaidOut, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
@@ -88,11 +89,8 @@ def create_backend(
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
-    host = SimpleNamespace(scheduler=scheduler, mm_processor=None)
-    MMReceiverBase._init_mm_processor(
-        host, server_args, hf_config, model_config=scheduler.model_config
-    )
-    processor = lays_out(host.mm_processor, hf_config.architectures[0])
+    registered = load_processor(server_args, scheduler.model_config)
+    processor = lays_out(registered, hf_config.architectures[0])
     modalities = {member.name: member for member in Modality}
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
@@ -129,6 +127,7 @@ def create_backend(
         if hasattr(scheduler.idle_sleeper, "poller"):
             scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
     gate = prefix.install(scheduler, leader, arena, ranks.reader)
+    host = SimpleNamespace(scheduler=scheduler)
     backend = Backend(
         arena,
         ranks.reader,

@@ -10,7 +10,8 @@ from typing import Any
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import hooks, identities, roles, tokenizer_workers
+from sglang_epd.namespace import TOWER_CONFIGS
+from sglang_epd.seams import hooks, identities, roles
 
 # What the families call the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
@@ -55,7 +56,7 @@ def check(server_args: Any) -> None:
     args = resolving_view(server_args)
     if not (args.encoder_only or args.language_only):
         if args.tokenizer_worker_num > 1 and identities.asked():
-            tokenizer_workers.announce()
+            roles.announce_workers()
         return
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:
@@ -70,7 +71,7 @@ def check(server_args: Any) -> None:
         _check_mode()
     if args.language_only and args.tokenizer_worker_num > 1:
         _check_workers(args)
-        tokenizer_workers.announce()
+        roles.announce_workers()
     if args.language_only and not args.enable_adaptive_dispatch_to_encoder:
         _check_no_choice(Settings.from_env())
     for url in args.encoder_urls:
@@ -178,7 +179,7 @@ def _check_heads(hf_config: Any, ranks: int) -> None:
         ConfigError: they do not.
     """
     holder = getattr(hf_config, "thinker_config", None) or hf_config
-    for tower in ("vision_config", "audio_config"):
+    for tower in TOWER_CONFIGS:
         config = getattr(holder, tower, None)
         heads = next(
             (getattr(config, name) for name in _HEADS if getattr(config, name, None)), None

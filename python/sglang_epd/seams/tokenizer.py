@@ -18,7 +18,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from sglang_epd.checkpoint import served
@@ -47,16 +46,15 @@ from sglang_epd.observability.language import DispatchTally
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
-    discovery,
     headers,
     receiving,
     roles,
     rundir,
     tracing,
 )
-from sglang_epd.seams.leaving import aborted_when_left
-from sglang_epd.seams.options import plan_without_options
+from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.prompt import lays_out
+from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import Expect
@@ -204,9 +202,8 @@ class TokenizerSeam:
         outcome = await self._collect(request_obj, prompt)
         if not isinstance(outcome, EpdError):
             return outcome
-        known = outcome.status in set(HTTPStatus)
         # Not where the error was caught: with it the exception would keep the items alive.
-        raise HTTPException(outcome.status if known else HTTPStatus.BAD_REQUEST, outcome.message)
+        raise HTTPException(outcome.http_status, outcome.message)
 
     def cancel(self, rid: str = "", abort_all: bool = False) -> None:
         """After `abort_request`: encoders hear of it."""
@@ -348,12 +345,12 @@ def _pool(identity: str, tally: DispatchTally) -> Pool:
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move
-    discovery.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
+    bootstrap.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 
 
 def _dispatcher(settings: Settings, pool: Pool, costs: Costs, tally: DispatchTally) -> Dispatcher:
-    trust = discovery.trust()
+    trust = bootstrap.trust()
     return Dispatcher(
         EncoderClient(trust.token, trust.client_ssl()),
         pool,

@@ -19,6 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from sglang_epd import spans
 from sglang_epd.spans import OFF, Span
 
 _PREFIX = "sglang.epd.media_sources"
@@ -49,18 +50,12 @@ def span_of(request: Any) -> Span:
     context = getattr(getattr(request, "time_stats", None), "trace_ctx", None)
     if context is None or not context.tracing_enable or context.root_span_context is None:
         return OFF
-    from sglang_epd.observability.tracing import under
-
-    return under(context.root_span_context)
+    return spans.under(context.root_span_context)
 
 
 def resume(traceparent: str) -> Span:
     """The span that a process of the same server told of; `OFF` if it told of none."""
-    if not traceparent:
-        return OFF
-    from sglang_epd.observability import tracing
-
-    return tracing.resume({"traceparent": traceparent})
+    return spans.resume({"traceparent": traceparent}) if traceparent else OFF
 
 
 def begin_root(original: Callable[..., None], time_stats: Any, *args: Any, **options: Any) -> None:

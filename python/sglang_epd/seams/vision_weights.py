@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from sglang_epd.families import family_of
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.names import prove_names
-from sglang_epd.families.processors import load_processor
 from sglang_epd.families.proof import adapt
-from sglang_epd.families.reading import held_bytes, tensors_other_than
-from sglang_epd.namespace import of_tower
+from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
+from sglang_epd.namespace import TOWER_CONFIGS, of_tower
 from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,7 @@ _TOWERS = (
     "multi_modal_projector",
     "mlp1",
 )
-# What configurations call a tower's, and how many blocks it has.
-_TOWER_CONFIGS = ("vision_config", "audio_config")
+# What configurations call a tower's number of blocks.
 _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
@@ -116,20 +115,13 @@ def release(model: nn.Module) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def one_block(hf_config: Any) -> Iterator[None]:
+def one_block(hf_config: Any) -> AbstractContextManager[None]:
     """The towers' configurations with one block, at which some look as they are built."""
     hf_config = getattr(hf_config, "thinker_config", hf_config)
-    changed = []
-    for name in _TOWER_CONFIGS:
-        config = getattr(hf_config, name, None)
-        for field in _BLOCKS:
-            if isinstance(getattr(config, field, None), int):
-                changed.append((config, field, getattr(config, field)))
-                setattr(config, field, 1)
-    try:
-        yield
-    finally:
-        # The latter of two names of one field was set after the former.
-        for config, field, value in reversed(changed):
-            setattr(config, field, value)
+    configs = [getattr(hf_config, name, None) for name in TOWER_CONFIGS]
+    return changed(
+        (config, field, 1)
+        for config in configs
+        for field in _BLOCKS
+        if isinstance(getattr(config, field, None), int)
+    )

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from sglang_epd import spans
 from sglang_epd.errors import MediaError
-from sglang_epd.observability import tracing
 from sglang_epd.spans import OFF
 from spans import Recorded, is_part_of, said
 
@@ -24,7 +24,7 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
 def test_a_span_continues_the_trace_of_another_process(recorded):
-    with tracing.begin("epd_encode", {"traceparent": PARENT}, items=2):
+    with spans.begin("epd_encode", {"traceparent": PARENT}, items=2):
         pass
     span = recorded.only("epd_encode")
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -35,9 +35,9 @@ def test_a_span_continues_the_trace_of_another_process(recorded):
 
 def test_its_headers_are_what_the_next_process_continues_by(recorded):
     with recorded.root.child("epd_dispatch") as sent:
-        with tracing.begin("epd_encode", sent.headers):
+        with spans.begin("epd_encode", sent.headers):
             pass
-        with tracing.resume(sent.headers).child("epd_wait_for_items"):
+        with spans.resume(sent.headers).child("epd_wait_for_items"):
             pass
     for name in ("epd_encode", "epd_wait_for_items"):
         assert is_part_of(recorded.only(name), recorded.only("epd_dispatch"))
@@ -58,7 +58,7 @@ def test_its_headers_are_what_the_next_process_continues_by(recorded):
     ids=lambda told: told[:20],
 )
 def test_what_is_no_context_is_as_if_it_was_not_there(recorded, told):
-    span = tracing.begin("epd_encode", {"traceparent": told})
+    span = spans.begin("epd_encode", {"traceparent": told})
     assert span
     span.end()
     assert recorded.only("epd_encode").parent is None
@@ -66,24 +66,24 @@ def test_what_is_no_context_is_as_if_it_was_not_there(recorded, told):
 
 @given(st.dictionaries(st.sampled_from(["traceparent", "tracestate"]), st.text()))
 def test_no_header_is_an_error(told):
-    tracing.resume(told)
-    assert set(tracing.begin("epd_encode", told).headers) <= {"traceparent", "tracestate"}
+    spans.resume(told)
+    assert set(spans.begin("epd_encode", told).headers) <= {"traceparent", "tracestate"}
 
 
 @given(st.from_regex(re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}.{0,20}")))
 def test_nor_what_nearly_is_one(told):
-    assert not tracing.begin("epd_encode", {"traceparent": told}).headers.keys() - {"traceparent"}
+    assert not spans.begin("epd_encode", {"traceparent": told}).headers.keys() - {"traceparent"}
 
 
 def test_a_state_is_carried_on_up_to_what_has_to_be(recorded):
     for state, carried in (("a=1,b=2", True), (f"a={'x' * 200}," * 4, False)):
-        span = tracing.begin("epd_encode", {"traceparent": PARENT, "tracestate": state})
+        span = spans.begin("epd_encode", {"traceparent": PARENT, "tracestate": state})
         assert (span.headers.get("tracestate") == state) is carried
         assert TRACE in span.headers["traceparent"]
 
 
 def test_a_trace_that_nobody_wants_stays_so(recorded):
-    span = tracing.begin("epd_encode", {"traceparent": PARENT[:-1] + "0"})
+    span = spans.begin("epd_encode", {"traceparent": PARENT[:-1] + "0"})
     assert not span
     assert not span.child("epd_item")
     assert span.headers["traceparent"].endswith("-00"), "the next process is told"
@@ -131,22 +131,22 @@ def test_a_collector_that_does_not_answer_keeps_nobody_from_ending(monkeypatch):
     exporter = Silent()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
-    tracing.begin("epd_encode", {}).end()
+    monkeypatch.setattr(spans.trace, "get_tracer_provider", lambda: provider)
+    spans.begin("epd_encode", {}).end()
     began = time.monotonic()
-    tracing.close(0.1)
+    spans.close(0.1)
     provider.shutdown()  # as its own handler does at the end of a process
     assert time.monotonic() - began < 5
     answer.set()
 
 
 def test_what_is_left_is_exported_at_the_end(recorded):
-    tracing.begin("epd_encode", {}).end()
-    tracing.close(5.0)
+    spans.begin("epd_encode", {}).end()
+    spans.close(5.0)
     assert recorded.only("epd_encode")
 
 
-def test_where_nobody_traces_nothing_is_made():
+def test_where_nobody_traces_nothing_is_made(recorded):
     assert not OFF
     with OFF.child("epd_media", items=1) as span:
         assert span is OFF
@@ -156,12 +156,14 @@ def test_where_nobody_traces_nothing_is_made():
     assert not OFF.headers
     with pytest.raises(MediaError), OFF.child("epd_item"):
         raise MediaError("it is raised all the same")
+    spans.resume({}).child("epd_wait_for_items").end()
+    assert not recorded.ended
 
 
 def test_a_parent_that_is_anothers_is_not_ended():
     recorded = Recorded()
-    context = tracing.trace.set_span_in_context(recorded.root._span)
-    parent = tracing.under(context)
+    context = spans.trace.set_span_in_context(recorded.root._span)
+    parent = spans.under(context)
     assert parent
     parent.end()
     assert recorded.root._span.is_recording()

@@ -7,8 +7,8 @@ import pytest
 from sglang_epd.dispatch.pool import LEASE, STATIC, Pool
 from sglang_epd.encoder.server import advertised_url
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import discovery, rundir
-from sglang_epd.seams.discovery import BootstrapPlace
+from sglang_epd.seams import bootstrap, rundir
+from sglang_epd.seams.bootstrap import BootstrapPlace
 
 TYPED = ["http://127.0.0.1:9/"]
 
@@ -43,7 +43,7 @@ def test_where_it_is_made_nobody_can_register_yet():
 def test_it_begins_when_the_pool_is_there(serving):
     place = BootstrapPlace(host="127.0.0.1", port=0, urls=TYPED)
     pool = Pool("ours")
-    watcher = discovery.start(pool)
+    watcher = bootstrap.start(pool)
     try:
         assert watcher.port
         assert pool.urls(STATIC) == ["http://127.0.0.1:9"]
@@ -60,15 +60,15 @@ def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):
     one, other = Pool("ours"), Pool("ours")
     first = BootstrapPlace(host="127.0.0.1", port=0)
     one.register("http://127.0.0.1:7", "ours", 15.0)
-    port = discovery.start(one).port
+    port = bootstrap.start(one).port
     second = BootstrapPlace(host="127.0.0.1", port=port)
     try:
-        discovery.start(other)
+        bootstrap.start(other)
         assert other.urls(LEASE) == ["http://127.0.0.1:7"]
         serving.tokenizer_worker_num = 1
         BootstrapPlace(host="127.0.0.1", port=port)
         with pytest.raises(ConfigError, match="in use"):
-            discovery.start(Pool("ours"))
+            bootstrap.start(Pool("ours"))
     finally:
         second.close()
         first.close()
@@ -82,7 +82,7 @@ def test_the_token_or_else_the_api_key_is_shown(serving, monkeypatch, token, key
     serving.api_key = key
     if token:
         monkeypatch.setenv("SGLANG_EPD_TOKEN", token)
-    assert discovery.trust().token == shown
+    assert bootstrap.trust().token == shown
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,4 @@
-"""InternVL: its processor puts marks that are missing before the assistant's turn, takes its
-placeholder for pictures in a prompt for a mark, always has the tokenizer add its special
-tokens, and takes fewer frames of videos where the rest of the prompt leaves too little room.
-
-Placeholders do not count as marks when it looks for missing ones, so that after SGLang's own
-chat template (`internvl-2-5`, taken by the checkpoint's name), which writes placeholders,
-there are twice as many marks as pictures. What it leaves of those that no picture fills is
-a name of its own in the prompt. It is left here too: one server's answers are the measure.
-
-An encoder sees a video alone, and takes the number of frames that there is room for then
-(32, mostly). A request of which one server would show the model fewer is refused.
-"""
+"""The families whose processors read a prompt otherwise than most do, each with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +14,45 @@ from sglang_epd.families.family import Family
 _UNFILLED = "<<<__IMG_PLACEHOLDER__>>>"
 
 
+class Wrapped(Family):
+    """Mistral 3 and LLaVA: SGLang registers a wrapper that holds the processor of the vision
+    tower, without the attributes that every processor has."""
+
+    architectures = ("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration")
+
+    def processor(self, registered: Any) -> Any:
+        return registered.inner
+
+
+class Glm4v(Family):
+    """GLM-4.1V: its rotary positions tell two pictures apart by the marks that chat templates
+    put round each; side by side without them SGLang's own processor fails. Within a video
+    pictures have the same placeholder, and are a video's because of the marks round that."""
+
+    architectures = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+
+    def written(self, processor: Any, modality: str) -> str:
+        if modality == IMAGE:
+            start, end = processor.IMAGE_START_TOKEN, processor.IMAGE_END_TOKEN
+        else:
+            start, end = processor.VIDEO_START_TOKEN, processor.VIDEO_END_TOKEN
+        return f"{start}{self.mark(processor, modality)}{end}"
+
+
 class InternVL(Family):
+    """Its processor puts marks that are missing before the assistant's turn, takes its placeholder
+    for pictures in a prompt for a mark, always has the tokenizer add its special tokens, and
+    takes fewer frames of videos where the rest of the prompt leaves too little room.
+
+    Placeholders do not count as marks when it looks for missing ones, so that after SGLang's own
+    chat template (`internvl-2-5`, taken by the checkpoint's name), which writes placeholders,
+    there are twice as many marks as pictures. What it leaves of those that no picture fills is
+    a name of its own in the prompt. It is left here too: one server's answers are the measure.
+
+    An encoder sees a video alone, and takes the number of frames that there is room for then
+    (32, mostly). A request of which one server would show the model fewer is refused.
+    """
+
     architectures = ("InternVLChatModel", "InternS1ForConditionalGeneration")
 
     def mark(self, processor: Any, modality: str) -> str | None:
@@ -80,4 +107,4 @@ def _check_frames(processor: Any, prompt: str, parts: Sequence[Part]) -> None:
         )
 
 
-FAMILY = InternVL()
+DIFFERING = (Wrapped(), Glm4v(), InternVL())

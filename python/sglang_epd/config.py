@@ -213,7 +213,7 @@ class Settings:
         1024,
         "encoders",
         "Items in work at a time; more are answered with 503. Items whose media are still being "
-        "fetched are three quarters of them at most.",
+        "fetched are three quarters of them at most, and so are items of requests of more than 16.",
     )
     encoder_queue_mb: int | None = _setting(
         int,

@@ -550,10 +550,18 @@ async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, c
     assert max(described) <= 128 * encoders
 
 
-async def test_after_a_hopeless_item_nothing_more_is_sent(start, dispatch):
+async def test_after_a_hopeless_item_nothing_more_is_sent(start, dispatch, caplog):
     encoder = await start()
-    # It says nothing of those that it gave up for this one.
-    encoder.says(ItemOutcome(5, "failed", "MediaError", "cannot be decoded"))
+
+    async def answer(request):
+        if request.items[0].item:
+            await asyncio.Event().wait()
+        # It says nothing of those that it gave up for this one.
+        outcome = ItemOutcome(5, "failed", "MediaError", "cannot be decoded")
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", [outcome])))
+
+    encoder.answer = answer
     with pytest.raises(MediaError, match=r"^image 6 of 4096: cannot be decoded$"):
         await dispatch([encoder.url], 4096)
     assert len(encoder.items) <= 128
+    assert "elsewhere" not in caplog.text

@@ -338,10 +338,9 @@ class Dispatcher:
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
         told = [(item, outcomes.get(item.item)) for item in items]
         errors = [_error_of(url, item, outcome) for item, outcome in told]
-        for error in errors:
-            # After one of these an encoder tells nothing of the others.
-            if error is not None and not error.retry_elsewhere:
-                raise error
+        hopeless = [error for error in errors if error is not None and not error.retry_elsewhere]
+        if hopeless:  # an encoder tells nothing then of those that it gave up
+            raise hopeless[0]
         failures: list[Failure] = []
         for (item, outcome), failure in zip(told, errors, strict=True):
             if failure is None:

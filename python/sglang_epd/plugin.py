@@ -90,6 +90,12 @@ HOOKS = (
     ),
     # ... tokenizer process: encoders hear that a request is over.
     Hook(_TOKENIZER, "TokenizerManager.abort_request", "after", requests.after("cancel")),
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._release_req_states_on_failure",
+        "after",
+        requests.after("cancel_refused"),
+    ),
     # ... tokenizer process: an answer, and a trace, say where the media came from.
     Hook(
         _TOKENIZER,

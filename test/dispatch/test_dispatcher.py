@@ -520,3 +520,49 @@ async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(start,
     one = dispatcher(client, ready(*(encoder.url for encoder in encoders)), Affinity())
     await one.run(REPLY_TO, some_items(1500), time.monotonic() + 30)
     assert {number for encoder in encoders for number in encoder.items} == set(range(1500))
+
+
+@pytest.mark.parametrize("encoders", [1, 2])
+async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, client, encoders):
+    several = [await start() for _ in range(encoders)]
+    live, most, described = 0, 0, []
+
+    async def answer(request):
+        nonlocal live, most
+        live += len(request.items)
+        most = max(most, live)
+        await asyncio.sleep(0.01)
+        live -= len(request.items)
+        outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
+
+    def describe(items):
+        described.append(len(items))
+        return [Work(b"", 1.0) for _ in items]
+
+    for one in several:
+        one.answer = answer
+    pool = ready(*(one.url for one in several))
+    sending = Dispatcher(client, pool, in_turn, describe=describe, patience=PATIENCE)
+    await sending.run(REPLY_TO, some_items(768), time.monotonic() + 30)
+    assert sorted(item for one in several for item in one.items) == list(range(768))
+    # As many as fill batches, and no more.
+    assert 64 * encoders < most <= 128 * encoders
+    assert max(described) <= 128 * encoders
+
+
+async def test_after_a_hopeless_item_nothing_more_is_sent(start, dispatch, caplog):
+    encoder = await start()
+
+    async def answer(request):
+        if request.items[0].item:
+            await asyncio.Event().wait()
+        # It says nothing of those that it gave up for this one.
+        outcome = ItemOutcome(5, "failed", "MediaError", "cannot be decoded")
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", [outcome])))
+
+    encoder.answer = answer
+    with pytest.raises(MediaError, match=r"^image 6 of 4096: cannot be decoded$"):
+        await dispatch([encoder.url], 4096)
+    assert len(encoder.items) <= 128
+    assert "elsewhere" not in caplog.text

@@ -52,6 +52,24 @@ def test_a_refused_request_leaves_nothing(admission):
     admission.admit("b", 4, 1.0)
 
 
+def test_requests_of_many_items_leave_room_for_those_of_few():
+    admission = Admission(max_items=1024, max_bytes=MIB)
+    for number in range(12):
+        admission.admit(f"large {number}", 64, 1.0)
+    with pytest.raises(OverloadedError, match="768 items in work, at most 768"):
+        admission.admit("one more", 64, 1.0)
+    for number in range(16):
+        admission.admit(f"small {number}", 16, 1.0)
+    with pytest.raises(OverloadedError, match="at most 1024"):
+        admission.admit("another", 1, 1.0)
+
+
+def test_a_large_request_is_admitted_alone():
+    admission = Admission(max_items=64, max_bytes=MIB)
+    admission.admit("all", 64, 1.0)
+    assert admission.items == 64
+
+
 def test_a_draining_encoder_finishes_what_it_has(admission):
     admission.admit("a", 1, 1.0)
     admission.draining = True

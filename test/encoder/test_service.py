@@ -128,24 +128,45 @@ async def test_the_offer_is_out_before_the_forward_begins(service, fakes, asking
 
 
 @pytest.mark.parametrize("stage", ["acquire", "preprocess", "forwarded"])
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (MediaError("cannot be decoded"), "MediaError"),
-        (RuntimeError("a secret"), "EncodeError"),
-        (asyncio.CancelledError(), "EncodeError"),
-    ],
-    ids=["media", "any", "cut off"],
-)
-async def test_an_item_fails_alone(service, fakes, asking, count, at_rest, stage, error, code):
+@pytest.mark.parametrize("error", [RuntimeError("a secret"), asyncio.CancelledError()])
+async def test_an_item_fails_alone(service, fakes, asking, count, at_rest, stage, error):
     getattr(fakes, stage).failures[b"bad"] = error
     reply = await service.encode(asking(b"good", b"bad", b"also good"))
     assert [outcome.state for outcome in reply.outcomes] == ["delivered", "failed", "delivered"]
-    assert reply.outcomes[1].code == code
+    assert reply.outcomes[1].code == "EncodeError"
     assert "secret" not in reply.outcomes[1].message
     assert len(fakes.payloads) == 2
-    assert count("failures_total", code=code) == 1
+    assert count("failures_total", code="EncodeError") == 1
     assert count("items_total", modality="IMAGE", outcome="failed") == 1
+    await at_rest()
+
+
+@pytest.mark.parametrize("stage", ["acquire", "preprocess", "forwarded"])
+async def test_a_hopeless_item_ends_the_others(service, fakes, asking, count, at_rest, stage):
+    getattr(fakes, stage).failures[b"bad"] = MediaError("cannot be decoded")
+    if stage != "forwarded":
+        fakes.forwarded.hold()
+    fakes.delivered.hold()
+    items = [b"1", b"bad", b"3", b"4", b"5", b"6", b"7", b"8"]
+    reply = await asyncio.wait_for(service.encode(asking(*items)), PATIENCE_S)
+    (outcome,) = reply.outcomes
+    assert (outcome.item, outcome.state, outcome.code) == (1, "failed", "MediaError")
+    assert count("items_total", modality="IMAGE", outcome="failed") == 1
+    assert len(fakes.preprocess.calls) <= 1 + PIXELS, "the others have waited for their turn"
+    assert not fakes.payloads
+    fakes.delivered.go_on()
+    await at_rest()
+
+
+async def test_what_another_request_asked_for_as_well_is_made(service, fakes, asking, at_rest):
+    fakes.preprocess.failures[b"bad"] = MediaError("cannot be decoded")
+    fakes.forwarded.hold()
+    other = asyncio.create_task(service.encode(asking(b"shared", request_id="other")))
+    await entered(fakes.forwarded)
+    (outcome,) = (await service.encode(asking(b"shared", b"bad"))).outcomes
+    assert outcome.code == "MediaError"
+    fakes.forwarded.go_on()
+    assert (await other).outcomes[0].state == "delivered"
     await at_rest()
 
 
@@ -547,7 +568,7 @@ async def test_options_that_make_no_key_are_the_askers_fault(service, asking, at
 
 
 async def test_the_status_shows_what_is_in_work_and_what_was(service, fakes, asking):
-    fakes.acquire.failures[b"bad"] = MediaError("no")
+    fakes.acquire.failures[b"bad"] = UnavailableError("no")
     fakes.forwarded.hold()
     work = asyncio.create_task(service.encode(asking(b"good", b"bad")))
     await entered(fakes.forwarded)
@@ -558,7 +579,7 @@ async def test_the_status_shows_what_is_in_work_and_what_was(service, fakes, ask
     await work
     recent = service.recent()
     assert [(r["index"], r["state"], r["code"]) for r in recent] == [
-        (1, "failed", "MediaError"),
+        (1, "failed", "UnavailableError"),
         (0, "delivered", ""),
     ]
     assert all(r["began_at"] <= r["ended_at"] <= time.time() for r in recent)

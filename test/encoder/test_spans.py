@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sglang_epd import spans
-from sglang_epd.errors import MediaError, NamespaceError
+from sglang_epd.errors import NamespaceError, UnavailableError
 from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline
 from spans import is_part_of, said
 
@@ -55,14 +55,14 @@ async def test_it_has_each_item_and_each_of_its_stages(encode, recorded, asking)
 
 
 async def test_an_item_that_fails_says_why(encode, recorded, fakes, asking):
-    fakes.preprocess.failures[b"bad"] = MediaError("cannot be decoded")
+    fakes.preprocess.failures[b"bad"] = UnavailableError("the receiver is gone")
     fakes.answers[2] = Decline("the-secret-ticket", 2, DECLINE_CANCELLED)
     await encode(asking(b"good", b"bad", b"unwanted"))
     by_item = {said(span)["item"]: span for span in recorded.named("epd_item")}
     assert by_item[0].status.is_unset
-    assert by_item[1].status.description == "cannot be decoded"
+    assert by_item[1].status.description == "the receiver is gone"
     told = said(by_item[1])
-    assert (told["outcome"], told["error.type"]) == ("failed", "MediaError")
+    assert (told["outcome"], told["error.type"]) == ("failed", "UnavailableError")
     assert [span.name for span in recorded.ended if is_part_of(span, by_item[1])]
     told = said(by_item[2])
     assert (told["outcome"], told["reason"]) == ("declined", DECLINE_CANCELLED)

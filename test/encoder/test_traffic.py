@@ -33,6 +33,8 @@ CODES = {
     **dict.fromkeys(BAD_MEDIA, "MediaError"),
     **dict.fromkeys(BAD_BATCH + DEADLY, "EncodeError"),
 }
+# One of these ends the request's other items.
+HOPELESS = ("MediaError", "DeadlineError")
 
 
 class Receivers:
@@ -152,8 +154,10 @@ class Asker:
             return
         finally:
             assert time.monotonic() - began < ttl_s + 5.0
-        for medium, outcome in zip(media, reply.outcomes, strict=True):
-            self.check(medium, outcome)
+        for outcome in reply.outcomes:
+            self.check(media[outcome.item], outcome)
+        if not any(outcome.code in HOPELESS for outcome in reply.outcomes):
+            assert [outcome.item for outcome in reply.outcomes] == list(range(len(media)))
 
     def item(self, number: int, name: bytes) -> EncodeItem:
         if self.dice.random() < 0.5:

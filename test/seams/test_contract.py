@@ -154,6 +154,7 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "dispatch_ready = self.mm_receiver.send_encode_request( obj, "
         "time_stats_json=time_stats_json, on_dispatch_error=",
         "if dispatch_ready is not None:",
+        "self._release_req_states_on_failure(request_states) raise",
         "await self._handle_abort_finish_reason( out, state, is_stream )",
         "state = self.rid_to_state[obj.rid] return self._stream_one_response(",
     ],

@@ -307,6 +307,24 @@ def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):
     assert frontend.cancelled == ["rid", "rid2", "all of them"]
 
 
+def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
+    seam, frontend, hooked, sglang
+):
+    """Too long a prompt, say: SGLang counts its tokens when the media are on their way."""
+    managers = sglang("managers.tokenizer_manager")
+    hooked("TokenizerManager._release_req_states_on_failure")
+    manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
+    refused, newer = SimpleNamespace(dispatched=False, obj=None), SimpleNamespace()
+    manager.rid_to_state = {"a": refused, "b": newer}
+    manager.encoder_dispatch_ready = {}
+    manager._release_lora_once = lambda _state: None
+    manager.mm_receiver, manager.bootstrap_server = seam, None
+    manager.mm_processor = Processor()
+    seam.attach(manager)
+    manager._release_req_states_on_failure({"a": refused, "b": refused})
+    assert frontend.cancelled == ["a"], "the id of the other belongs to a newer request"
+
+
 class Processor:
     """One placeholder (-1) an image, as SGLang's processors lay a prompt out."""
 

@@ -50,9 +50,10 @@ logger = logging.getLogger(__name__)
 # taken for the cause.
 _MAX_FAULTS = 3
 _MOST_ASKER_CHARS = 128
-# An encode request has at most so many: an encoder refuses for good what is more than it may ever
-# have in work, and one picture a thousand times over goes to one encoder.
-_MOST_ITEMS = 256
+# An encode request has at most so many items, and a request twice as many on their way for each
+# encoder: that fills batches, leaves room for others, and is lost where an item is hopeless.
+_MOST_ITEMS = 64
+_AHEAD = 2 * _MOST_ITEMS
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 
@@ -184,17 +185,26 @@ class Dispatcher:
             EpdError: what the user is to be told; the items not delivered by then
                 have been cancelled at their encoders.
         """
-        works = self._describe(items)
-        progress = {item.item: _Progress(work) for item, work in zip(items, works, strict=True)}
-        run = _Run(reply_to, deadline, among, progress, note, span, asker[:_MOST_ASKER_CHARS])
+        run = _Run(reply_to, deadline, among, {}, note, span, asker[:_MOST_ASKER_CHARS])
         self._budget.sent(len(items))
-        tasks = self._launch(run, items, None)
+        tasks: dict[asyncio.Task[list[Failure]], int] = {}
+        begun = 0
         try:
-            while tasks:
+            while tasks or begun < len(items):
+                most = _AHEAD * max(1, len(self._candidates(run, ())))
+                room = most - sum(tasks.values())
+                if begun < len(items) and room >= _MOST_ITEMS:
+                    part, begun = items[begun : begun + room], begun + room
+                    works = self._describe(part)
+                    run.progress |= {
+                        item.item: _Progress(work) for item, work in zip(part, works, strict=True)
+                    }
+                    tasks |= self._launch(run, part, None)
+                    continue
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     failures = task.result()
-                    tasks.remove(task)
+                    del tasks[task]
                     if failures:
                         left = [item for item, _ in failures]
                         tasks |= self._launch(run, left, failures[0][1])
@@ -208,19 +218,21 @@ class Dispatcher:
 
     def _launch(
         self, run: _Run, items: Sequence[EncodeItem], reason: EpdError | None
-    ) -> set[asyncio.Task[list[Failure]]]:
-        """Assign the items; each task ends with those that have to be assigned again."""
+    ) -> dict[asyncio.Task[list[Failure]], int]:
+        """Assign the items; each task has so many, and ends with those that have to be assigned
+        again."""
         if run.left_s <= 0:
             raise reason or DeadlineError(_TOO_LATE)
         shares, stranded = self._assign(run, items)
-        steps = [
-            self._serve(run, url, share[at : at + _MOST_ITEMS])
+        parts = [
+            (url, share[at : at + _MOST_ITEMS])
             for url, share in shares.items()
             for at in range(0, len(share), _MOST_ITEMS)
         ]
+        tasks = {asyncio.create_task(self._serve(run, *part)): len(part[1]) for part in parts}
         if stranded:
-            steps.append(self._wait(run, stranded, reason))
-        return {asyncio.create_task(step) for step in steps}
+            tasks[asyncio.create_task(self._wait(run, stranded, reason))] = len(stranded)
+        return tasks
 
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
         """One encoder's share; what it could not serve goes elsewhere at once."""
@@ -330,10 +342,13 @@ class Dispatcher:
             return [(item, error) for item in items]
         run.stranded_at = None
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
+        told = [(item, outcomes.get(item.item)) for item in items]
+        errors = [_error_of(url, item, outcome) for item, outcome in told]
+        hopeless = [error for error in errors if error is not None and not error.retry_elsewhere]
+        if hopeless:  # an encoder tells nothing then of those that it gave up
+            raise hopeless[0]
         failures: list[Failure] = []
-        for item in items:
-            outcome = outcomes.get(item.item)
-            failure = _error_of(url, item, outcome)
+        for (item, outcome), failure in zip(told, errors, strict=True):
             if failure is None:
                 assert outcome is not None
                 if outcome.state == "delivered":
@@ -343,8 +358,6 @@ class Dispatcher:
                     run.layouts[item.item] = layout
                     self._learn(item, layout)
                 continue
-            if not failure.retry_elsewhere:
-                raise failure
             self._retried(1, failure)
             self._note_fault(run, url, [item], failure)
             if isinstance(failure, EncoderLostError):

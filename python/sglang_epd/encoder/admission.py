@@ -14,6 +14,9 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 
+# Most items that a person's question has.
+_FEW = 16
+
 
 @dataclass
 class _Live:
@@ -27,7 +30,8 @@ class Admission:
     """Bounds on all requests together.
 
     Hosts decide how long fetching takes, so what is fetched does not fill them: a quarter of the
-    items, and of the bytes, is left to media that come inline.
+    items, and of the bytes, is left to media that come inline. Requests of many items do not
+    fill them either, and leave a quarter to those of few.
 
     Args:
         max_items: items in work at a time.
@@ -129,9 +133,10 @@ class Admission:
                 f"{urls} URLs for one encoder, which fetches {self.max_fetching}"
             )
         self.check(retry_after_s)
-        if self.items + items > self.max_items:
+        most = self.max_items if items <= _FEW else max(items, _share(self.max_items))
+        if self.items + items > most:
             raise OverloadedError(
-                f"{self.items} items in work, at most {self.max_items}",
+                f"{self.items} items in work, at most {most}",
                 retry_after_s=retry_after_s,
             )
         if urls and self.fetching + urls > self.max_fetching:

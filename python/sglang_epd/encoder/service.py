@@ -1,6 +1,7 @@
 """Takes encode requests through: acquire, have encoded, offer, deliver.
 
-Items of a request run side by side and fail alone. What happens between an item's bytes
+Items of a request run side by side. One that another encoder may do better at fails alone; one
+that is hopeless ends the request. What happens between an item's bytes
 and its embedding, and who shares it, is `computations`'s. The offer is made as soon as
 the layout is known, so the grant is usually there when the embedding is; an item that is
 declined before its turn is never encoded.
@@ -31,6 +32,7 @@ from sglang_epd.errors import (
     EncodeError,
     EpdError,
     NamespaceError,
+    from_code,
 )
 from sglang_epd.media import Fetcher, MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
@@ -146,7 +148,8 @@ class EncoderService:
     async def encode(self, request: EncodeRequest, room: Room, span: Span = OFF) -> EncodeReply:
         """Encode and deliver a request's items; one outcome an item.
 
-        Cancelling the call cancels the items at their next stage.
+        An item that no encoder could make ends the others, which have no outcome then: the
+        asker's request has failed. Cancelling the call cancels the items at their next stage.
 
         Args:
             span: of the request; has each item as a part.
@@ -174,12 +177,19 @@ class EncoderService:
         self._metrics.items_in_work.set(self.admission.items)
         try:
             deadline = time.monotonic() + request.ttl_s
+            running: list[asyncio.Task[ItemOutcome]] = []
+
+            def end_all_after_a_hopeless_one(item: asyncio.Task[ItemOutcome]) -> None:
+                if not item.cancelled() and not item.exception() and _is_hopeless(item.result()):
+                    for other in running:
+                        other.cancel()
+
             async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(self._encode_item(request, item, deadline, room, span))
-                    for item in request.items
-                ]
-            outcomes = [item.result() for item in running]
+                for item in request.items:
+                    encoding = self._encode_item(request, item, deadline, room, span)
+                    running.append(group.create_task(encoding))
+                    running[-1].add_done_callback(end_all_after_a_hopeless_one)
+            outcomes = [item.result() for item in running if not item.cancelled()]
             return EncodeReply(request.request_id, self.name, outcomes)
         finally:
             del self._live[request.request_id]
@@ -452,6 +462,12 @@ class EncoderService:
                 "ended_at": time.time(),
             }
         )
+
+
+def _is_hopeless(outcome: ItemOutcome) -> bool:
+    """Whether no other encoder would do better."""
+    failed = outcome.state == "failed"
+    return failed and not from_code(outcome.code, outcome.message).retry_elsewhere
 
 
 def _describe(span: Span, encoder: str, item: EncodeItem) -> None:

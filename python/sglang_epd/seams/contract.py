@@ -98,6 +98,11 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     (
         "seams/tokenizer",
         "managers.tokenizer_manager",
+        "TokenizerManager._release_req_states_on_failure",
+    ): "self request_states",
+    (
+        "seams/tokenizer",
+        "managers.tokenizer_manager",
         "TokenizerManager._handle_abort_finish_reason",
     ): "async self out state is_stream",
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (

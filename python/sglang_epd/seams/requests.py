@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_epd.seams import decode, identities
 
-_LOOK_S = 0.5
+_FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 
 def after(method: str) -> Callable[..., None]:
@@ -83,7 +83,7 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
     SGLang asks for a client every 4 s, and of a body of more than 64 KiB, which an image is,
     uvicorn has stopped reading: the first question has it read on, and only the second, 8 s
     after the beginning, finds that nobody is there. By then encoders have encoded what nobody
-    waits for.
+    waits for. Here the second question comes at once, and the pauses grow.
 
     Args:
         http: the client's request; None where there is none to leave.
@@ -93,8 +93,10 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
         return
 
     async def look() -> None:
-        while not await http.is_disconnected():  # noqa: ASYNC110, nobody tells
-            await asyncio.sleep(_LOOK_S)
+        pause_s = _FIRST_LOOK_S
+        while not await http.is_disconnected():
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S)
         manager.abort_request(obj.rid)
 
     looking = asyncio.create_task(look())

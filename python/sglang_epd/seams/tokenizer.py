@@ -6,9 +6,11 @@ Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 whose answers begin when all of this is done; `send_encode_request(obj, ...)`
 for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
-`abort_request(rid)` when a request is over early; `_wait_one_response(obj, request)`, which
-yields its answers; and `_handle_abort_finish_reason(out, state, is_stream)` when the
-scheduler ended it. The live requests are in its `rid_to_state`, each with its `obj`.
+`abort_request(rid)` when a request is over early, or, before a scheduler has it,
+`_release_req_states_on_failure(request_states)`, by their ids;
+`_wait_one_response(obj, request)`, which yields its answers; and
+`_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it. The live
+requests are in its `rid_to_state`, each with its `obj`.
 """
 
 from __future__ import annotations
@@ -210,6 +212,12 @@ class TokenizerSeam:
         if abort_all:
             self.frontend.cancel_all()
         elif rid:
+            self.frontend.cancel(rid)
+
+    def cancel_refused(self, request_states: dict[str, Any]) -> None:
+        """After `_release_req_states_on_failure`: SGLang has refused a request that was sent to
+        encoders before it was counted and compared with the model's context."""
+        for rid in request_states.keys() - self._live.keys():
             self.frontend.cancel(rid)
 
     def tell_sources(

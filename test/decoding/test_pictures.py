@@ -66,6 +66,19 @@ def test_a_large_picture_crosses_in_strips(decoders: Decoders) -> None:
     assert image(decoders, data).tobytes() == decode_image(data, MediaLimits()).tobytes()
 
 
+def test_one_picture_after_the_other_by_one_child(make: Make) -> None:
+    decoders = make()
+    sizes = [(200, 150), (30, 40), (400, 300), (401, 300), (20, 20)]
+    files = [encoded(noise(*size), kind) for size in sizes for kind in ("PNG", "JPEG", "TIFF")]
+    made = []
+    for data in files:
+        made.append(image(decoders, data))
+        assert isinstance(outcome(decoders, data[: len(data) // 2]), MediaError)
+    for data, one in zip(files, made, strict=True):
+        assert one.tobytes() == decode_image(data, MediaLimits()).tobytes()
+    assert len(decoders.pictures._idle) == 1
+
+
 @pytest.mark.parametrize(
     ("data", "kind", "told"),
     [
@@ -305,4 +318,6 @@ def test_a_child_that_answers_out_of_turn_has_no_further_item(make: Make, monkey
     assert isinstance(error, MediaError)
     assert "decoder crashed" in error.message
     assert [one.process for one in decoders.pictures._idle] == [honest]
+    with pytest.raises(MediaError, match="its decoder is broken"):
+        decoders.pictures._idle[0].pixels(-1, 4 * 200 * 150 + 1)
     assert isinstance(outcome(decoders, GOOD), Image.Image)

@@ -149,6 +149,15 @@ def test_a_video_whose_frames_grow_is_refused(decoders: Decoders) -> None:
     assert nothing_is_held(decoders)
 
 
+def test_the_log_has_the_librarys_own_error(decoders: Decoders, caplog) -> None:
+    data = clips.video(frames=8, size=(64, 48))
+    at = data.index(b"mdat") + 4
+    end = at - 8 + int.from_bytes(data[at - 8 : at - 4])
+    broken = data[:at] + bytes(end - at) + data[end:]
+    assert isinstance(outcome(frames, decoders, broken, [0, 3]), MediaError)
+    assert "Not decoded: 'RuntimeError: " in caplog.text
+
+
 def test_large_videos_wait_for_memory_and_small_ones_pass(strict: Decoders) -> None:
     decoders = strict
     large, small = clips.video(frames=8, size=(1280, 720)), clips.video(frames=8, size=(64, 48))

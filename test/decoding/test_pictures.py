@@ -180,6 +180,25 @@ def test_memory_stays_within_the_budget(make: Make, name: str) -> None:
     assert nothing_is_held(decoders)
 
 
+LARGEST = {
+    "jpeg 2000": attacks.jpeg_2000(5000),
+    "webp": attacks.canvas(10_000),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_pictures_wait_for_one_another(make: Make, name: str) -> None:
+    budget = 3500
+    decoders = make(budget_mb=budget, places=4)
+    image(decoders, GOOD)
+    with Watch()() as watch, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: outcome(decoders, LARGEST[name], 600).size, range(3)))
+    assert found[1:] == found[:-1]
+    assert watch.grown < (budget << 20) + MARGIN
+    assert nothing_is_held(decoders)
+
+
 def test_what_takes_more_than_there_is_is_refused_at_once(make: Make) -> None:
     decoders = make(budget_mb=200)
     began = time.monotonic()

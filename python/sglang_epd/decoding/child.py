@@ -23,8 +23,9 @@ from sglang_epd.media.decode import check_size, open_image, read_image
 from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
 # What a look may cost in processor time: three hours of sound and 18,000 frames in 56 MiB take
-# 0.5 s, a picture's header milliseconds. FFmpeg takes quadratic time for some indices.
-_LOOK_CPU_S = 2.0
+# 0.5 s, 17,000 frames alone 0.02 s, a picture's header milliseconds. FFmpeg takes quadratic
+# time for some indices.
+_LOOK_CPU_S = 0.5
 _LOOK_MB_CPU_S = 0.05
 _HEADER_CPU_S = 1
 # A picture, which takes milliseconds, and each megapixel of it beyond that: 20 times what the
@@ -140,8 +141,8 @@ def needs(count: int, name: str, nbytes: int) -> tuple[int, int]:
         nbytes: of its file.
     """
     here = count * _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES) + nbytes + _PICTURE_BYTES
-    # In the server the file of pixels goes when Pillow's image has been made.
-    return here, max(here + 3 * count, _PREPARED_PIXEL_BYTES * count) + nbytes
+    # The file of pixels, which is in `here`, stays beside Pillow's image of the server.
+    return here, max(here + 4 * count, (4 + _PREPARED_PIXEL_BYTES) * count) + nbytes
 
 
 # Most addresses that Pillow 13 took for a pixel of pictures of 20 megapixels, of all modes

@@ -339,7 +339,7 @@ class _Children:
     def __init__(self, modules: Sequence[str], options: dict[str, Any]) -> None:
         self.nursery = Nursery(modules)
         self._options = options
-        self._keep = modules is _FILMS
+        self._opens_videos = modules is _FILMS
         self._idle: list[_Child] = []
 
     def take(self) -> _Child:
@@ -361,7 +361,7 @@ class _Children:
     def give(self, child: _Child) -> None:
         """Its item is over."""
         try:
-            if self._keep:
+            if self._opens_videos:
                 child.process.end.settimeout(_END_S)
                 send_now(child.process.end, Drop())
             grown = child.grown

@@ -187,6 +187,7 @@ LARGEST = {
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_pictures_wait_for_one_another(make: Make, name: str) -> None:
     budget = 3500

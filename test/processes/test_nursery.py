@@ -66,7 +66,7 @@ def test_a_child_holds_its_own_end_only(nursery):
     child = nursery.child("births:describe")
     held, end, nice, imported = ast.literal_eval(child.end.recv(1 << 16).decode())
     assert held == [0, 1, 2, end]
-    assert nice == min(19, os.nice(0) + 5)
+    assert nice == min(19, os.nice(0) + 10)
     assert imported
 
 

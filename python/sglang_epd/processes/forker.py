@@ -41,8 +41,9 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-# What serves users comes first on a busy machine.
-_NICE = 5
+# What serves users, and what is nearer to its end, comes first on a busy machine. Beside three
+# hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
+_NICE = 10
 _BEAR = msgspec.msgpack.Decoder(Bear)
 
 

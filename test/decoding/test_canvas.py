@@ -33,8 +33,9 @@ def test_the_server_is_told_of_a_file_once_and_only_of_one_that_it_needs() -> No
 
 def test_a_picture_that_was_decoded_there_is_not_copied() -> None:
     canvas = Canvas()
+    (fd,) = canvas.hold(Image.new("RGB", (4, 3), "blue"))
     made = canvas.blank((4, 3))
     made.paste("red", (0, 0, 4, 3))
-    (fd,) = canvas.hold(made)
+    assert canvas.hold(made) == []
     assert os.pread(fd, 4 * 4 * 3, 0) == b"\xff\0\0\xff" * 12
     close_all([fd])

@@ -93,6 +93,7 @@ class _Forker:
         status = 1
         try:
             depend_on(self._pid)
+            os.nice(_NICE)  # only here: modules are imported once, and a user waits for it
             for fd in (self._end.detach(), *self._children):
                 os.close(fd)
             module, _, name = told.factory.partition(":")
@@ -110,7 +111,6 @@ def main() -> None:
     fd, front, *modules = sys.argv[1:]
     depend_on(int(front))
     gain_nothing()
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.set_inheritable(int(fd), False)
     for module in modules:

@@ -78,19 +78,20 @@ def trailing(count: int) -> bytes:
     return data[:-12] + part * count + data[-12:]
 
 
-def samples_claimed(count: int, hidden: bytes = b"") -> bytes:
-    """An MP4 file whose index claims `count` packets of a byte.
+def samples_claimed(count: int, hidden: bytes = b"", kind: bytes = b"stsz") -> bytes:
+    """An MP4 file whose index claims `count` packets of a byte, or of four bits in `stz2`.
 
     Args:
         hidden: the end of the size of the box that claims it: with the first letters of the
             box's name behind it, it spells another name.
     """
     data = clips.video(frames=4)
-    at = data.index(b"stsz")
-    length = int.from_bytes(data[at - 4 : at])
-    size = int.from_bytes(hidden) if hidden else length
-    content = numbers(0, 1, count)
-    return grow(data, b"stsz", box(b"stsz", content + bytes(size - 8 - len(content))))
+    content = numbers(0, 1 if kind == b"stsz" else 4, count)
+    return grow(data, b"stsz", _padded(kind, content, hidden))
+
+
+def _padded(kind: bytes, content: bytes, hidden: bytes) -> bytes:
+    return box(kind, content.ljust(int.from_bytes(hidden) - 8, b"\0") if hidden else content)
 
 
 def packets_of_a_byte(count: int) -> bytes:
@@ -101,14 +102,44 @@ def packets_of_a_byte(count: int) -> bytes:
     return data.ljust(len(data) + count, b"\0")
 
 
-def fragments_claimed(count: int) -> bytes:
-    """An MP4 file with a fragment that claims `count` packets."""
+def fragments_claimed(count: int, hidden: bytes = b"") -> bytes:
+    """An MP4 file with a fragment that claims `count` packets; `hidden` as above."""
     data = clips.video(frames=4)
     track = int.from_bytes(data[data.index(b"tkhd") + 16 :][:4])
     extends = box(b"mvex", box(b"trex", numbers(0, track, 1, 0, 1, 0)))
     data = grow(data, b"udta", extends) if b"udta" in data else data
-    run = box(b"traf", box(b"tfhd", numbers(0, track)) + box(b"trun", numbers(0, count)))
+    run = box(b"tfhd", numbers(0, track)) + _padded(b"trun", numbers(0, count), hidden)
+    run = box(b"traf", run)
     return data + box(b"moof", box(b"mfhd", numbers(0, 1)) + run)
+
+
+def packed_packets(count: int, nbytes: int = 9 << 20) -> bytes:
+    """A Matroska file of so many packets, each of them zeros that zlib has made small."""
+
+    def element(name: int, *parts: bytes) -> bytes:
+        content = b"".join(parts)
+        head = name.to_bytes((name.bit_length() + 7) // 8)
+        return head + (1 << 56 | len(content)).to_bytes(8) + content
+
+    compression = element(0x5034, element(0x4254, b"\0"))
+    encoding = element(0x6240, element(0x5031, b"\0"), element(0x5032, b"\1"), compression)
+    picture = element(0xE0, element(0xB0, b"\0\x40"), element(0xBA, b"\0\x30"))
+    head = [(0xD7, b"\1"), (0x73C5, b"\1"), (0x83, b"\1"), (0x86, b"V_MJPEG")]
+    track = element(0xAE, *(element(*one) for one in head), picture, element(0x6D80, encoding))
+    packet = zlib.compress(bytes(nbytes))
+    blocks = (element(0xA3, b"\x81", at.to_bytes(2), b"\x80", packet) for at in range(count))
+    cluster = element(0x1F43B675, element(0xE7, b"\0"), *blocks)
+    times = element(0x1549A966, element(0x2AD7B1, numbers(100_000_000)))
+    kind = element(0x1A45DFA3, element(0x4282, b"matroska"))
+    return kind + element(0x18538067, times, element(0x1654AE6B, track), cluster)
+
+
+def canvas(side: int) -> bytes:
+    """A WebP animation whose frames are of a pixel, and its canvas of `side` squared."""
+    data = bytearray(picture("RGB", "WEBP", 1, 1, animated=True, lossless=True))
+    at = data.index(b"VP8X") + 12
+    data[at : at + 6] = (side - 1).to_bytes(3, "little") * 2
+    return bytes(data)
 
 
 def grow(data: bytes, kind: bytes, new: bytes) -> bytes:

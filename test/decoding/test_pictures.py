@@ -66,6 +66,19 @@ def test_a_large_picture_crosses_in_strips(decoders: Decoders) -> None:
     assert image(decoders, data).tobytes() == decode_image(data, MediaLimits()).tobytes()
 
 
+def test_one_picture_after_the_other_by_one_child(make: Make) -> None:
+    decoders = make()
+    sizes = [(200, 150), (30, 40), (400, 300), (401, 300), (20, 20)]
+    files = [encoded(noise(*size), kind) for size in sizes for kind in ("PNG", "JPEG", "TIFF")]
+    made = []
+    for data in files:
+        made.append(image(decoders, data))
+        assert isinstance(outcome(decoders, data[: len(data) // 2]), MediaError)
+    for data, one in zip(files, made, strict=True):
+        assert one.tobytes() == decode_image(data, MediaLimits()).tobytes()
+    assert len(decoders.pictures._idle) == 1
+
+
 @pytest.mark.parametrize(
     ("data", "kind", "told"),
     [
@@ -164,6 +177,26 @@ def test_memory_stays_within_the_budget(make: Make, name: str) -> None:
         assert all(isinstance(one, MediaError) for one in found), found
     else:
         assert all(isinstance(one, Image.Image) for one in found), found
+    assert nothing_is_held(decoders)
+
+
+LARGEST = {
+    "jpeg 2000": attacks.jpeg_2000(5000),
+    "webp": attacks.canvas(10_000),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_pictures_wait_for_one_another(make: Make, name: str) -> None:
+    budget = 3500
+    decoders = make(budget_mb=budget, places=4)
+    image(decoders, GOOD)
+    with Watch()() as watch, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: outcome(decoders, LARGEST[name], 600).size, range(3)))
+    assert found[1:] == found[:-1]
+    assert watch.grown < (budget << 20) + MARGIN
     assert nothing_is_held(decoders)
 
 
@@ -305,4 +338,6 @@ def test_a_child_that_answers_out_of_turn_has_no_further_item(make: Make, monkey
     assert isinstance(error, MediaError)
     assert "decoder crashed" in error.message
     assert [one.process for one in decoders.pictures._idle] == [honest]
+    with pytest.raises(MediaError, match="its decoder is broken"):
+        decoders.pictures._idle[0].pixels(-1, 4 * 200 * 150 + 1)
     assert isinstance(outcome(decoders, GOOD), Image.Image)

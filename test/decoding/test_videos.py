@@ -122,7 +122,10 @@ CLAIMS = {
     "stsz": attacks.samples_claimed(80_000_000),
     "stsz behind el": attacks.samples_claimed(80_000_000, b"\0\0el"),
     "stsz behind s": attacks.samples_claimed(80_000_000, b"\0\0\x0cs"),
+    "stz2": attacks.samples_claimed(300_000_000, kind=b"stz2"),
+    "stz2 behind el": attacks.samples_claimed(300_000_000, b"\0\0el", b"stz2"),
     "trun": attacks.fragments_claimed(80_000_000),
+    "trun behind els": attacks.fragments_claimed(80_000_000, b"\0els"),
 }
 
 
@@ -141,12 +144,31 @@ def test_an_index_takes_no_more_than_a_look_may(decoders: Decoders, name: str) -
     assert nothing_is_held(decoders)
 
 
+def test_packets_that_zlib_has_made_small_take_little_memory_and_time(decoders: Decoders) -> None:
+    with decoders.begin() as item:
+        assert item.video(attacks.packed_packets(3)).facts.frames == 3
+    bomb = attacks.packed_packets(1000)
+    with Watch()() as watch:
+        assert isinstance(outcome(frames, decoders, bomb, [0], 600), MediaError)
+    assert watch.grown < SMALL_BYTES + 3 * len(bomb) + MARGIN
+    assert nothing_is_held(decoders)
+
+
 def test_a_video_whose_frames_grow_is_refused(decoders: Decoders) -> None:
     data = attacks.grows(2048)
     with Watch()() as watch:
         assert isinstance(outcome(frames, decoders, data, [0, 1, 2, 3]), MediaError)
     assert watch.grown < 4 * SMALL_BYTES + MARGIN
     assert nothing_is_held(decoders)
+
+
+def test_the_log_has_the_librarys_own_error(decoders: Decoders, caplog) -> None:
+    data = clips.video(frames=8, size=(64, 48))
+    at = data.index(b"mdat") + 4
+    end = at - 8 + int.from_bytes(data[at - 8 : at - 4])
+    broken = data[:at] + bytes(end - at) + data[end:]
+    assert isinstance(outcome(frames, decoders, broken, [0, 3]), MediaError)
+    assert "Not decoded: 'RuntimeError: " in caplog.text
 
 
 def test_large_videos_wait_for_memory_and_small_ones_pass(strict: Decoders) -> None:

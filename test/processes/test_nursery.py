@@ -66,7 +66,7 @@ def test_a_child_holds_its_own_end_only(nursery):
     child = nursery.child("births:describe")
     held, end, nice, imported = ast.literal_eval(child.end.recv(1 << 16).decode())
     assert held == [0, 1, 2, end]
-    assert nice == min(19, os.nice(0) + 5)
+    assert nice == min(19, os.nice(0) + 10)
     assert imported
 
 
@@ -118,6 +118,19 @@ def test_a_nursery_that_is_struck_comes_back_at_the_next_need(nursery, blow):
     assert ask(echo(nursery, "new"), b"x") == b"new 0 x"
     assert nursery.pid != before
     assert child.ended(30)
+
+
+def test_a_nursery_that_does_not_end_is_said_and_not_waited_for(nursery, monkeypatch, caplog):
+    echo(nursery)
+    before = nursery.pid
+    os.kill(before, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_epd.processes.nursery._END_S", 0.1)
+        patch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if it were held
+        with pytest.raises(UnavailableError, match="cannot be started"):
+            echo(nursery)
+    assert f"pid {before}) does not end" in caplog.text
+    assert ask(echo(nursery, "new"), b"x") == b"new 0 x"
 
 
 def test_a_nursery_lives_beyond_the_thread_that_started_it(nursery):

@@ -7,23 +7,25 @@ but what libraries keep, and a child that has grown is replaced by the server.
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
 import socket
-from pathlib import Path
 from typing import Any
 
 from sglang_epd.decoding import messages
+from sglang_epd.decoding.canvas import Canvas
 from sglang_epd.decoding.messages import TO_CHILD, Drop, Failed, Look, Needs, Picture, Read
 from sglang_epd.errors import EpdError, MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits, image_size
 from sglang_epd.media.decode import check_size, open_image, read_image
-from sglang_epd.processes.packets import close_all, receive_now, send_now, write_file, write_parts
+from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
 # What a look may cost in processor time: three hours of sound and 18,000 frames in 56 MiB take
-# 0.5 s, a picture's header milliseconds. FFmpeg takes quadratic time for some indices.
-_LOOK_CPU_S = 2.0
+# 0.5 s, 17,000 frames alone 0.02 s, a picture's header milliseconds. FFmpeg takes quadratic
+# time for some indices.
+_LOOK_CPU_S = 0.5
 _LOOK_MB_CPU_S = 0.05
 _HEADER_CPU_S = 1
 # A picture, which takes milliseconds, and each megapixel of it beyond that: 20 times what the
@@ -32,6 +34,8 @@ _PICTURE_CPU_S = 1
 _MEGAPIXEL_CPU_S = {"JPEG2000": 6.0}
 _OTHERS_MEGAPIXEL_CPU_S = 1.2
 _SOUND_CPU_S = 60
+# Formats whose pictures have one size throughout; a TIFF may be turned.
+_PLAIN = ("JPEG", "PNG", "WEBP")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -54,6 +58,8 @@ class _Child:
     def __init__(self, end: socket.socket, limits: MediaLimits) -> None:
         self._end = end
         self._limits = limits
+        self._canvas = Canvas()
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._video: Any = None
 
     def take(self, message: Any, fds: list[int]) -> None:
@@ -63,9 +69,9 @@ class _Child:
                 self._video = None
                 return
             if isinstance(message, Look):
-                answer = self._look(message, fds[0])
+                answer = self._look(message, fds.pop())
             elif isinstance(message, Read):
-                allow(message.allowed_bytes, message.cpu_s)
+                self._allow(message.allowed_bytes, message.cpu_s)
                 answer = self._video.read(message.indices, message.threads)
         except EpdError as error:
             answer = Failed(error.code, error.message), []
@@ -77,12 +83,13 @@ class _Child:
         close_all(answer[1])
 
     def _look(self, look: Look, fd: int) -> tuple[Any, list[int]]:
-        if look.modality == "IMAGE":
-            return self._picture(look, fd)
         nbytes = os.fstat(fd).st_size
         look_s = _LOOK_CPU_S + _LOOK_MB_CPU_S * nbytes / (1 << 20)
-        allow(look.allowed_bytes, look_s if look.modality == "VIDEO" else _SOUND_CPU_S)
-        data = Path(f"/proc/self/fd/{fd}").read_bytes()
+        seconds = {"IMAGE": _HEADER_CPU_S, "VIDEO": look_s, "AUDIO": _SOUND_CPU_S}
+        self._allow(look.allowed_bytes, seconds[look.modality])
+        data = read_file(fd)
+        if look.modality == "IMAGE":
+            return self._picture(look, data)
         # Only here: they import torch, which takes seconds.
         if look.modality == "VIDEO":
             from sglang_epd.decoding.video import open_video
@@ -94,23 +101,29 @@ class _Child:
         samples = decode(data, look.rate_hz, self._limits)
         return messages.Sound(len(samples)), [write_file(samples.data)]
 
-    def _picture(self, look: Look, fd: int) -> tuple[Any, list[int]]:
-        allow(look.allowed_bytes, _HEADER_CPU_S)
-        nbytes = os.fstat(fd).st_size
-        start = os.pread(fd, _WEBP_HEADER_BYTES, 0)
-        if start[8:12] == b"WEBP" and (size := image_size(start)):
+    def _picture(self, look: Look, data: bytes) -> tuple[Any, list[int]]:
+        if data[8:12] == b"WEBP" and (size := image_size(data)):
             # Pillow makes all of its canvas when it opens the file.
             check_size(size, "WEBP", self._limits)
-            if more := _more(look, size, "WEBP", nbytes):
+            if more := _more(look, size, "WEBP", len(data)):
                 return more, []
-        with os.fdopen(os.dup(fd), "rb") as file:
-            image, name = open_image(file, self._limits)
-            if more := _more(look, image.size, name, nbytes):
-                return more, []
-            megapixel_s = _MEGAPIXEL_CPU_S.get(name, _OTHERS_MEGAPIXEL_CPU_S)
-            work(_PICTURE_CPU_S + megapixel_s * image.width * image.height / 1e6)
-            made = read_image(image, name, self._limits)
-        return Picture(*made.size), [_in_a_file(made)]
+        image, name = open_image(io.BytesIO(data), self._limits)
+        if more := _more(look, image.size, name, len(data)):
+            return more, []
+        megapixel_s = _MEGAPIXEL_CPU_S.get(name, _OTHERS_MEGAPIXEL_CPU_S)
+        work(_PICTURE_CPU_S + megapixel_s * image.width * image.height / 1e6)
+        if image.mode == "RGB" and name in _PLAIN:
+            image.im = self._canvas.blank(image.size).im  # decoded there, and not copied
+        made = read_image(image, name, self._limits)
+        del image  # its memory is free before more is taken
+        return Picture(*made.size), self._canvas.hold(made)
+
+    def _allow(self, nbytes: int, cpu_s: float) -> None:
+        """Let this process grow by so many bytes, and work for so many seconds, from now."""
+        size = int(os.pread(self._statm, 100, 0).split()[0]) * _PAGE
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (size + nbytes, hard))
+        work(cpu_s)
 
 
 def _more(look: Look, size: tuple[int, int], name: str, nbytes: int) -> Needs | None:
@@ -128,8 +141,8 @@ def needs(count: int, name: str, nbytes: int) -> tuple[int, int]:
         nbytes: of its file.
     """
     here = count * _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES) + nbytes + _PICTURE_BYTES
-    # In the server the file of pixels goes when Pillow's image has been made.
-    return here, max(here + 3 * count, _PREPARED_PIXEL_BYTES * count) + nbytes
+    # The file of pixels, which is in `here`, stays beside Pillow's image of the server.
+    return here, max(here + 4 * count, (4 + _PREPARED_PIXEL_BYTES) * count) + nbytes
 
 
 # Most addresses that Pillow 13 took for a pixel of pictures of 20 megapixels, of all modes
@@ -137,32 +150,11 @@ def needs(count: int, name: str, nbytes: int) -> tuple[int, int]:
 # WebP 16.8; a progressive JPEG in CMYK 11.3, PNG 7.9, AVIF 9.5, the others less.
 _PIXEL_BYTES = {"JPEG2000": 26, "WEBP": 19}
 _OTHERS_PIXEL_BYTES = 13
-_WEBP_HEADER_BYTES = 64
 # Of a small picture it is the libraries' tables and buffers that count.
 _PICTURE_BYTES = 8 << 20
 # Most that preparing takes of the server's memory for each pixel, with Pillow's four:
 # GLM-4V's processor, which goes to float32, 22; Qwen's, CLIP's, Pixtral's and SigLIP's 6.
 _PREPARED_PIXEL_BYTES = 26
-_STRIP_BYTES = 1 << 20
-
-
-def _in_a_file(image: Any) -> int:
-    """Pixels of an RGB image as a file in memory, strip by strip."""
-    width, height = image.size
-    rows = max(1, _STRIP_BYTES // (3 * width))
-    if rows >= height:
-        return write_file(image.tobytes())
-    strips = ((0, top, width, min(top + rows, height)) for top in range(0, height, rows))
-    return write_parts(image.crop(strip).tobytes() for strip in strips)
-
-
-def allow(nbytes: int, cpu_s: float) -> None:
-    """Let this process grow by so many bytes, and work for so many seconds, from now."""
-    with Path("/proc/self/statm").open() as file:
-        size = int(file.read().split(maxsplit=1)[0]) * _PAGE
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (size + nbytes, hard))
-    work(cpu_s)
 
 
 def work(cpu_s: float) -> None:

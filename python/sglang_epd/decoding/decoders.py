@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -25,6 +24,7 @@ import numpy as np
 from PIL import Image
 
 from sglang_epd.decoding.budget import Budget, Charge
+from sglang_epd.decoding.canvas import picture
 from sglang_epd.decoding.film import Film
 from sglang_epd.decoding.messages import TO_SERVER, Drop, Failed, Look, Needs, Read
 from sglang_epd.errors import (
@@ -63,6 +63,7 @@ _GROWN_BYTES = 64 << 20
 _LONGEST_S = 600.0
 _END_S = 5.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_BROKEN = "it cannot be decoded: its decoder is broken"
 _BOUNDS = (
     "max_bytes",
     "max_pixels",
@@ -158,9 +159,10 @@ class Decoding:
         """A picture, RGB: the pixels of `media.decode_image`."""
         look = Look("IMAGE", self._decoders.small_bytes + _twice(data) // 2)
         made, fd = self._look(look, data)
+        assert self._child is not None
+        pixels = self._child.pixels(fd, 4 * made.width * made.height)
         size = made.width, made.height
-        with _mapped(fd, 3 * made.width * made.height) as pixels:
-            return Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)
+        return picture(pixels, size).copy()
 
     def sound(self, data: bytes, rate_hz: int) -> np.ndarray:
         """Samples, float32, of one channel."""
@@ -293,11 +295,27 @@ class _Child:
 
     def __init__(self, process: Child) -> None:
         self.process = process
+        self._pixels: mmap.mmap | bytes = b""
         self._first_bytes = self._held_bytes()
 
     @property
     def grown(self) -> bool:
         return self._held_bytes() > self._first_bytes + _GROWN_BYTES
+
+    def pixels(self, fd: int, nbytes: int) -> mmap.mmap | bytes:
+        """Its picture's, until it is sent the next item.
+
+        Args:
+            fd: of the file that they are in from now on, taken over; -1: where they were.
+
+        Raises:
+            MediaError: there are not as many.
+        """
+        if fd >= 0:
+            self._pixels = _mapped(fd, nbytes)
+        if len(self._pixels) < nbytes:
+            raise MediaError(_BROKEN)
+        return self._pixels
 
     def end(self) -> None:
         """Kill it; its memory is free when it returns."""
@@ -307,9 +325,10 @@ class _Child:
         self.process.close()
 
     def _held_bytes(self) -> int:
+        path = f"/proc/{self.process.pid}/statm"
         try:
-            resident = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-            return int(resident) * _PAGE
+            with os.fdopen(os.open(path, os.O_RDONLY), "rb", buffering=0) as file:
+                return int(file.read().split()[1]) * _PAGE
         except (OSError, IndexError):  # it ended: the next to take it sees that
             return 0
 
@@ -320,6 +339,7 @@ class _Children:
     def __init__(self, modules: Sequence[str], options: dict[str, Any]) -> None:
         self.nursery = Nursery(modules)
         self._options = options
+        self._opens_videos = modules is _FILMS
         self._idle: list[_Child] = []
 
     def take(self) -> _Child:
@@ -341,8 +361,9 @@ class _Children:
     def give(self, child: _Child) -> None:
         """Its item is over."""
         try:
-            child.process.end.settimeout(_END_S)
-            send_now(child.process.end, Drop())
+            if self._opens_videos:
+                child.process.end.settimeout(_END_S)
+                send_now(child.process.end, Drop())
             grown = child.grown
         except OSError:
             grown = True
@@ -370,9 +391,9 @@ def _mapped(fd: int, nbytes: int) -> Any:
     """
     try:
         if fd < 0 or os.fstat(fd).st_size != nbytes or not nbytes:
-            raise MediaError("it cannot be decoded: its decoder is broken")
+            raise MediaError(_BROKEN)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise MediaError("it cannot be decoded: its decoder is broken")
+            raise MediaError(_BROKEN)
         # All of it will be read: a page fault for each page costs more.
         return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:

@@ -3,7 +3,7 @@
 server                         child
   | ---- Look (file) -------->   |  the item, and what it may use at first
   | <--- Needs ----------------- |  a picture that takes more; its item is over
-  | <--- Picture (file) -------- |
+  | <--- Picture (new file) ---- |
   | <--- Sound (file) ---------- |
   | <--- Opened ---------------- |  a video; it stays open
   | ---- Read ---------------->  |  frames of it, as often as wanted
@@ -56,7 +56,7 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
 
 
 class Picture(msgspec.Struct, frozen=True, tag="picture"):
-    """Pixels [height, width, 3] in the file that comes with this."""
+    """Pixels [height, width, 4] in the file that comes with this, or came last (`canvas`)."""
 
     width: int
     height: int

@@ -5,7 +5,6 @@ Leans on torchcodec's `VideoDecoder` on the CPU, frame after frame [height, widt
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from torchcodec.decoders import VideoDecoder
 from sglang_epd.decoding.messages import Frames, Opened
 from sglang_epd.errors import MediaError
 from sglang_epd.media import MediaLimits, VideoFacts, check_container, check_video
-from sglang_epd.processes.packets import SEALS
+from sglang_epd.processes.packets import new_file
 
 # Frames that a thread reads before they are copied into the file.
 BATCH_BYTES = 16 << 20
@@ -42,16 +41,11 @@ class Video:
         """Frames, in a file in memory."""
         height, width = self._shape
         size = len(indices) * height * width * 3
-        fd = os.memfd_create("sglang-epd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = new_file(size)
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            with mmap.mmap(fd, size) as mapped:
-                frames = np.frombuffer(mapped, np.uint8).reshape(-1, height, width, 3)
-                try:
-                    self._read_into(frames, indices, threads)
-                finally:
-                    del frames
+            # Not closed by hand: an error on its way still leads to the frames.
+            frames = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+            self._read_into(frames.reshape(-1, height, width, 3), indices, threads)
         except BaseException:
             os.close(fd)
             raise

@@ -41,8 +41,9 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-# What serves users comes first on a busy machine.
-_NICE = 5
+# What serves users, and what is nearer to its end, comes first on a busy machine. Beside three
+# hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
+_NICE = 10
 _BEAR = msgspec.msgpack.Decoder(Bear)
 
 
@@ -92,6 +93,7 @@ class _Forker:
         status = 1
         try:
             depend_on(self._pid)
+            os.nice(_NICE)  # only here: modules are imported once, and a user waits for it
             for fd in (self._end.detach(), *self._children):
                 os.close(fd)
             module, _, name = told.factory.partition(":")
@@ -109,7 +111,6 @@ def main() -> None:
     fd, front, *modules = sys.argv[1:]
     depend_on(int(front))
     gain_nothing()
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.set_inheritable(int(fd), False)
     for module in modules:

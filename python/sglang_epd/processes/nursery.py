@@ -10,6 +10,7 @@ Owns the processes. What they are told is between a child and its user.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -27,9 +28,12 @@ from sglang_epd.errors import UnavailableError
 from sglang_epd.processes.forker import Bear, Born
 from sglang_epd.processes.packets import pair, receive_now, send_now
 
+logger = logging.getLogger(__name__)
+
 # Modules take seconds to be imported, on a busy machine more; a fork takes milliseconds.
 _FIRST_S = 60.0
 _BIRTH_S = 5.0
+_END_S = 5.0
 _ENV = {
     # One heap for all threads: each more would claim 64 MiB of addresses, which count.
     "MALLOC_ARENA_MAX": "1",
@@ -115,7 +119,8 @@ class Nursery:
             try:
                 return forker.bear(Bear(factory, options or {}), self._birth_s)
             except TimeoutError:
-                forker.kill()
+                if not forker.kill():  # and no other is started beside it
+                    break
             except (EOFError, OSError):
                 if forker.alive:  # it could not fork
                     break
@@ -181,12 +186,19 @@ class _Forker:
         self._warm = True
         return Child(end, born.pid, fds[0])
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
+        """End it and its children: whether it has ended, which one that the kernel holds has not.
+
+        Until it has, it is asked for children as before.
+        """
         with self._letting_go:
             if self.alive:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        self._dead.wait()
+        ended = self._dead.wait(_END_S)
+        if not ended:
+            logger.error("The process that forks others (pid %d) does not end", self.pid)
+        return ended
 
     def _keep(self, theirs: socket.socket, modules: Sequence[str]) -> None:
         command = [sys.executable, "-P", "-m", "sglang_epd.processes.forker"]

@@ -14,7 +14,7 @@ import fcntl
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +25,6 @@ from sglang_epd.errors import ProtocolError
 # message (a long video's timestamps) travels as a file too.
 _PACKET_BYTES = 64 << 10
 _IN_A_FILE = b"\0"
-_NAME = "sglang-epd"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -35,29 +34,34 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def write_file(data: bytes | memoryview) -> int:
-    """An anonymous file in memory that holds `data`; the caller closes the descriptor.
+def new_file(nbytes: int) -> int:
+    """An anonymous file of zeros in memory; the caller closes the descriptor.
 
     Raises:
         OSError: no memory, or no descriptor left.
     """
-    return write_parts((data,))
-
-
-def write_parts(parts: Iterable[bytes | memoryview]) -> int:
-    """An anonymous file in memory that holds `parts`, one after the other.
-
-    Raises:
-        OSError: no memory, or no descriptor left.
-    """
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("sglang-epd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            while view:
-                view = view[os.write(fd, view) :]
+        os.ftruncate(fd, nbytes)
         # Who maps it may rely on its size: one that shrinks would end them by a signal.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_file(data: bytes | memoryview) -> int:
+    """Such a file that holds `data`.
+
+    Raises:
+        OSError: no memory, or no descriptor left.
+    """
+    view = memoryview(data).cast("B")
+    fd = new_file(len(view))
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
     except BaseException:
         os.close(fd)
         raise

@@ -14,6 +14,7 @@ from aiohttp.abc import AbstractResolver
 from media.samples import Serve, in_seconds, local_limits, raw_server
 from sglang_epd.errors import DeadlineError, MediaError
 from sglang_epd.media import Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
+from sglang_epd.media.fetch import Anybody
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 PATIENCE_S = 20.0
@@ -132,12 +133,13 @@ async def test_room_is_asked_for_in_the_callers_thread(serve: Serve) -> None:
 
     asked: list[tuple[int, int]] = []
 
-    async def room_for(nbytes: int) -> None:
-        asked.append((threading.get_ident(), nbytes))
+    class Asked(Anybody):
+        async def grow(self, nbytes: int) -> None:
+            asked.append((threading.get_ident(), nbytes))
 
     source = MediaSource(url=await serve(handle))
     async with FetchingThread(local_limits()) as fetcher:
-        await fetcher.fetch(source, in_seconds(PATIENCE_S), room_for)
+        await fetcher.fetch(source, in_seconds(PATIENCE_S), Asked())
     assert {ident for ident, _ in asked} == {threading.get_ident()}
     assert asked[0][1] < 100_000
     assert asked[-1][1] == 300_000, "no more than was announced"
@@ -149,13 +151,14 @@ async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> No
 
     waits = [1.2, 0.6, 5.0]
 
-    async def room_for(_nbytes: int) -> None:
-        await asyncio.sleep(waits.pop(0))
+    class Full(Anybody):
+        async def grow(self, _nbytes: int) -> None:
+            await asyncio.sleep(waits.pop(0))
 
     source = MediaSource(url=await serve(handle))
     async with make(local_limits(total_timeout_s=1.0)) as fetcher:
         with pytest.raises(DeadlineError):
-            await fetcher.fetch(source, in_seconds(2.5), room_for)
+            await fetcher.fetch(source, in_seconds(2.5), Full())
         assert waits == []
         media = await fetcher.fetch(source, in_seconds(PATIENCE_S))
         assert len(media.data) == 300_000

@@ -184,6 +184,7 @@ class MediaFetcher:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._slots.close()
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -83,8 +83,7 @@ class FetchingThread:
         if source.url is None:
             return await self._fetcher.fetch(source, deadline)
         async with reading_until(deadline, source):
-            account = _here(account)
-            return await self._there(self._fetcher.fetch(source, deadline, account))
+            return await self._there(self._fetcher.fetch(source, deadline, _here(account)))
 
     async def ask(
         self, source: MediaSource, known: Trail | None = None, account: Account = ANYBODY

@@ -1,8 +1,8 @@
 """How many fetches run at a time, and which of them makes way for those that wait.
 
 A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While others
-wait, fetches that have sent less than `MIN_BYTES_PER_S` are given up. Slow hosts of many names
-can therefore not fill all slots.
+wait, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, first
+those of owners who have many slots. Slow hosts of many names can therefore not fill all slots.
 """
 
 from __future__ import annotations
@@ -135,6 +135,12 @@ class Slots:
         finally:
             if not share.held and not share.waiting:
                 self.hosts.pop(host, None)
+
+    def close(self) -> None:
+        """Look no more; the event loop may end."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     def _look_later(self) -> None:
         if self._looking is None:

@@ -243,6 +243,8 @@ async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None
 class Of(Anybody):
     """The account of a request."""
 
+    owner = None
+
     def __init__(self, owner: int) -> None:
         self.owner = owner
 

@@ -12,8 +12,8 @@ class Shares:
     """Places at a time, of which an owner may have as many as are free; for one event loop.
 
     Owners that take all they may have the same number in the end, and as many places are
-    free: an owner who comes new does not wait. (Dynamic thresholds: Choudhury and Hahne,
-    IEEE/ACM Transactions on Networking, 1998.)
+    free for an owner who comes new. Places that become free go to those first who have few.
+    (Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.)
 
     Args:
         total: places; the last one is had by whoever has none.

@@ -1,16 +1,16 @@
 """How many fetches run at a time, and which of them makes way for those that wait.
 
-A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While others
-wait, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, first
-those of owners who have many slots. Slow hosts of many names can therefore not fill all slots.
+A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While an owner
+waits, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, of owners
+who have more slots. Slow hosts of many names can therefore not fill all slots.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from sglang_epd.errors import MediaError
 from sglang_epd.media.shares import Shares
@@ -40,10 +40,15 @@ class Turn:
         gave_way: whether it was given up for others.
     """
 
-    def __init__(self, patience: asyncio.Timeout, account: Account) -> None:
+    def __init__(
+        self,
+        patience: asyncio.Timeout,
+        owner: Hashable,
+        grow: Callable[[int], Coroutine[Any, Any, None]],
+    ) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._account = account
-        self.owner = account.owner
+        self._grow = grow
+        self.owner = owner
         self._patience = patience
         self._began = self._clock()
         self._paused = False
@@ -68,7 +73,7 @@ class Turn:
         began, until = self._clock(), self._patience.when()
         self._patience.reschedule(None)
         self._paused = True
-        await self._account.grow(nbytes)
+        await self._grow(nbytes)
         self._paused = False
         waited_s = self._clock() - began
         self._began += waited_s
@@ -109,10 +114,11 @@ class Slots:
             MediaError: it took longer, or was too slow while others waited.
         """
         self._look_later()
-        async with self._from(host, account.owner), self._all.of(account.owner):
+        owner = account.owner
+        async with self._from(host, owner), self._all.of(owner):
             try:
                 async with asyncio.timeout(limit_s) as patience:
-                    turn = Turn(patience, account)
+                    turn = Turn(patience, owner, account.grow)
                     self._turns.add(turn)
                     yield turn
             except TimeoutError:
@@ -147,8 +153,8 @@ class Slots:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Give up as many slow fetches as there are that wait: of owners that have no fewer
-        slots than they, the slowest of those with the most."""
+        """Give up as many slow fetches as there are that wait: of owners that have more slots
+        than one that waits, the slowest of those with the most."""
         self._looking = None
         waiting, held = self._all.waiting.values(), self._all.held
         if not waiting:
@@ -159,7 +165,7 @@ class Slots:
         slow = [
             (-held[turn.owner], rate, turn)
             for rate, turn in rates
-            if rate is not None and rate < MIN_BYTES_PER_S and held[turn.owner] >= least
+            if rate is not None and rate < MIN_BYTES_PER_S and held[turn.owner] > least
         ]
         slow.sort(key=lambda one: one[:2])
         for _, _, turn in slow[: len(waiting)]:

@@ -290,3 +290,16 @@ async def test_a_slow_host_that_nobody_waits_for_has_its_time(make, hasty: None)
         with pytest.raises(MediaError) as caught:
             await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
     assert caught.value.reason == "timeout"
+
+
+async def test_no_fetch_makes_way_for_its_own_request(make, hasty: None) -> None:
+    limits = local_limits(total_timeout_s=0.8)
+    async with raw_server(drip) as url, make(limits, concurrency=2) as fetcher:
+        results = await asyncio.gather(
+            *(
+                fetcher.fetch(MediaSource(url=f"{url}/{n}"), in_seconds(PATIENCE_S), Of(1))
+                for n in range(2)
+            ),
+            return_exceptions=True,
+        )
+    assert [getattr(result, "reason", result) for result in results] == ["timeout"] * 2

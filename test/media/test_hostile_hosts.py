@@ -13,8 +13,7 @@ from aiohttp.abc import AbstractResolver
 
 from media.samples import Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import DeadlineError, MediaError
-from sglang_epd.media import Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
-from sglang_epd.media.fetch import Anybody
+from sglang_epd.media import Account, Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
 from sglang_epd.media.guarded_socket import GuardedSocket
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -156,7 +155,7 @@ async def test_room_is_asked_for_in_the_callers_thread(serve: Serve) -> None:
 
     asked: list[tuple[int, int]] = []
 
-    class Asked(Anybody):
+    class Asked(Account):
         async def grow(self, nbytes: int) -> None:
             asked.append((threading.get_ident(), nbytes))
 
@@ -174,7 +173,7 @@ async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> No
 
     waits = [1.2, 0.6, 5.0]
 
-    class Full(Anybody):
+    class Full(Account):
         async def grow(self, _nbytes: int) -> None:
             await asyncio.sleep(waits.pop(0))
 
@@ -240,13 +239,15 @@ async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None
         assert left
 
 
-class Of(Anybody):
+class Of(Account):
     """The account of a request."""
 
-    owner = None
-
     def __init__(self, owner: int) -> None:
-        self.owner = owner
+        self._owner = owner
+
+    @property
+    def owner(self) -> int:
+        return self._owner
 
 
 async def silent(_writer: asyncio.StreamWriter) -> None:

@@ -18,17 +18,17 @@ from typing import Self
 
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import RequestCancelledError
+from sglang_epd.media import Account
 
 Age = tuple[int, int]
 # Its age, its number in order of asking, what it is about, and whom to tell.
 _Wait = tuple[Age, int, "Arrival", int, asyncio.Future[None]]
 
 
-class Arrival:
+class Arrival(Account):
     """One item's bytes; gives them back when it is left.
 
     Attributes:
-        owner: the request that it is of.
         nbytes: that are counted for it.
         closed: a fetch in another thread, which was given up, may still ask for room.
     """
@@ -36,9 +36,12 @@ class Arrival:
     def __init__(self, intake: Intake, age: Age) -> None:
         self._intake = intake
         self.age = age
-        self.owner = age[0]
         self.nbytes = 0
         self.closed = False
+
+    @property
+    def owner(self) -> int:
+        return self.age[0]
 
     async def grow(self, nbytes: int) -> None:
         """Wait until the item may have `nbytes` bytes, with those that it has."""

@@ -16,7 +16,7 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -61,21 +61,6 @@ _HEADERS = {
     "Accept-Encoding": "identity",
     "User-Agent": "sglang-epd",
 }
-
-
-class Anybody:
-    """The account of media that may have any number of bytes, each of an owner of its own."""
-
-    @property
-    def owner(self) -> Hashable:
-        """Another each time."""
-        return object()
-
-    async def grow(self, _nbytes: int) -> None:
-        """At once."""
-
-
-ANYBODY = Anybody()
 
 
 @dataclass(frozen=True)
@@ -196,7 +181,7 @@ class MediaFetcher:
             self._resolver = None
 
     async def fetch(
-        self, source: MediaSource, deadline: float, account: Account = ANYBODY
+        self, source: MediaSource, deadline: float, account: Account | None = None
     ) -> FetchedMedia:
         """Read an item's bytes and hash them.
 
@@ -229,7 +214,7 @@ class MediaFetcher:
             return FetchedMedia(data, await _digest(data), source)
 
     async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account = ANYBODY
+        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
         """Read an HTTP URL and hash what is there, unless that is known.
 
@@ -275,13 +260,16 @@ class MediaFetcher:
         if nbytes > self._max_url_bytes:
             raise _too_large(f"media of {nbytes} bytes from {host}", self._max_url_bytes)
 
-    def _turn(self, source: MediaSource, account: Account) -> AbstractAsyncContextManager[Turn]:
+    def _turn(
+        self, source: MediaSource, account: Account | None
+    ) -> AbstractAsyncContextManager[Turn]:
         """A slot, and the time that one item may take."""
         try:
             host = urlsplit(source.url or "").netloc.rpartition("@")[2].lower()
         except ValueError:  # what is wrong with it is said where it is read
             host = ""
-        return self._slots.turn(host, display(source), self._limits.total_timeout_s, account)
+        limit_s = self._limits.total_timeout_s
+        return self._slots.turn(host, display(source), limit_s, account or Account())
 
     def _check_inline(self, source: MediaSource) -> bytes:
         data = source.data or b""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Hashable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sglang_epd.media.fetch import (
-    ANYBODY,
     Answer,
     FetchedMedia,
     MediaFetcher,
@@ -27,21 +26,20 @@ from sglang_epd.media.source import MediaSource
 T = TypeVar("T")
 
 
-class _Elsewhere:
+class _Elsewhere(Account):
     """An account of another event loop than the one that it is asked on."""
 
     def __init__(self, account: Account) -> None:
-        self.owner = account.owner
         self._account = account
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def owner(self) -> Hashable:
+        return self._account.owner
 
     async def grow(self, nbytes: int) -> None:
         growing = asyncio.run_coroutine_threadsafe(self._account.grow(nbytes), self._loop)
         await asyncio.wrap_future(growing)
-
-
-def _here(account: Account) -> Account:
-    return account if account is ANYBODY else _Elsewhere(account)
 
 
 class FetchingThread:
@@ -77,19 +75,21 @@ class FetchingThread:
         await asyncio.to_thread(self._thread.join)
 
     async def fetch(
-        self, source: MediaSource, deadline: float, account: Account = ANYBODY
+        self, source: MediaSource, deadline: float, account: Account | None = None
     ) -> FetchedMedia:
         """As `MediaFetcher.fetch`."""
         if source.url is None:
             return await self._fetcher.fetch(source, deadline)
         async with reading_until(deadline, source):
-            return await self._there(self._fetcher.fetch(source, deadline, _here(account)))
+            return await self._there(
+                self._fetcher.fetch(source, deadline, account and _Elsewhere(account))
+            )
 
     async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account = ANYBODY
+        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
         """As `MediaFetcher.ask`."""
-        return await self._there(self._fetcher.ask(source, known, _here(account)))
+        return await self._there(self._fetcher.ask(source, known, account and _Elsewhere(account)))
 
     def check(self, trail: Trail, nbytes: int) -> None:
         """As `MediaFetcher.check`."""

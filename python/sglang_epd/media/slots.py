@@ -8,9 +8,8 @@ who have more slots. Slow hosts of many names can therefore not fill all slots.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
 
 from sglang_epd.errors import MediaError
 from sglang_epd.media.shares import Shares
@@ -21,34 +20,30 @@ MIN_BYTES_PER_S = 64 << 10
 _LOOK_S = 0.1
 
 
-class Account(Protocol):
-    """What an item that is fetched counts against."""
+class Account:
+    """What a fetch counts against: by itself, as a request of its own with any number of bytes."""
 
     @property
     def owner(self) -> Hashable:
-        """The request that it is of; owners share the slots."""
+        """The request that it is of; requests share the slots."""
+        return self
 
     async def grow(self, nbytes: int) -> None:
-        """Wait until the item may have so many bytes in memory."""
+        """Wait until the media may have so many bytes in memory."""
 
 
 class Turn:
     """One fetch that has a slot.
 
     Attributes:
+        account: what it counts against.
         nbytes: that have arrived.
         gave_way: whether it was given up for others.
     """
 
-    def __init__(
-        self,
-        patience: asyncio.Timeout,
-        owner: Hashable,
-        grow: Callable[[int], Coroutine[Any, Any, None]],
-    ) -> None:
+    def __init__(self, patience: asyncio.Timeout, account: Account) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._grow = grow
-        self.owner = owner
+        self.account = account
         self._patience = patience
         self._began = self._clock()
         self._paused = False
@@ -73,7 +68,7 @@ class Turn:
         began, until = self._clock(), self._patience.when()
         self._patience.reschedule(None)
         self._paused = True
-        await self._grow(nbytes)
+        await self.account.grow(nbytes)
         self._paused = False
         waited_s = self._clock() - began
         self._began += waited_s
@@ -114,11 +109,10 @@ class Slots:
             MediaError: it took longer, or was too slow while others waited.
         """
         self._look_later()
-        owner = account.owner
-        async with self._from(host, owner), self._all.of(owner):
+        async with self._from(host, account.owner), self._all.of(account.owner):
             try:
                 async with asyncio.timeout(limit_s) as patience:
-                    turn = Turn(patience, owner, account.grow)
+                    turn = Turn(patience, account)
                     self._turns.add(turn)
                     yield turn
             except TimeoutError:
@@ -163,9 +157,9 @@ class Slots:
         least = min(held[owner] for owner in waiting)
         rates = [(turn.rate, turn) for turn in self._turns if not turn.gave_way]
         slow = [
-            (-held[turn.owner], rate, turn)
+            (-held[turn.account.owner], rate, turn)
             for rate, turn in rates
-            if rate is not None and rate < MIN_BYTES_PER_S and held[turn.owner] > least
+            if rate is not None and rate < MIN_BYTES_PER_S and held[turn.account.owner] > least
         ]
         slow.sort(key=lambda one: one[:2])
         for _, _, turn in slow[: len(waiting)]:

@@ -17,7 +17,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.language.layout_route import authorization
-from sglang_epd.observability.decode import DecodeMetrics
+from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
 from sglang_epd.seams.decode import DecodePrompts
 from sglang_epd.wire import ItemLayout, Layout, LayoutReply, TensorSpec

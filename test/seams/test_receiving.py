@@ -3,15 +3,17 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
-from sglang_epd.observability import receiver as observability
+from sglang_epd.observability import language
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
 from sglang_epd.tally import Tally
@@ -124,7 +126,8 @@ def start(sglang, monkeypatch):
     monkeypatch.setattr(receiving, "Receiver", FakeReceiver)
     monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
-    monkeypatch.setattr(observability, "PrometheusTally", CountingTally)
+    apart = partial(language.ReceiverMetrics, CollectorRegistry())
+    monkeypatch.setattr(language, "ReceiverMetrics", apart)
     context = sglang("runtime_context")
 
     def start(
@@ -145,10 +148,6 @@ def start(sglang, monkeypatch):
         return FakeReceiver.made[-1]
 
     return start
-
-
-class CountingTally(Tally):
-    pass
 
 
 def test_the_receiver_has_this_servers_settings(start, monkeypatch):
@@ -201,7 +200,7 @@ def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplo
 
 
 def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
-    assert type(start(enable_metrics=True).options["tally"]) is CountingTally
+    assert type(start(enable_metrics=True).options["tally"]) is language.PrometheusTally
 
 
 def test_it_is_written_to_through_the_engine_that_sglang_started(start, sglang, monkeypatch):

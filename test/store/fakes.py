@@ -33,14 +33,9 @@ class Counts:
     def __init__(self) -> None:
         self.reads: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
-        self.seconds: list[float] = []
 
-    def read(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.reads[outcome] += 1
-        self.seconds.append(seconds)
-
-    def wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.writes[outcome] += 1
+    def __call__(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        (self.reads if direction == "read" else self.writes)[outcome] += 1
 
 
 class FakeBackend:

@@ -620,7 +620,7 @@ class Computations:
         """Its tower is gone: from the beginning, alone, and not for ever."""
         work.losses += 1
         work.prepared, work.lane = None, None
-        self._metrics.lost.inc()
+        self._metrics.lost_items.inc()
         if work.losses > _MAX_LOSSES or not work.holds or self._refusal:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
             return

@@ -44,8 +44,7 @@ from sglang_epd.lag import LoopLag
 from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
-from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
 from sglang_epd.transfer.mooncake import MooncakeEngine
@@ -111,7 +110,7 @@ def launch(server_args: Any) -> None:
             sender = Sender(
                 _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
             )
-            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
+            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
@@ -284,7 +283,7 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
         settings.store,
         token=settings.token,
         timeout_s=settings.store_timeout_ms / 1e3,
-        observer=observer,
+        observer=observer.observe,
     )
     observer.watch(store)
     return store

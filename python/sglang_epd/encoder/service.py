@@ -403,7 +403,7 @@ class EncoderService:
                     logger.info("Offering %s of %s again", item.label, request.request_id)
                     renewal = True
                     continue
-            self._metrics.bytes_delivered.labels(landing).inc(nbytes)
+            self._metrics.delivered_bytes.labels(landing).inc(nbytes)
             return ItemOutcome(
                 item.item,
                 "delivered",

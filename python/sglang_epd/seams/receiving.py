@@ -76,9 +76,9 @@ def start(readers: int) -> None:
     settings = Settings.from_env()
     tally = Tally()
     if get_observability().enable_metrics:
-        from sglang_epd.observability.receiver import PrometheusTally
+        from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics
 
-        tally = PrometheusTally()
+        tally = PrometheusTally(ReceiverMetrics())
     engine = None
     if get_disagg().encoder_transfer_backend == "mooncake":
         engine = _shared_engine()

@@ -44,7 +44,7 @@ from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
-from sglang_epd.observability.dispatch import PrometheusDispatchTally
+from sglang_epd.observability.language import DispatchTally
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
@@ -298,7 +298,7 @@ def create_frontend(
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
-    tally = PrometheusDispatchTally(identity)
+    tally = DispatchTally(identity)
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
@@ -338,7 +338,7 @@ def create_frontend(
     return seam
 
 
-def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
+def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
     pool = Pool(identity)
 
@@ -352,9 +352,7 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
     return pool
 
 
-def _dispatcher(
-    settings: Settings, pool: Pool, costs: Costs, tally: PrometheusDispatchTally
-) -> Dispatcher:
+def _dispatcher(settings: Settings, pool: Pool, costs: Costs, tally: DispatchTally) -> Dispatcher:
     trust = discovery.trust()
     return Dispatcher(
         EncoderClient(trust.token, trust.client_ssl()),

@@ -19,7 +19,7 @@ from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError
-from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSource, RoomFor, digest
+from sglang_epd.media import Account, FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
@@ -91,10 +91,10 @@ class Fakes:
 
     # MediaFetcher
 
-    async def fetch(self, source: MediaSource, deadline: float, room_for: RoomFor) -> FetchedMedia:
+    async def fetch(self, source: MediaSource, deadline: float, account: Account) -> FetchedMedia:
         data = source.data if source.data is not None else (source.url or "").encode()
         if source.data is None:
-            await room_for(len(data))
+            await account.grow(len(data))
         await self.acquire(data)
         return FetchedMedia(data, digest(data), source)
 

@@ -127,6 +127,27 @@ def test_items_that_are_fetched_leave_a_quarter_to_others(admission):
     assert (admission.items, admission.fetching) == (4, 3)
 
 
+def test_a_request_of_several_urls_leaves_as_many_places_to_others():
+    admission = Admission(max_items=16, max_bytes=MIB)  # of which 12 are fetched
+    admission.admit("large", 4, 1.0, urls=4)
+    admission.admit("larger", 4, 1.0, urls=4)
+    with pytest.raises(OverloadedError, match="8 items being fetched, at most 12"):
+        admission.admit("too large", 4, 1.0, urls=4)
+    for n in range(4):
+        admission.admit(f"small {n}", 1, 1.0, urls=1)
+    with pytest.raises(OverloadedError, match="12 items being fetched, at most 12"):
+        admission.admit("one more", 1, 1.0, urls=1)
+
+
+def test_items_that_have_ended_leave_before_their_request(admission):
+    admission.admit("a", 4, 1.0)
+    admission.note_ended("a")
+    admission.admit("b", 1, 1.0)
+    assert admission.items == 4
+    admission.leave("a")
+    assert admission.items == 1
+
+
 def test_items_that_are_here_are_fetched_no_more(admission):
     admission.admit("a", 3, 1.0, urls=3)
     admission.note_fetched("a")

@@ -20,7 +20,7 @@ from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
-from sglang_epd.media import FetchedMedia, MediaSource, RoomFor, digest
+from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline, Grant, Inline, Offer, Wait
@@ -84,10 +84,10 @@ class Receivers:
         self.delivered.append(embedding)
         return "inline"
 
-    async def fetch(self, source: MediaSource, deadline: float, room_for: RoomFor) -> FetchedMedia:
+    async def fetch(self, source: MediaSource, deadline: float, account: Account) -> FetchedMedia:
         data = source.data or (source.url or "").encode()
         if source.data is None:
-            await room_for(len(data))
+            await account.grow(len(data))
         await self.pause()
         return FetchedMedia(data, digest(data), source)
 

@@ -68,3 +68,12 @@ async def raw_server(answer: bytes | Callable, host: str = "127.0.0.1") -> Async
     for handler in filter(None, handlers):
         handler.cancel()
         await handler
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """An answer that never ends, some fifty bytes a second."""
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)

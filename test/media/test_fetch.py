@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from media.samples import LOOPBACK, Serve, in_seconds, local_limits, raw_server
+from media.samples import LOOPBACK, Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import (
     DeadlineError,
     MediaError,
@@ -364,14 +364,6 @@ async def test_redirects_are_counted(serve: Serve) -> None:
 
 
 # Bounds
-
-
-async def drip(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        writer.write(b"x")
-        await writer.drain()
-        await asyncio.sleep(0.02)
 
 
 async def drip_headers(writer: asyncio.StreamWriter) -> None:

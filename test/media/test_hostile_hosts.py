@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
-from media.samples import Serve, in_seconds, local_limits, raw_server
+from media.samples import Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import DeadlineError, MediaError
-from sglang_epd.media import Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
+from sglang_epd.media import Account, Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
+from sglang_epd.media.guarded_socket import GuardedSocket
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 PATIENCE_S = 20.0
@@ -33,22 +34,44 @@ async def fetch(make: type[Fetcher], url: str) -> bytes:
         return (await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))).data
 
 
-async def test_an_answer_in_tiny_chunks_is_refused_early(make) -> None:
-    sent = 0
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of a fetcher's socket."""
+    reads: list[int] = []
+    note = GuardedSocket._note
 
+    def noting(guarded: GuardedSocket, count: int) -> None:
+        reads.append(count)
+        note(guarded, count)
+
+    monkeypatch.setattr(GuardedSocket, "_note", noting)
+    return reads
+
+
+async def test_an_answer_in_tiny_chunks_is_refused_early(make, taken: list[int]) -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
         writer.write(CHUNKED)
-        for _ in range(1000):
-            writer.write(chunks(1, 2000))
+        await asyncio.sleep(0.1)  # the answer has begun, and what comes is its body
+        while True:
+            writer.write(chunks(1, 12_000))
             await writer.drain()
-            sent += 2000
 
     async with raw_server(answer) as url:
         with pytest.raises(MediaError, match="in tiny chunks") as caught:
             await fetch(make, url)
     assert caught.value.reason == "chunks"
-    assert sent < 1_900_000, "the rest lay in buffers, and nobody read it"
+    assert sum(taken) <= 8 << 10, "thousands of chunks were parsed for nothing"
+
+
+async def test_reads_of_a_body_in_chunks_grow_with_it(make, taken: list[int]) -> None:
+    body = chunks(4096, 500) + b"0\r\n\r\n"
+    async with raw_server(CHUNKED + body) as url:
+        assert len(await fetch(make, url)) == 500 * 4096
+    before = 0
+    for count in taken:
+        assert count <= 2048 + before // 16
+        before += count
+    assert max(taken) > 32 << 10
 
 
 @pytest.mark.parametrize(
@@ -132,12 +155,13 @@ async def test_room_is_asked_for_in_the_callers_thread(serve: Serve) -> None:
 
     asked: list[tuple[int, int]] = []
 
-    async def room_for(nbytes: int) -> None:
-        asked.append((threading.get_ident(), nbytes))
+    class Asked(Account):
+        async def grow(self, nbytes: int) -> None:
+            asked.append((threading.get_ident(), nbytes))
 
     source = MediaSource(url=await serve(handle))
     async with FetchingThread(local_limits()) as fetcher:
-        await fetcher.fetch(source, in_seconds(PATIENCE_S), room_for)
+        await fetcher.fetch(source, in_seconds(PATIENCE_S), Asked())
     assert {ident for ident, _ in asked} == {threading.get_ident()}
     assert asked[0][1] < 100_000
     assert asked[-1][1] == 300_000, "no more than was announced"
@@ -149,27 +173,20 @@ async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> No
 
     waits = [1.2, 0.6, 5.0]
 
-    async def room_for(_nbytes: int) -> None:
-        await asyncio.sleep(waits.pop(0))
+    class Full(Account):
+        async def grow(self, _nbytes: int) -> None:
+            await asyncio.sleep(waits.pop(0))
 
     source = MediaSource(url=await serve(handle))
     async with make(local_limits(total_timeout_s=1.0)) as fetcher:
         with pytest.raises(DeadlineError):
-            await fetcher.fetch(source, in_seconds(2.5), room_for)
+            await fetcher.fetch(source, in_seconds(2.5), Full())
         assert waits == []
         media = await fetcher.fetch(source, in_seconds(PATIENCE_S))
         assert len(media.data) == 300_000
 
 
 # Slots
-
-
-async def drip(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        writer.write(b"x")
-        await writer.drain()
-        await asyncio.sleep(0.02)
 
 
 async def steady(writer: asyncio.StreamWriter) -> None:
@@ -222,8 +239,68 @@ async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None
         assert left
 
 
+class Of(Account):
+    """The account of a request."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+
+    @property
+    def owner(self) -> int:
+        return self._owner
+
+
+async def silent(_writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_request_does_not_wait_for_the_slots_of_others(make, serve: Serve) -> None:
+    """Of 40 URLs, whose hosts say nothing; none of them is given up so soon."""
+
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=b"body")
+
+    honest = await serve(handle)
+    async with AsyncExitStack() as stack:
+        hosts = [
+            await stack.enter_async_context(raw_server(silent, f"127.0.1.{n}"))
+            for n in range(1, 11)
+        ]
+        limits = local_limits(total_timeout_s=PATIENCE_S * 3)
+        fetcher = await stack.enter_async_context(make(limits, concurrency=12, per_host=4))
+        others = [
+            asyncio.create_task(
+                fetcher.fetch(MediaSource(url=f"{url}/{n}"), in_seconds(60), Of(n % 2))
+            )
+            for url in hosts
+            for n in range(4)
+        ]
+        await asyncio.sleep(0.1)
+        for owner in range(2, 5):
+            source = MediaSource(url=f"{honest}/small")
+            media = await fetcher.fetch(source, in_seconds(PATIENCE_S), Of(owner))
+            assert media.data == b"body"
+        assert not any(task.done() for task in others)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
 async def test_a_slow_host_that_nobody_waits_for_has_its_time(make, hasty: None) -> None:
     async with raw_server(drip) as url, make(local_limits(total_timeout_s=0.8)) as fetcher:
         with pytest.raises(MediaError) as caught:
             await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
     assert caught.value.reason == "timeout"
+
+
+async def test_no_fetch_makes_way_for_its_own_request(make, hasty: None) -> None:
+    limits = local_limits(total_timeout_s=0.8)
+    async with raw_server(drip) as url, make(limits, concurrency=2) as fetcher:
+        results = await asyncio.gather(
+            *(
+                fetcher.fetch(MediaSource(url=f"{url}/{n}"), in_seconds(PATIENCE_S), Of(1))
+                for n in range(2)
+            ),
+            return_exceptions=True,
+        )
+    assert [getattr(result, "reason", result) for result in results] == ["timeout"] * 2

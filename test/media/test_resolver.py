@@ -49,7 +49,7 @@ async def hang(resolver: SystemResolver, names: Names, hosts: list[str]) -> list
 
 
 async def test_names_of_one_domain_have_a_share_of_the_threads(names: Names) -> None:
-    resolver = SystemResolver(threads=4, per_domain=2, look_up=names)
+    resolver = SystemResolver(threads=4, look_up=names)
     held = await hang(resolver, names, ["hang1.evil.example", "hang2.evil.example"])
     with pytest.raises(OSError, match="too many look-ups"):
         await resolver.resolve("hang3.EVIL.example.")
@@ -63,7 +63,7 @@ async def test_names_of_one_domain_have_a_share_of_the_threads(names: Names) -> 
 
 
 async def test_a_known_name_keeps_its_addresses_while_all_threads_are_taken(names: Names) -> None:
-    resolver = SystemResolver(threads=2, per_domain=1, look_up=names)
+    resolver = SystemResolver(threads=2, look_up=names)
     known = await resolver.resolve("good.example")
     held = await hang(resolver, names, ["hang.one.example", "hang.two.example"])
     async with asyncio.timeout(PATIENCE_S):

@@ -27,7 +27,7 @@ from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.media import FetchedMedia, MediaSource, RoomFor, digest
+from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.receiver import Receiver
@@ -103,7 +103,7 @@ class Tower:
 
 
 class Fetcher:
-    async def fetch(self, source: MediaSource, deadline: float, _room_for: RoomFor) -> FetchedMedia:
+    async def fetch(self, source: MediaSource, deadline: float, _account: Account) -> FetchedMedia:
         assert source.data is not None
         return FetchedMedia(source.data, digest(source.data), source)
 

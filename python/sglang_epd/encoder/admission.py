@@ -20,7 +20,7 @@ _FEW = 16
 
 @dataclass
 class _Live:
-    """A request in work: its items, and how many of them are still to be fetched."""
+    """A request in work: its items that have not ended, and of them those to be fetched."""
 
     items: int
     fetching: int
@@ -139,7 +139,8 @@ class Admission:
                 f"{self.items} items in work, at most {most}",
                 retry_after_s=retry_after_s,
             )
-        if urls and self.fetching + urls > self.max_fetching:
+        # As many places as a request of several takes are left free for others.
+        if self.fetching and self.fetching + max(0, 2 * urls - 1) > self.max_fetching:
             raise OverloadedError(
                 f"{self.fetching} items being fetched, at most {self.max_fetching}",
                 retry_after_s=retry_after_s,
@@ -152,6 +153,11 @@ class Admission:
         """The media of one of its items are here, or will not be."""
         self._live[request_id].fetching -= 1
         self.fetching -= 1
+
+    def note_ended(self, request_id: str) -> None:
+        """One of its items is done with, whatever became of it."""
+        self._live[request_id].items -= 1
+        self.items -= 1
 
     def leave(self, request_id: str) -> None:
         """A request has come to its end, whatever it was."""

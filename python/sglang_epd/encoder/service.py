@@ -261,7 +261,10 @@ class EncoderService:
         ):
             if span:
                 _describe(span, self.name, item)
-            outcome = await self._encode_described(request, item, deadline, room, span)
+            try:
+                outcome = await self._encode_described(request, item, deadline, room, span)
+            finally:
+                self.admission.note_ended(request.request_id)
             if span:
                 _say_outcome(span, outcome)
             return outcome
@@ -351,7 +354,7 @@ class EncoderService:
                 enough = (lambda _digest: False) if item.content_hash else at_hand
                 content = await self.urls.read(source, deadline, enough, arrival)
             else:
-                media = await self._fetcher.fetch(source, deadline, arrival.grow)
+                media = await self._fetcher.fetch(source, deadline, arrival)
                 content = Content(media.digest, media.data)
             if item.content_hash and content.data is not None:
                 await asyncio.to_thread(check_content_hash, content.data, item.content_hash)

@@ -20,7 +20,7 @@ from yarl import URL
 from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
 from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Answer, Fetcher, MediaSource, RoomFor, reading_until
+from sglang_epd.media import Account, Answer, Fetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -108,7 +108,7 @@ class UrlReader:
     ) -> Content:
         url = self._rememberable(source.url or "")
         if url is None:
-            media = await self._fetcher.fetch(source, deadline, arrival.grow)
+            media = await self._fetcher.fetch(source, deadline, arrival)
             return Content(media.digest, media.data)
         known = self.memory.find(name_of(url))
         answer = None
@@ -161,7 +161,7 @@ class UrlReader:
         joined = flight is not None
         if flight is None:
             shared = arrival.beside()
-            asking = self._ask(source, url, known, shared.grow, conditional=conditional)
+            asking = self._ask(source, url, known, shared, conditional=conditional)
             flight = self._flights[name] = _Flight(name, asyncio.create_task(asking), shared)
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
@@ -181,7 +181,7 @@ class UrlReader:
                 self._land(flight)  # who asks from now on is not to wait for its end
         if alone:
             self._count("missed")
-            return await self._fetcher.ask(source, room_for=arrival.grow)
+            return await self._fetcher.ask(source, account=arrival)
         flight.taken = True
         if joined:
             self._count("coalesced")
@@ -192,7 +192,7 @@ class UrlReader:
         source: MediaSource,
         url: str,
         known: Remembered | None,
-        room_for: RoomFor,
+        account: Account,
         *,
         conditional: bool,
     ) -> Answer:
@@ -200,7 +200,7 @@ class UrlReader:
         name = name_of(url)
         try:
             trail = known.trail if known and conditional else None
-            answer = await self._fetcher.ask(source, trail, room_for)
+            answer = await self._fetcher.ask(source, trail, account)
         except MediaError as error:
             if error.reason == "http_4xx":  # it is gone, or not for everybody any more
                 self.memory.drop(name)

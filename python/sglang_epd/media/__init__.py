@@ -15,11 +15,12 @@ from sglang_epd.media.fetching_thread import Fetcher, FetchingThread
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
-from sglang_epd.media.slots import RoomFor
+from sglang_epd.media.slots import Account
 from sglang_epd.media.source import EscapeBudget, MediaSource, digest, display, parse_source
 from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
 
 __all__ = [
+    "Account",
     "AddressPolicy",
     "Answer",
     "EscapeBudget",
@@ -29,7 +30,6 @@ __all__ = [
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",
-    "RoomFor",
     "Step",
     "Trail",
     "VideoFacts",

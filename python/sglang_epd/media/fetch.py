@@ -16,8 +16,13 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +39,7 @@ from sglang_epd.media.guarded_socket import GuardedSocket
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.local import open_local, read_local
 from sglang_epd.media.resolver import SystemResolver
-from sglang_epd.media.slots import RoomFor, Slots, Turn
+from sglang_epd.media.slots import Account, Slots, Turn
 from sglang_epd.media.source import MediaSource, digest, display
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -56,10 +61,6 @@ _HEADERS = {
     "Accept-Encoding": "identity",
     "User-Agent": "sglang-epd",
 }
-
-
-async def any_room(_nbytes: int) -> None:
-    """There is always room."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class MediaFetcher:
         limits: what may be read.
         concurrency: fetches at a time; further ones wait inside their deadline.
         per_host: of these, fetches from one host, so that a slow one delays its own.
+            Of both, one request has half at most (`shares`).
         resolver: looks host names up, instead of the system's resolver; closed with
             the fetcher.
     """
@@ -129,7 +131,7 @@ class MediaFetcher:
         limits: MediaLimits,
         *,
         concurrency: int = 512,
-        per_host: int = 32,
+        per_host: int = 64,
         resolver: AbstractResolver | None = None,
     ) -> None:
         self._limits = limits
@@ -170,6 +172,7 @@ class MediaFetcher:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._slots.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -178,14 +181,14 @@ class MediaFetcher:
             self._resolver = None
 
     async def fetch(
-        self, source: MediaSource, deadline: float, room_for: RoomFor = any_room
+        self, source: MediaSource, deadline: float, account: Account | None = None
     ) -> FetchedMedia:
         """Read an item's bytes and hash them.
 
         Args:
             source: inline bytes are only checked and hashed.
             deadline: the request's, in seconds of `time.monotonic()`.
-            room_for: as of `ask`.
+            account: as of `ask`.
 
         Raises:
             MediaForbiddenError: the URL leads to an address, domain or file that may
@@ -199,19 +202,19 @@ class MediaFetcher:
             if source.url is None:
                 data = self._check_inline(source)
             elif source.url[:5].lower() == "file:":
-                async with self._turn(source) as turn:
+                async with self._turn(source, account) as turn:
                     with await asyncio.to_thread(open_local, source.url, self._limits) as file:
-                        await turn.pausing(room_for)(os.fstat(file.fileno()).st_size)
+                        await turn.grow(os.fstat(file.fileno()).st_size)
                         data = await asyncio.to_thread(read_local, file, self._limits)
                     _check_not_empty(data, source)
             else:
-                answer = await self.ask(source, room_for=room_for)
+                answer = await self.ask(source, account=account)
                 assert answer.media is not None
                 return answer.media
             return FetchedMedia(data, await _digest(data), source)
 
     async def ask(
-        self, source: MediaSource, known: Trail | None = None, room_for: RoomFor = any_room
+        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
         """Read an HTTP URL and hash what is there, unless that is known.
 
@@ -221,17 +224,16 @@ class MediaFetcher:
         Args:
             known: how it was come by before; of it, what is stale is asked for, and the
                 media only if they have changed.
-            room_for: is asked before anything is read, and while bytes arrive before more
-                are read. The time that it takes is not the host's.
+            account: is asked for room before anything is read, and while bytes arrive
+                before more are read. The time that it takes is not the host's.
 
         Raises:
             MediaError: as of `fetch`.
         """
-        async with self._turn(source) as turn:
-            room = turn.pausing(room_for)
+        async with self._turn(source, account) as turn:
             # With a slot: whoever may have bytes can go on, and so gives them back.
-            await room(_FIRST_BYTES)
-            data, trail = await self._follow(_parse(source.url or ""), known, turn, room)
+            await turn.grow(_FIRST_BYTES)
+            data, trail = await self._follow(_parse(source.url or ""), known, turn)
         if data is None:
             return Answer(None, trail)
         _check_not_empty(data, source)
@@ -258,13 +260,16 @@ class MediaFetcher:
         if nbytes > self._max_url_bytes:
             raise _too_large(f"media of {nbytes} bytes from {host}", self._max_url_bytes)
 
-    def _turn(self, source: MediaSource) -> AbstractAsyncContextManager[Turn]:
+    def _turn(
+        self, source: MediaSource, account: Account | None
+    ) -> AbstractAsyncContextManager[Turn]:
         """A slot, and the time that one item may take."""
         try:
             host = urlsplit(source.url or "").netloc.rpartition("@")[2].lower()
         except ValueError:  # what is wrong with it is said where it is read
             host = ""
-        return self._slots.turn(host, display(source), self._limits.total_timeout_s)
+        limit_s = self._limits.total_timeout_s
+        return self._slots.turn(host, display(source), limit_s, account or Account())
 
     def _check_inline(self, source: MediaSource) -> bytes:
         data = source.data or b""
@@ -275,7 +280,7 @@ class MediaFetcher:
         return data
 
     async def _follow(
-        self, url: URL, known: Trail | None, turn: Turn, room_for: RoomFor
+        self, url: URL, known: Trail | None, turn: Turn
     ) -> tuple[bytes | None, Trail]:
         """Get `url`, following redirects by hand so that each hop is judged.
 
@@ -319,7 +324,7 @@ class MediaFetcher:
                     if response.status != 200:
                         step = replace(step, obstacle=STATUS)
                     with self._answering(response):
-                        body = await self._read_body(response, host, turn, room_for)
+                        body = await self._read_body(response, host, turn)
                     encoding = response.headers.get("Content-Encoding", "").strip().lower()
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # ValueError: a header or an address that cannot be parsed.
@@ -361,23 +366,15 @@ class MediaFetcher:
         self._sockets[guarded.fileno()] = guarded
         return guarded
 
-    @contextmanager
-    def _answering(self, response: aiohttp.ClientResponse) -> Iterator[None]:
+    def _answering(self, response: aiohttp.ClientResponse) -> AbstractContextManager[None]:
         """Around the body of an answer, for which a socket takes in what comes."""
         transport = response.connection and response.connection.transport
         if transport is None:  # all of it is here
-            yield
-            return
+            return nullcontext()
         guarded = self._sockets[transport.get_extra_info("socket").fileno()]
-        guarded.answering = True
-        try:
-            yield
-        finally:
-            guarded.answering = False
+        return guarded.answering(chunked="Transfer-Encoding" in response.headers)
 
-    async def _read_body(
-        self, response: aiohttp.ClientResponse, host: str, turn: Turn, room_for: RoomFor
-    ) -> bytes:
+    async def _read_body(self, response: aiohttp.ClientResponse, host: str, turn: Turn) -> bytes:
         limit = self._max_url_bytes
         length = response.content_length
         if length is not None and length > limit:
@@ -398,7 +395,7 @@ class MediaFetcher:
                     # What was announced is not believed: no room is kept for what does not come.
                     more = max(_FIRST_BYTES, turn.nbytes // 4)
                     room = min(turn.nbytes + more, max(most, turn.nbytes))
-                    await room_for(room)
+                    await turn.grow(room)
                 body.write(part)
             return body.getvalue()
 

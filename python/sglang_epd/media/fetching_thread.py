@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Hashable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,21 +16,36 @@ from sglang_epd.media.fetch import (
     Answer,
     FetchedMedia,
     MediaFetcher,
-    any_room,
     reading_until,
 )
 from sglang_epd.media.freshness import Trail
 from sglang_epd.media.limits import MediaLimits
-from sglang_epd.media.slots import RoomFor
+from sglang_epd.media.slots import Account
 from sglang_epd.media.source import MediaSource
 
 T = TypeVar("T")
 
 
+class _Elsewhere(Account):
+    """An account of another event loop than the one that it is asked on."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def owner(self) -> Hashable:
+        return self._account.owner
+
+    async def grow(self, nbytes: int) -> None:
+        growing = asyncio.run_coroutine_threadsafe(self._account.grow(nbytes), self._loop)
+        await asyncio.wrap_future(growing)
+
+
 class FetchingThread:
     """A `MediaFetcher` in a thread; an async context manager, as that is.
 
-    `fetch`, `ask` and `check` are the fetcher's. `room_for` is called on the caller's event
+    `fetch`, `ask` and `check` are the fetcher's. An account is asked on the caller's event
     loop. Cancelling a call cancels it in the thread.
 
     Args:
@@ -60,35 +75,25 @@ class FetchingThread:
         await asyncio.to_thread(self._thread.join)
 
     async def fetch(
-        self, source: MediaSource, deadline: float, room_for: RoomFor = any_room
+        self, source: MediaSource, deadline: float, account: Account | None = None
     ) -> FetchedMedia:
         """As `MediaFetcher.fetch`."""
         if source.url is None:
             return await self._fetcher.fetch(source, deadline)
         async with reading_until(deadline, source):
-            return await self._call(
-                lambda room: self._fetcher.fetch(source, deadline, room), room_for
+            return await self._there(
+                self._fetcher.fetch(source, deadline, account and _Elsewhere(account))
             )
 
     async def ask(
-        self, source: MediaSource, known: Trail | None = None, room_for: RoomFor = any_room
+        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
         """As `MediaFetcher.ask`."""
-        return await self._call(lambda room: self._fetcher.ask(source, known, room), room_for)
+        return await self._there(self._fetcher.ask(source, known, account and _Elsewhere(account)))
 
     def check(self, trail: Trail, nbytes: int) -> None:
         """As `MediaFetcher.check`."""
         self._fetcher.check(trail, nbytes)
-
-    async def _call(
-        self, call: Callable[[RoomFor], Coroutine[Any, Any, T]], room_for: RoomFor
-    ) -> T:
-        here = asyncio.get_running_loop()
-
-        async def room(nbytes: int) -> None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(room_for(nbytes), here))
-
-        return await self._there(call(room if room_for is not any_room else any_room))
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         # No name here for the future: its error would keep this frame, and the frame the error.

@@ -15,7 +15,6 @@ from sglang_epd.media.shares import Shares
 
 # Each has a file descriptor or two.
 _THREADS = 512
-_PER_DOMAIN = 16
 _WAIT_S = 2.0
 _KNOWN_NAMES = 4096
 
@@ -24,24 +23,21 @@ class SystemResolver(AbstractResolver):
     """The system's resolver (`getaddrinfo`), each look-up in a thread that nothing waits for.
 
     A look-up cannot be called off: one at a name server that never answers holds its thread
-    for up to half a minute, long after its fetch has given up. Names of one domain (their last
-    two labels) have a share of the threads. While all are taken, a name that was found before
+    for up to half a minute, long after its fetch has given up. Domains (the last two
+    labels of names) share the threads. While all are taken, a name that was found before
     keeps its addresses, and another cannot be resolved if it finds no thread in two seconds.
 
     Args:
         threads: look-ups at a time.
-        per_domain: of these, of one domain's names.
         look_up: `getaddrinfo`, by host, port and family.
     """
 
     def __init__(
         self,
         threads: int = _THREADS,
-        per_domain: int = _PER_DOMAIN,
         look_up: Callable[[str, int, int], list[Any]] | None = None,
     ) -> None:
-        self._free = asyncio.Semaphore(threads)
-        self._domains = Shares(per_domain)
+        self._threads = Shares(threads)
         self._look_up = look_up or _look_up
         self._known: dict[tuple[str, int, int], list[Any]] = {}
 
@@ -49,7 +45,7 @@ class SystemResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """The stream addresses of `host`. Raises OSError where there are none."""
-        found = self._known.get((host, port, family)) if self._free.locked() else None
+        found = self._known.get((host, port, family)) if not self._threads.free else None
         return [
             ResolveResult(
                 hostname=host,
@@ -68,7 +64,7 @@ class SystemResolver(AbstractResolver):
     async def _find(self, host: str, port: int, family: int) -> list[Any]:
         domain = ".".join(host.rstrip(".").lower().split(".")[-2:])
         try:
-            async with asyncio.timeout(_WAIT_S) as patience, self._domains.of(domain), self._free:
+            async with asyncio.timeout(_WAIT_S) as patience, self._threads.of(domain):
                 patience.reschedule(None)
                 found = await self._in_a_thread(host, port, family)
         except TimeoutError:

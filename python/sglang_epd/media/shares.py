@@ -1,36 +1,67 @@
-"""How much of something one host may have."""
+"""Places that owners share, so that none of them takes all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
 
 class Shares:
-    """A semaphore for each name that is in use.
+    """Places at a time, of which an owner may have as many as are free; for one event loop.
+
+    Owners that take all they may have the same number in the end, and as many places are
+    free for an owner who comes new. Places that become free go to those first who have few.
+    (Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.)
 
     Args:
-        each: holders at a time, of one name.
+        total: places; the last one is had by whoever has none.
+
+    Attributes:
+        held: places by owner.
+        waiting: the owners of those who wait for a place, in order.
     """
 
-    def __init__(self, each: int) -> None:
-        self._each = each
-        # With how many hold it or want to.
-        self._named: dict[str, tuple[asyncio.Semaphore, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._named)
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError("concurrency must be positive")
+        self.free = total
+        self.held: Counter[Hashable] = Counter()
+        self.waiting: dict[asyncio.Future[None], Hashable] = {}
 
     @asynccontextmanager
-    async def of(self, name: str) -> AsyncIterator[None]:
-        """Around what may be done so many times at once for this name."""
-        share, users = self._named.get(name) or (asyncio.Semaphore(self._each), 0)
-        self._named[name] = share, users + 1
+    async def of(self, owner: Hashable) -> AsyncIterator[None]:
+        """Around what takes a place."""
+        if not self._take(owner):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.waiting[turn] = owner
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    del self.waiting[turn]
+                else:
+                    self._give(owner)
+                raise
         try:
-            async with share:
-                yield
+            yield
         finally:
-            share, users = self._named.pop(name)
-            if users > 1:
-                self._named[name] = share, users - 1
+            self._give(owner)
+
+    def _take(self, owner: Hashable) -> bool:
+        if self.held[owner] + 1 > self.free:
+            return False
+        self.held[owner] += 1
+        self.free -= 1
+        return True
+
+    def _give(self, owner: Hashable) -> None:
+        self.free += 1
+        self.held[owner] -= 1
+        if not self.held[owner]:
+            del self.held[owner]
+        for turn, other in list(self.waiting.items()):
+            if not turn.done() and self._take(other):
+                del self.waiting[turn]
+                turn.set_result(None)

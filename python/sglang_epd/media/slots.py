@@ -1,16 +1,15 @@
 """How many fetches run at a time, and which of them makes way for those that wait.
 
-A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While others
-wait, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` is given up. Slow
-hosts of many names can therefore not fill all slots.
+A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While an owner
+waits, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, of owners
+who have more slots. Slow hosts of many names can therefore not fill all slots.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from sglang_epd.errors import MediaError
 from sglang_epd.media.shares import Shares
@@ -20,20 +19,31 @@ GRACE_S = 1.5
 MIN_BYTES_PER_S = 64 << 10
 _LOOK_S = 0.1
 
-# Waits until an item may have so many bytes in memory.
-RoomFor = Callable[[int], Coroutine[Any, Any, None]]
+
+class Account:
+    """What a fetch counts against: by itself, as a request of its own with any number of bytes."""
+
+    @property
+    def owner(self) -> Hashable:
+        """The request that it is of; requests share the slots."""
+        return self
+
+    async def grow(self, nbytes: int) -> None:
+        """Wait until the media may have so many bytes in memory."""
 
 
 class Turn:
     """One fetch that has a slot.
 
     Attributes:
+        account: what it counts against.
         nbytes: that have arrived.
         gave_way: whether it was given up for others.
     """
 
-    def __init__(self, patience: asyncio.Timeout) -> None:
+    def __init__(self, patience: asyncio.Timeout, account: Account) -> None:
         self._clock = asyncio.get_running_loop().time
+        self.account = account
         self._patience = patience
         self._began = self._clock()
         self._paused = False
@@ -53,21 +63,17 @@ class Turn:
         self.gave_way = True
         self._patience.reschedule(self._clock())
 
-    def pausing(self, wait: RoomFor) -> RoomFor:
-        """`wait`, of which the time does not count."""
-
-        async def paused(nbytes: int) -> None:
-            began, until = self._clock(), self._patience.when()
-            self._patience.reschedule(None)
-            self._paused = True
-            await wait(nbytes)
-            self._paused = False
-            waited_s = self._clock() - began
-            self._began += waited_s
-            if until is not None:
-                self._patience.reschedule(until + waited_s)
-
-        return paused
+    async def grow(self, nbytes: int) -> None:
+        """As the account's, without the time that it takes."""
+        began, until = self._clock(), self._patience.when()
+        self._patience.reschedule(None)
+        self._paused = True
+        await self.account.grow(nbytes)
+        self._paused = False
+        waited_s = self._clock() - began
+        self._began += waited_s
+        if until is not None:
+            self._patience.reschedule(until + waited_s)
 
 
 class Slots:
@@ -76,37 +82,41 @@ class Slots:
     Args:
         total: of all hosts.
         per_host: of these, from one host, so that a slow one delays its own.
+
+    Attributes:
+        hosts: those that are fetched from.
     """
 
     def __init__(self, total: int, per_host: int) -> None:
-        if total < 1 or per_host < 1:
-            raise ValueError("concurrency must be positive")
-        self._slots = asyncio.Semaphore(total)
-        self.hosts = Shares(per_host)
+        self._all = Shares(total)
+        self._per_host = per_host
+        self.hosts: dict[str, Shares] = {}
         self._turns: set[Turn] = set()
-        self._waiting = 0
         self._looking: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, host: str, shown: str, limit_s: float) -> AsyncIterator[Turn]:
+    async def turn(
+        self, host: str, shown: str, limit_s: float, account: Account
+    ) -> AsyncIterator[Turn]:
         """A slot, and the time that one item may take.
 
         Args:
             shown: the source, as a message may name it.
             limit_s: counts from when there is a slot: full slots are not the media's fault.
+            account: of the item.
 
         Raises:
             MediaError: it took longer, or was too slow while others waited.
         """
-        async with self.hosts.of(host), self._slot():
-            turn: Turn | None = None
+        self._look_later()
+        async with self._from(host, account.owner), self._all.of(account.owner):
             try:
                 async with asyncio.timeout(limit_s) as patience:
-                    turn = Turn(patience)
+                    turn = Turn(patience, account)
                     self._turns.add(turn)
                     yield turn
             except TimeoutError:
-                if turn is not None and turn.gave_way:
+                if turn.gave_way:
                     raise MediaError(
                         f"{shown} was sent too slowly while other media waited", reason="slow"
                     ) from None
@@ -114,34 +124,43 @@ class Slots:
                     f"{shown} took longer than {limit_s:g} s", reason="timeout"
                 ) from None
             finally:
-                if turn is not None:
-                    self._turns.discard(turn)
+                self._turns.discard(turn)
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        self._waiting += 1
-        if self._slots.locked():
-            self._look()
+    async def _from(self, host: str, owner: Hashable) -> AsyncIterator[None]:
+        share = self.hosts.setdefault(host, Shares(self._per_host))
         try:
-            await self._slots.acquire()
+            async with share.of(owner):
+                yield
         finally:
-            self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._slots.release()
+            if not share.held and not share.waiting:
+                self.hosts.pop(host, None)
 
-    def _look(self) -> None:
-        """Give up as many of the slowest as there are fetches that wait."""
+    def close(self) -> None:
+        """Look no more; the event loop may end."""
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
-        if not self._waiting:
+
+    def _look_later(self) -> None:
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Give up as many slow fetches as there are that wait: of owners that have more slots
+        than one that waits, the slowest of those with the most."""
+        self._looking = None
+        waiting, held = self._all.waiting.values(), self._all.held
+        if not waiting:
             return
-        rates = ((turn.rate, turn) for turn in self._turns if not turn.gave_way)
-        slow = [(rate, turn) for rate, turn in rates if rate is not None and rate < MIN_BYTES_PER_S]
-        slow.sort(key=lambda one: one[0])
-        leaving = sum(turn.gave_way for turn in self._turns)
-        for _, turn in slow[: max(0, self._waiting - leaving)]:
+        self._look_later()
+        least = min(held[owner] for owner in waiting)
+        rates = [(turn.rate, turn) for turn in self._turns if not turn.gave_way]
+        slow = [
+            (-held[turn.account.owner], rate, turn)
+            for rate, turn in rates
+            if rate is not None and rate < MIN_BYTES_PER_S and held[turn.account.owner] > least
+        ]
+        slow.sort(key=lambda one: one[:2])
+        for _, _, turn in slow[: len(waiting)]:
             turn.give_way()
-        self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)

@@ -719,6 +719,11 @@ def test_a_request_with_items_to_come_leaves_room_for_others(ledger):
     assert ledger.offer(offer("second", 0, PAGES // 2 + 1), 0.0) == wire.Wait("second", 0)
 
 
+def test_no_grant_outlives_its_request(ledger):
+    opened(ledger, ttl_s=1.0)
+    assert granted(ledger).until == 1.0
+
+
 def test_a_revoked_grant_is_news_though_nothing_is_free(ledger):
     """What its request held counts no more, so others may have their turn."""
     opened(ledger)

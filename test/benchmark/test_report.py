@@ -177,42 +177,6 @@ def test_later_rounds_repeat_what_there_is_time_for(results: Results) -> None:
     assert once.round(0, None, cost, 0) and once.round(1, first, cost, 1e9) is None
 
 
-def test_arms_are_up_together_as_far_as_they_fit(results: Results) -> None:
-    sizes = {"one": 1, "two": 2, "other": 2, "three": 3}
-    arms = [
-        msgspec.structs.replace(arm(name, "colocated"), servers=[Server(role="server")] * size)
-        for name, size in sizes.items()
-    ]
-    repeat = [arms[0], arms[1], arms[2]]
-    plan = schedule.Plan(arms, results.workloads, repeat, together=True, most=2)
-    rounds: list[schedule.Round] = []
-    while (
-        found := plan.round(len(rounds), rounds[-1] if rounds else None, start_alone, 1.0)
-    ) is not None:
-        rounds.append(found)
-    # Those that are repeated come last, and stay up: starting them would take too long.
-    assert [one.arms for one in rounds] == [
-        ["one", "three"],
-        ["one", "two", "other"],
-        ["one", "two", "other"],
-    ]
-    assert all(one.together for one in rounds)
-    assert plan.seconds(rounds[2], rounds[1], start_alone) == dict.fromkeys(rounds[2].arms, 0.0)
-    assert plan.seconds(rounds[1], rounds[0], start_alone) == dict.fromkeys(rounds[1].arms, 9.0)
-
-
-def test_an_arm_that_has_no_room_beside_the_baseline_is_refused(results: Results) -> None:
-    large = msgspec.structs.replace(arm("large", "colocated"), servers=[Server(role="server")] * 5)
-    with pytest.raises(ValueError, match="large and colocated are more than 5 servers"):
-        schedule.Plan([results.arms[0], large], results.workloads, [], together=True, most=1)
-    schedule.Plan([results.arms[0], large], results.workloads, [], together=False, most=1)
-
-
-def start_alone(_: Arm, what: str) -> float:
-    """A machine on which nothing but starting servers takes time."""
-    return 9.0 if what == schedule.START else 0.0
-
-
 def test_the_projects_own_comparison_is_reckoned_within_its_minutes() -> None:
     told = dry_run(arguments([]))
     assert all(f", {name}:" in told for name in arguments([]).arms)

@@ -25,10 +25,6 @@ def add(cache: EmbeddingCache, key: bytes, rows: int = 1) -> Entry:
     return cache.add(key, layout(rows), embedding(rows))
 
 
-def keep(cache: EmbeddingCache, key: bytes, rows: int = 1) -> None:
-    cache.release(add(cache, key, rows))
-
-
 @pytest.fixture
 def evicted() -> list[bytes]:
     return []

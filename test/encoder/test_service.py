@@ -183,29 +183,6 @@ async def test_an_offer_that_fails_before_the_turn_saves_the_forward(
     await at_rest()
 
 
-async def test_an_item_that_must_wait_makes_room_and_is_encoded_after_its_grant(
-    service, fakes, asking, at_rest
-):
-    fakes.forwarded.hold()
-    busy = asyncio.create_task(service.encode(asking(b"busy", request_id="r0")))
-    await entered(fakes.forwarded)
-    fakes.answers = {0: WAIT}
-    waits = asyncio.create_task(service.encode(asking(b"waits")))
-    await until(lambda: len(fakes.open) == 2 and fakes.open[1][1].waits)
-    other = asyncio.create_task(service.encode(asking(b"", b"other", request_id="r2")))
-    await until(lambda: fakes.discarded == [b"waits"])
-    fakes.answers = {}
-    fakes.forwarded.go_on()
-    await busy
-    await other
-    assert b"waits" not in fakes.forwarded.calls
-    fakes.grant(0)
-    assert (await waits).outcomes[0].state == "delivered"
-    assert fakes.preprocess.calls.count(b"waits") == 2
-    assert fakes.forwarded.calls.count(b"waits") == 1
-    await at_rest()
-
-
 async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(
     service, fakes, asking, at_rest
 ):
@@ -313,45 +290,6 @@ async def test_an_item_that_is_lost_to_another_encoder_is_declined(service, fake
     assert (outcome.layout, outcome.key) == (fakes.offers[1].layout, fakes.offers[1].key)
     assert [offer.renewal for offer in fakes.offers] == [False, True]
     assert not fakes.payloads
-    await at_rest()
-
-
-async def test_a_failing_tower_leaves_no_grant_behind(service, fakes, asking, at_rest):
-    fakes.forwarded.hold()
-    fakes.forwarded.failures[b"x"] = MediaError("no")
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await until(lambda: fakes.open and fakes.open[0][1].granted)
-    fakes.forwarded.go_on()
-    assert (await work).outcomes[0].code == "MediaError"
-    assert fakes.withdrawn == [0]
-    await at_rest()
-
-
-@pytest.mark.parametrize("waited", [False, True])
-async def test_a_cancelled_item_leaves_no_grant_behind(service, fakes, asking, at_rest, waited):
-    if waited:
-        fakes.offered.hold()  # until the embedding is there
-        fakes.answers[0] = WAIT
-    fakes.forwarded.hold()
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await entered(fakes.forwarded)
-    if waited:
-        fakes.offered.go_on()
-        await until(lambda: fakes.open[0][1].waits)
-        fakes.grant(0)
-    await until(lambda: fakes.open[0][1].granted)
-    assert service.cancel("r1")
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    assert fakes.withdrawn == [0]
-    await at_rest()
-
-
-async def test_the_deadline_leaves_no_grant_behind(service, fakes, asking, at_rest):
-    fakes.forwarded.hold()
-    (outcome,) = (await service.encode(asking(b"x", ttl_s=0.05))).outcomes
-    assert outcome.code == "DeadlineError"
-    assert fakes.withdrawn == [0]
     await at_rest()
 
 

@@ -33,9 +33,7 @@ FRAME = bytes(32)
 CHUNK = messages.MAX_CHUNK_BYTES
 # All of the budget, in three chunks.
 LARGE_BUDGET = 3 * CHUNK
-HALF_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 32, 4)), [])
 FULL_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
-OVER_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16 + 1, 4)), [])
 
 
 def held(receiver: Receiver) -> int:

@@ -240,6 +240,5 @@ def test_the_payload_port_outlives_what_is_mutated(tmp_path: Path, dial) -> None
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(1800)
 def test_the_payload_port_outlives_much_that_is_mutated(tmp_path: Path, dial) -> None:
     bombard(tmp_path / "run" / "c", dial, 400_000, peers=8)

@@ -11,8 +11,7 @@ way. `--dynamic`: the encoders register themselves (--encoder-register-urls).
 On one machine, so a server that starts again takes processor time from those that serve,
 which it would not in a cluster: it starts at a lower priority (`--restart-nice`) and gets
 its own back when it is ready. `--forks`: our servers are forks of a process that has
-imported SGLang, so that a start is short of the seconds that a cluster's takes on cores of
-its own.
+imported SGLang, so that a start does not take the processor time of the imports.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Servers:
         self._arm = arm
         self._logs = logs
         self._forks = forks
-        self._nice = 0 if forks else options.restart_nice
+        self._nice = options.restart_nice
         self.notes: list[str] = []
         model = str(ensure(options.model))
         ports = [free_port() for _ in range(ENCODERS)]
@@ -140,8 +139,6 @@ class Servers:
         server = self.encoders[number]
         stem = f"{self._arm.replace(' ', '-')}-encoder-{number}"
         server.log_path = self._logs / f"{stem}-again-{self._lives[number]}.log"
-        patience = ["nice", "-n", str(self._nice)] if self._nice else []
-        server.command = [*patience, *self._commands[number]]
         server.start()
         self._weigh(number, self._nice)
 
@@ -158,7 +155,6 @@ class Servers:
                 await asyncio.sleep(0.2)
         if self._nice:
             try:
-                os.setpriority(os.PRIO_PGRP, self.encoders[number].pid, 0)
                 self._weigh(number, 0)
             except PermissionError:
                 note = "Restarted encoders kept their low priority: only root may raise it."
@@ -166,11 +162,16 @@ class Servers:
                     self.notes.append(note)
 
     def _weigh(self, number: int, nice: int) -> None:
-        """Where Linux shares a core between sessions first, "nice" counts within one only.
+        """Set the priority of a server's threads, and of its session.
 
-        Each server is a session of its own (sched(7), "The autogroup feature").
+        Where Linux shares a core between sessions first, a nice value counts within one only, and
+        each server is a session of its own (sched(7), "The autogroup feature").
         """
-        weight = Path(f"/proc/{self.encoders[number].pid}/autogroup")
+        pid = self.encoders[number].pid
+        while os.getpgid(pid) != pid:  # a fork leads its own session in a moment
+            time.sleep(0.001)
+        os.setpriority(os.PRIO_PGRP, pid, nice)
+        weight = Path(f"/proc/{pid}/autogroup")
         if weight.exists():
             weight.write_text(str(nice))
 

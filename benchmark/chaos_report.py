@@ -26,8 +26,8 @@ _NEVER = "not before the next fault"
 _ORDER = """ The arms ran one after the other:
 in-tree EPD started when our servers had ended."""
 _NICE = "encoders start again at a lower priority (nice {}) until they are ready."
-_FORKS = """encoders start again as forks of a process that has imported SGLang: importing is most
-of what a start costs, and would take processor time from those that serve."""
+_FORKS = """encoders start again as forks of a process that has imported SGLang (importing is most
+of what a start costs), at a lower priority (nice {}) until they are ready."""
 
 
 @dataclass
@@ -251,7 +251,7 @@ disturbed if a request that arrived in it failed, or a tenth of them waited more
 {SLOWER:.0f} times the calm p50 for the first token; an arm has recovered after the last of them
 before the next event (a slow second by itself, later on, does not count: there are such in
 peace). All servers share the machine's cores, which they would not in a cluster, so
-{_FORKS if options.forks else _NICE.format(options.restart_nice)}
+{(_FORKS if options.forks else _NICE).format(options.restart_nice)}
 
 {table(summary_rows(results))}
 

@@ -24,15 +24,14 @@ import msgspec
 from pages import machine, table
 
 from encoder import RESULTS
-from sglang_epd.sim import plots
-from sglang_epd.sim.goodput import goodput
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.profile import Profile, load_profile
-from sglang_epd.sim.report import Report, Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.schema import convert, load
-from sglang_epd.sim.topology import parse
-from sglang_epd.sim.workload import Workload
+from sglang_epd_plan import plots
+from sglang_epd_plan.goodput import goodput
+from sglang_epd_plan.model import simulate
+from sglang_epd_plan.profile import Profile, load_profile
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.schema import convert, load
+from sglang_epd_plan.topology import parse
+from sglang_epd_plan.workload import Traffic, Workload
 
 HERE = Path(__file__).parent / "simulated"
 replace = msgspec.structs.replace

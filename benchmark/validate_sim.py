@@ -49,16 +49,15 @@ from pictures import jpeg
 from encoder import RESULTS
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
-from sglang_epd.sim.clients import Demand, generators
-from sglang_epd.sim.goodput import goodput
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Request
-from sglang_epd.sim.report import Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.schema import convert
-from sglang_epd.sim.topology import parse
-from sglang_epd.sim.workload import Closed, Workload, intervals
+from sglang_epd_plan.clients import Demand, generators
+from sglang_epd_plan.goodput import goodput
+from sglang_epd_plan.model import simulate
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Request
+from sglang_epd_plan.report import Slo
+from sglang_epd_plan.schema import convert
+from sglang_epd_plan.topology import parse
+from sglang_epd_plan.workload import Closed, Traffic, Workload, intervals
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

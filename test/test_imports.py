@@ -3,12 +3,13 @@
     entry
     plugin, cli
     seams
-    sim
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
     wire, media, processes, checkpoint, config, errors, trust, deferred, machine, tally, lag,
     spans, logs, unread
     platform                      stands by itself beside all of them
+
+`sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
 
 A package may import what stands below it. Packages of one row do not import each other,
 but for the lowest row, where everybody may import `errors`.
@@ -24,13 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sglang_epd
+import sglang_epd_plan
 
 ROOT = Path(sglang_epd.__file__).parent
+PLAN = Path(sglang_epd_plan.__file__).parent
 LAYERS = (
     {"entry"},
     {"plugin", "cli"},
     {"seams"},
-    {"sim"},
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
@@ -53,6 +55,11 @@ SGLANG = {
     ),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
+# What the planner imports of sglang_epd: the parts that decide, and the errors of both.
+DECIDING = {
+    *("cache.embeddings", "dispatch.policies", "dispatch.pool", "dispatch.retries"),
+    *("encoder.scheduling", "errors", "transfer.extents", "wire.messages"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,20 @@ def test_the_platform_stands_by_itself():
     assert not others
 
 
+def test_nothing_imports_the_planner():
+    assert not [str(found) for found in everything() if "sglang_epd_plan" in found.module]
+
+
+def test_the_planner_imports_what_decides():
+    """And nothing of it that needs SGLang, sockets or an accelerator."""
+    outside = {
+        found.module.removeprefix("sglang_epd.").rpartition(".")[0]
+        for found in imports(PLAN)
+        if found.module.split(".")[0] in ("sglang_epd", "sglang")
+    }
+    assert outside == DECIDING
+
+
 def _sglang() -> list[Import]:
     return [found for found in everything() if found.module.split(".")[0] == "sglang"]
 
@@ -210,9 +231,9 @@ def test_the_dependencies_are_declared():
         ("huggingface_hub", "torchaudio", "torchcodec", "transformers"), "sglang"
     )
     undeclared = set()
-    for found in everything():
+    for found in [*everything(), *imports(PLAN)]:
         top = found.module.split(".")[0]
-        if top == "sglang_epd" or top in sys.stdlib_module_names:
+        if top.startswith("sglang_epd") or top in sys.stdlib_module_names:
             continue
         if f'"{names.get(top, brought.get(top, top))}' not in text.replace("_", "-"):
             undeclared.add(top)

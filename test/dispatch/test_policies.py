@@ -242,7 +242,7 @@ def test_another_language_server_agrees():
 class Sorted(Affinity):
     """The same by the whole order of a key's encoders, as it is described."""
 
-    def _choose(self, item, loads, rng):
+    def _choose(self, item, loads):
         order = rendezvous(item.key, loads)
         mean = (sum(loads.values()) + item.patches) / len(loads)
 
@@ -250,29 +250,20 @@ class Sorted(Affinity):
             limit = max(bound * mean, mean + slack * item.patches)
             return loads[url] + item.patches <= limit
 
-        roomy = [url for url in order if fits(url, policies._BOUND, policies._SLACK)]
-        home = self._seen(item.key)
-        home.urls = [url for url in home.urls if url in order]
-        if home.urls and not set(order[: order.index(home.urls[0])]) <= home.passed:
-            home.urls = []
-        wanted = self._wanted(home, len(order))
-        del home.urls[wanted:]
-        if 0 < len(home.urls) < wanted:
-            home.urls += [url for url in roomy if url not in home.urls][:1]
-        bound, slack = policies._KNOWN_BOUND, policies._KNOWN_SLACK
-        known = [url for url in home.urls if fits(url, bound, slack)]
-        if known:
-            least = min(loads[url] for url in known)
-            return rng.choice([url for url in known if loads[url] == least])
-        home.urls = roomy[:1]
-        home.passed = frozenset(order[: order.index(roomy[0])])
-        return roomy[0]
+        url, passed = self._homes.pop(item.key, ("", frozenset()))
+        stays = url in order and set(order[: order.index(url)]) <= passed
+        if not (stays and fits(url, policies._KNOWN_BOUND, policies._KNOWN_SLACK)):
+            url = next(url for url in order if fits(url, policies._BOUND, policies._SLACK))
+            passed = frozenset(order[: order.index(url)])
+        self._homes[item.key] = (url, passed)
+        if len(self._homes) > self._keys:
+            self._homes.popitem(last=False)
+        return url
 
 
 @given(seed=st.integers(), count=st.integers(1, 12), keys=st.integers(1, 40))
 def test_an_order_need_not_be_sorted_to_be_followed(seed, count, keys):
-    """Encoders come and go, loads change, and a few keys are asked for so often that they get
-    several encoders."""
+    """Encoders come and go, and loads change."""
     draw, urls = random.Random(seed), [f"http://e{number}" for number in range(count)]
     quick, slow = Affinity(keys=keys), Sorted(keys=keys)
     for number in range(60):
@@ -347,45 +338,6 @@ def test_who_keeps_failing_an_item_is_not_asked_again():
         tried.append(url)
         views = [view for view in views if view.url != url]
     assert tried == rendezvous(item.key, "abc")
-
-
-def test_a_hot_key_gets_several_encoders_and_others_keep_one():
-    affinity, snapshot = Affinity(), idle("a", "b", "c")
-    hot, *others = works(200)
-    random_, places = rng(), {item.key: set() for item in (hot, *others)}
-    for number in range(2000):
-        item = hot if number % 3 == 0 else others[random_.randrange(len(others))]
-        places[item.key] |= set(affinity([item], snapshot, random_))
-    assert places[hot.key] == {"a", "b", "c"}
-    assert all(len(places[item.key]) <= 1 for item in others)
-
-
-def test_a_hot_key_goes_to_the_least_loaded_of_its_encoders():
-    affinity = Affinity()
-    (item,) = works(1)
-    for _ in range(100):
-        affinity([item], idle("a", "b", "c"), rng())
-    assert affinity([item], with_load(a=300.0, b=200.0, c=299.0), rng()) == ["b"]
-    assert affinity([item], with_load(a=300.0, b=400.0, c=299.0), rng()) == ["c"]
-
-
-def test_what_was_hot_cools_down():
-    affinity, snapshot = Affinity(), idle("a", "b", "c")
-    (item,) = works(1)
-    for _ in range(100):
-        affinity([item], snapshot, rng())
-    for other in works(20_000, begin=1):
-        affinity([other], snapshot, rng())
-    random_ = random.Random(0)
-    assert len({affinity([item], snapshot, random_)[0] for _ in range(7)}) == 1
-
-
-def test_a_few_items_make_no_key_hot():
-    affinity = Affinity()
-    snapshot = idle(*(f"e{number}" for number in range(64)))
-    for _ in range(15):
-        (url,) = affinity(works(1), snapshot, rng())
-        assert url == rendezvous(works(1)[0].key, [view.url for view in snapshot.encoders])[0]
 
 
 def test_only_so_many_keys_are_remembered():

@@ -1,18 +1,20 @@
 """The `sglang-epd` command: its subcommands, and what an error looks like.
 
 A subcommand is a function in a module of its own, which imports what is slow to import
-inside the function: `sglang-epd --help` imports none of it.
+inside the function: `sglang-epd --help` imports none of it. The planner's subcommand is an entry
+point, because nothing here imports the planner.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import distribution
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
 
-from sglang_epd.cli import bench, doctor, plan, status, up
+from sglang_epd.cli import bench, doctor, status, up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -49,7 +51,9 @@ app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("top")(status.top)
 app.command("doctor")(doctor.doctor)
-app.command("plan")(plan.plan)
+# Of this distribution alone: other packages add no commands.
+for _point in distribution("sglang-epd").entry_points.select(group="sglang_epd.commands"):
+    app.command(_point.name)(_point.load())
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 
 

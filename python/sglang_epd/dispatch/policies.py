@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -86,35 +85,24 @@ _SLACK = 3.0
 # its embedding is kept there, the queue does not delay it.
 _KNOWN_BOUND = 2.0
 _KNOWN_SLACK = 8.0
-# A key has one encoder for each such part of an encoder's fair share of items that it
-# makes up, if it was seen so often for each of them.
-_HOT_SHARE = 0.25
-_HOT_COUNT = 8
-# After so many items a key's count is halved.
-_HALF_LIFE_ITEMS = 2000
-# Keys that are remembered, some 500 bytes each.
+# Keys that are remembered, some 400 bytes each.
 _KEYS = 32_768
 
 
-@dataclass(slots=True)
-class _Home:
+class _Home(NamedTuple):
     """Where a key is at home.
 
     Attributes:
-        urls: the encoders it was sent to; the first by its order, others because it is hot.
-        passed: those before the first one in its order that had too much to do.
-        count: how often it was seen, as of `at`, older times counting less.
-        at: the item count when it was seen last.
+        url: the encoder that it was sent to.
+        passed: those before that one in the key's order, which had too much to do.
     """
 
-    urls: list[str] = field(default_factory=list)
-    passed: frozenset[str] = frozenset()
-    count: float = 0.0
-    at: int = 0
+    url: str
+    passed: frozenset[str]
 
 
 class Affinity:
-    """What was encoded somewhere goes there again, as long as that leaves no one idle.
+    """What was encoded somewhere goes there again, unless others would be left idle.
 
     Each key has an order of the encoders of its own (rendezvous hashing: Thaler and
     Ravishankar, 1998), which every language server finds for itself, and in which an
@@ -123,8 +111,7 @@ class Affinity:
     bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2018), and stays where it went: at
     each of its requests anew, the bound would spread it over all encoders and push other
     embeddings out of their caches. It returns when an encoder comes back that was not
-    there at the time. What is asked for so often that one encoder would have more to
-    answer than others gets several, in its order, and goes to the least loaded of them.
+    there at the time.
 
     Args:
         keys: how many are remembered; the least recently seen are forgotten first.
@@ -133,89 +120,54 @@ class Affinity:
     def __init__(self, keys: int = _KEYS) -> None:
         self._keys = keys
         self._homes: OrderedDict[bytes, _Home] = OrderedDict()
-        self._items = 0
 
     def __len__(self) -> int:
         return len(self._homes)
 
-    def __call__(self, items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
+    def __call__(self, items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
         chosen: dict[bytes, str] = {}
         for item in items:
             # Equal items of one request share one computation, wherever it is.
             if item.key not in chosen:
-                url = chosen[item.key] = self._choose(item, loads, rng)
+                url = chosen[item.key] = self._choose(item, loads)
                 loads[url] += item.patches
         return [chosen[item.key] for item in items]
 
-    def _choose(self, item: Work, loads: dict[str, float], rng: random.Random) -> str:
+    def _choose(self, item: Work, loads: dict[str, float]) -> str:
         ranks = rendezvous(item.key, loads)
         cost = item.patches
         mean = (sum(loads.values()) + cost) / len(loads)
-        most = max(_BOUND * mean, mean + _SLACK * cost)
 
-        def first(urls: Iterable[str]) -> str | None:
-            """Of these, with room for a new key."""
-            roomy = [url for url in urls if loads[url] + cost <= most]
-            return max(roomy, key=ranks.__getitem__, default=None)
+        def fits(url: str, bound: float, slack: float) -> bool:
+            return loads[url] + cost <= max(bound * mean, mean + slack * cost)
 
-        home = self._seen(item.key)
-        _leave(home, ranks)
-        wanted = self._wanted(home, len(ranks))
-        del home.urls[wanted:]
-        if 0 < len(home.urls) < wanted:
-            # One more at a time: each has to encode it first.
-            another = first(loads.keys() - home.urls)
-            home.urls += [another] if another else []
-        bound = max(_KNOWN_BOUND * mean, mean + _KNOWN_SLACK * cost)
-        known = [url for url in home.urls if loads[url] + cost <= bound]
-        if known:
-            least = min(loads[url] for url in known)
-            return rng.choice([url for url in known if loads[url] == least])
-        best = max(ranks, key=ranks.__getitem__)
-        if loads[best] + cost <= most:
-            home.urls, home.passed = [best], frozenset()
-            return best
-        # The least loaded always has room for a new key: it has the mean at most.
-        found = first(loads)
-        assert found is not None
-        home.urls, home.passed = [found], _before(found, ranks)
-        return found
-
-    def _seen(self, key: bytes) -> _Home:
-        self._items += 1
-        home = self._homes.setdefault(key, _Home(at=self._items))
-        self._homes.move_to_end(key)
+        home = self._homes.get(item.key)
+        if (
+            home is None
+            or not _stands(home, ranks)
+            or not fits(home.url, _KNOWN_BOUND, _KNOWN_SLACK)
+        ):
+            # The least loaded always has room: it has the mean at most.
+            roomy = [url for url in loads if fits(url, _BOUND, _SLACK)]
+            url = max(roomy, key=ranks.__getitem__)
+            home = self._homes[item.key] = _Home(url, _before(url, ranks))
+        self._homes.move_to_end(item.key)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
-        home.count = home.count * _fading(self._items - home.at) + 1.0
-        home.at = self._items
-        return home
-
-    def _wanted(self, home: _Home, encoders: int) -> int:
-        """How many encoders the key should have."""
-        # What all keys' counts add up to.
-        total = (1.0 - _fading(self._items)) / (1.0 - _fading(1))
-        shares = home.count / total * encoders / _HOT_SHARE
-        return max(1, min(encoders, round(shares), int(home.count / _HOT_COUNT)))
+        return home.url
 
 
-def _leave(home: _Home, ranks: Ranks) -> None:
-    """Drop encoders that cannot be asked, and all if there is one now that the key would
-    have gone to, had it been there."""
-    home.urls = [url for url in home.urls if url in ranks]
-    if home.urls and not _before(home.urls[0], ranks) <= home.passed:
-        home.urls = []
+def _stands(home: _Home, ranks: Ranks) -> bool:
+    """Whether the encoder is there, and none that was missing when the key was placed and
+    comes before it in the key's order."""
+    return home.url in ranks and _before(home.url, ranks) <= home.passed
 
 
 def _before(url: str, ranks: Ranks) -> frozenset[str]:
     """Those that come before it in a key's order."""
     own = ranks[url]
     return frozenset([other for other, rank in ranks.items() if rank > own])
-
-
-def _fading(items: int) -> float:
-    return float(0.5 ** (items / _HALF_LIFE_ITEMS))
 
 
 def rendezvous(key: bytes, urls: Iterable[str]) -> Ranks:

@@ -1,4 +1,4 @@
-"""The highest rate at which an SLO holds."""
+"""Goodput: the highest rate at which an SLO holds."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import math
 from dataclasses import dataclass, field
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Outcome, Request
-from sglang_epd.sim.report import Report, Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.workload import Closed, Workload
+from sglang_epd_plan.model import simulate
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Outcome, Request
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.workload import Closed, Traffic, Workload
 
 
 class Missed:
-    """Ends a run as soon as it cannot meet its SLO any more, whatever else comes.
+    """Ends a run as soon as too many requests have missed the SLO.
 
     Args:
-        requests: how many there will be.
+        requests: of the whole run.
     """
 
     def __init__(self, slo: Slo, requests: int) -> None:
@@ -28,7 +27,7 @@ class Missed:
         self._allowed = (1 - slo.quantile) * requests + 1
         self._late = self._slow = 0
 
-    def __call__(self, _report: Report, request: Request) -> bool:
+    def __call__(self, request: Request) -> bool:
         done = request.outcome is Outcome.DONE
         tokens = request.output - 1
         self._late += not done or request.first - request.arrived > self._slo.ttft_s
@@ -37,8 +36,8 @@ class Missed:
 
 
 @dataclass
-class Try:
-    """One rate that was tried."""
+class Trial:
+    """A run at one rate."""
 
     rate: float
     holds: bool
@@ -50,21 +49,21 @@ class Goodput:
     """What `goodput` found.
 
     Attributes:
-        rate: requests a second; 0 if the SLO does not hold at the lowest rate tried.
-        tries: in the order in which they were made.
+        rate: requests a second; 0 if the SLO does not hold at the lowest rate.
+        trials: in the order of the search.
     """
 
     rate: float
-    tries: list[Try]
+    trials: list[Trial]
 
-    def last(self, holds: bool) -> Try | None:
-        """The highest rate at which it held, or the lowest at which it did not."""
-        found = [one for one in self.tries if one.holds is holds]
+    def last(self, holds: bool) -> Trial | None:
+        """The highest rate that held, or the lowest that did not."""
+        found = [one for one in self.trials if one.holds is holds]
         best = max if holds else min
         return best(found, key=lambda one: one.rate) if found else None
 
 
-def holds(
+def trial(
     profile: Profile,
     workload: Workload,
     topology: Topology,
@@ -72,15 +71,13 @@ def holds(
     rate: float,
     *,
     requests: int,
-    seed: int = 0,
-) -> Try:
-    """Whether an SLO holds at a rate, for so many requests."""
-    # Cells share the requests and each judges its own, so none may end the run for all.
-    stop = Missed(slo, requests) if topology.cells == 1 else None
+    seed: int,
+) -> Trial:
+    """Whether the SLO holds at a rate, for a number of requests to one cell."""
     traffic = Traffic(rate=rate, requests=requests)
+    stop = Missed(slo, requests)
     report = simulate(profile, workload, topology, traffic, seed=seed, stop=stop)
-    enough = report.counted >= requests // topology.cells * topology.cells
-    return Try(rate, enough and report.meets(slo), report)
+    return Trial(rate, report.counted >= requests and report.meets(slo), report)
 
 
 def goodput(
@@ -96,33 +93,33 @@ def goodput(
     tolerance: float = 0.02,
     start: float = 1.0,
 ) -> Goodput:
-    """The highest rate that is sustained, by bisection.
-
-    Each rate is held for `seconds`, so that a queue that grows has the time to show, within
-    the bounds on requests.
+    """Search the highest rate at which the SLO holds, by bisection.
 
     Args:
+        topology: of one cell.
+        seconds: how long each rate is held, so that a slowly growing queue shows; within the
+            bounds on requests.
         tolerance: between the highest rate that holds and the lowest that does not.
-        start: a rate to begin at.
+        start: the first rate.
 
     Raises:
-        ConfigError: the workload is a closed loop, which has no rate.
+        ConfigError: the workload is a closed loop, which has no rate; or a number is out of range.
     """
     if isinstance(workload.arrival, Closed):
         raise ConfigError("a closed loop has no rate to look for")
     if start <= 0 or not 0 < tolerance < 1:
         raise ConfigError("start has to be positive and tolerance between 0 and 1")
-    tries: list[Try] = []
+    trials: list[Trial] = []
 
-    def works(rate: float) -> bool:
+    def holds(rate: float) -> bool:
         requests = round(min(max(rate * seconds, least_requests), most_requests))
-        tries.append(holds(profile, workload, topology, slo, rate, requests=requests, seed=seed))
-        return tries[-1].holds
+        trials.append(trial(profile, workload, topology, slo, rate, requests=requests, seed=seed))
+        return trials[-1].holds
 
     low, high = 0.0, math.inf
     rate = start
     while high == math.inf or low == 0.0:
-        if works(rate):
+        if holds(rate):
             low, rate = rate, rate * 2
         else:
             high, rate = rate, rate / 2
@@ -130,8 +127,8 @@ def goodput(
             break
     while low and (high - low) / high > tolerance:
         middle = (low * high) ** 0.5
-        if works(middle):
+        if holds(middle):
             low = middle
         else:
             high = middle
-    return Goodput(low, tries)
+    return Goodput(low, trials)

@@ -1,7 +1,7 @@
 """How many servers of which kind a workload needs, and what gives way first.
 
-A lower bound of each count comes from the work there is; from there the kind of server that
-the slowest requests wait for grows until the SLO holds, and what is too much is taken back.
+The mean work of a request gives a lower bound of each count. Then the kind of server that the
+slowest requests wait for grows until the SLO holds, and servers that are not needed are removed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.goodput import Goodput, Try, goodput, holds
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.report import Report, Slo
-from sglang_epd.sim.schema import convert
-from sglang_epd.sim.topology import Topology
-from sglang_epd.sim.workload import Closed, Kind, Workload, mean
+from sglang_epd_plan.goodput import Goodput, Trial, goodput, trial
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.schema import convert
+from sglang_epd_plan.topology import Topology
+from sglang_epd_plan.workload import Closed, Kind, Workload, mean
 
-# Kinds of deployment, and which counts of a topology they have.
+# Kinds of deployment, and the counts of a topology that each has.
 SHAPES: dict[str, tuple[str, ...]] = {
     "EPD": ("language",),
     "E+PD": ("encoders", "language"),
     "EP+D": ("prefills", "decodes"),
     "E+P+D": ("encoders", "prefills", "decodes"),
 }
-# The counts that a step of the time to the first token is blamed on, the first that there is.
+# The kinds of server to blame for a step of the time to first token; the first that exists.
 _BLAME: dict[str, tuple[str, ...]] = {
     "prepare": ("encoders", "prefills", "language"),
     "memory": ("prefills", "language"),
@@ -38,7 +38,7 @@ _BLAME: dict[str, tuple[str, ...]] = {
     "prefill": ("prefills", "language"),
     "hand over": ("decodes",),
 }
-# A first guess leaves that share of the servers' time unused; growth is by so much.
+# How busy servers are by the first guess; by which share a count grows; and how often.
 _BUSY = 0.85
 _GROWTH = 0.1
 _ROUNDS = 60
@@ -54,10 +54,10 @@ class Plan:
 
     Attributes:
         topology: the smallest that meets the SLO.
-        report: at the rate that was asked for.
-        limit: what the topology does at most.
+        report: its run at the rate of one cell.
+        limit: its goodput, of one cell.
         breaks: what gives way first, in words.
-        steps: the topologies that were tried, and whether they held.
+        steps: the topologies that were tried, and whether they met the SLO.
     """
 
     shape: str
@@ -67,15 +67,10 @@ class Plan:
     breaks: str
     steps: list[tuple[str, bool]]
 
-    def cost(self, profile: Profile, rate: float) -> dict[str, float]:
-        """In the profile's currency: an hour of it, and a million requests at `rate`."""
-        hour = self.topology.hour_cost(profile)
-        return {"hour": hour, "million_requests": hour / 3600 / rate * 1e6}
-
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one server of each kind that a mean request takes."""
+    """Seconds that a mean request takes of one server of each kind."""
 
     encode: float
     prefill: float
@@ -83,7 +78,7 @@ class Work:
 
 
 def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
-    """By means; decoding at the largest batch whose steps are within the SLO."""
+    """The mean work of a request, decoded in the largest batch whose steps keep the SLO."""
     total = sum(kind.weight for kind in workload.kinds)
     encode = prefill = decode = 0.0
     for kind in workload.kinds:
@@ -117,15 +112,15 @@ def plan(
 
     Args:
         rate: requests a second, of all cells together.
-        cells: independent deployments that share them; counts are those of one.
-        requests: that each try simulates, in one cell.
+        cells: independent deployments that share the rate; counts are those of one.
+        requests: of each run, which simulates one cell.
 
     Raises:
-        ConfigError: no such shape or rate.
-        NoPlanError: one request alone is not in time, or growth did not help.
+        ConfigError: there is no such shape, or a number is out of range.
+        NoPlanError: a request alone is not in time, or growth does not help.
     """
     if shape not in SHAPES:
-        raise ConfigError(f"{shape!r} is no shape; known: {', '.join(SHAPES)}")
+        raise ConfigError(f"{shape!r} is no shape: give one of {', '.join(SHAPES)}")
     if isinstance(workload.arrival, Closed) or rate <= 0:
         raise ConfigError("a plan is for a positive rate of open arrivals")
     if cells < 1 or requests < 100:
@@ -137,19 +132,19 @@ def plan(
     def build(counts: dict[str, int]) -> Topology:
         return convert({**counts, "policy": policy}, Topology, shape)
 
-    def tried(counts: dict[str, int]) -> Try:
+    def tried(counts: dict[str, int]) -> Trial:
         topology = build(counts)
-        one = holds(profile, workload, topology, slo, each, requests=requests, seed=seed)
+        one = trial(profile, workload, topology, slo, each, requests=requests, seed=seed)
         steps.append((topology.name, one.holds))
         return one
 
     least = _least(profile, workload, slo, each, names)
     ample = build({name: 8 * count + 8 for name, count in least.items()})
-    # So rare that requests do not meet.
-    alone = holds(profile, workload, ample, slo, 1e-3, requests=100, seed=seed)
+    # At so low a rate that requests do not meet.
+    alone = trial(profile, workload, ample, slo, 1e-3, requests=100, seed=seed)
     if not alone.holds:
         raise NoPlanError(
-            f"{shape}: requests are not in time even if each has the servers to itself "
+            "requests are not in time even if each has the servers to itself "
             f"(p99 TTFT {alone.report.quantile('ttft', slo.quantile):.3f} s, "
             f"TPOT {1000 * alone.report.quantile('tpot', slo.quantile):.1f} ms)"
         )
@@ -162,7 +157,7 @@ def plan(
         counts[name] += max(1, round(counts[name] * _GROWTH))
         found = tried(counts)
     else:
-        raise NoPlanError(f"{shape}: {build(counts).name} does not meet the SLO either")
+        raise NoPlanError(f"{build(counts).name} does not meet the SLO either")
     found = _trim(counts, found, tried, profile)
     topology = build(counts)
     limit = goodput(
@@ -181,9 +176,12 @@ def plan(
 
 
 def _trim(
-    counts: dict[str, int], found: Try, tried: Callable[[dict[str, int]], Try], profile: Profile
-) -> Try:
-    """Take back what is not needed, the dearest kind of server first."""
+    counts: dict[str, int],
+    found: Trial,
+    tried: Callable[[dict[str, int]], Trial],
+    profile: Profile,
+) -> Trial:
+    """Remove servers that are not needed from `counts`, the dearest kind first."""
     gpus = {"encoders": profile.encoder.gpus}
     for name in sorted(counts, key=lambda name: -gpus.get(name, profile.language.gpus)):
         stride = max(1, round(counts[name] * _GROWTH))
@@ -199,7 +197,7 @@ def _trim(
 
 
 def blame(report: Report, slo: Slo, names: Iterable[str]) -> str:
-    """The kind of server that there are too few of."""
+    """The kind of server of which there are too few."""
     known = set(names)
     ttft = report.quantile("ttft", slo.quantile) / slo.ttft_s
     tpot = report.quantile("tpot", slo.quantile) / slo.tpot_s
@@ -214,7 +212,7 @@ def blame(report: Report, slo: Slo, names: Iterable[str]) -> str:
 
 
 def breaking(limit: Goodput, slo: Slo) -> str:
-    """What gave way at the lowest rate that failed."""
+    """What gave way at the lowest rate at which the SLO did not hold."""
     failed, held = limit.last(holds=False), limit.last(holds=True)
     if failed is None or held is None:
         return "nothing at the rates that were tried"
@@ -230,7 +228,7 @@ def breaking(limit: Goodput, slo: Slo) -> str:
         where = "decode steps and what runs between them"
     else:
         where = step
-    # A server that decodes is busy whenever it has anything to do, which says nothing.
+    # A decode server is busy whenever it has one sequence, which says nothing.
     others = [name for name in report.busy if name != "decode"]
     busiest = max(others, key=lambda name: report.busy[name])
     return (
@@ -262,7 +260,7 @@ def _patches(kind: Kind, profile: Profile) -> float:
 
 
 def _batch(profile: Profile, slo: Slo, context: float) -> int:
-    """Sequences that decode together within the SLO; at least one."""
+    """Sequences that can decode together within the SLO; at least one."""
     language = profile.language
     each = language.decode_sequence_s + context * language.decode_context_s
     room = int(language.kv_tokens // max(1.0, context))

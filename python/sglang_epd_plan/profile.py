@@ -1,8 +1,7 @@
 """What work costs on a machine with a model: measured, or reckoned from published figures.
 
-Every cost is a straight line, with a square term where attention has one: what is not
-(kernels that change with the batch, clocks that throttle) has to be near enough to one in
-the range that a profile is used for.
+Each cost is a straight line, with a square term for attention. Other costs (kernels that change
+with the batch, clocks that throttle) have to be near a line where the profile is used.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text, load
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text, load
 
 
 class Pixels(Data, frozen=True):
@@ -31,12 +30,16 @@ class Host(Data, frozen=True):
     """Fetching, decoding and preprocessing, in threads beside the accelerator.
 
     Attributes:
-        workers: items that are prepared at a time.
+        workers: items that are preprocessed at a time.
     """
 
     workers: Positive = 1
     item_s: Cost = 0.0
     patch_s: Cost = 0.0
+
+    def seconds(self, patches: float) -> float:
+        """Time of one item."""
+        return self.item_s + patches * self.patch_s
 
 
 class Tower(Data, frozen=True):
@@ -44,7 +47,7 @@ class Tower(Data, frozen=True):
     its items of p patches each.
 
     Attributes:
-        batch_patches, batch_items: what runs in one pass (`SGLANG_EPD_ENCODER_BATCH_*`).
+        batch_patches, batch_items: bounds on one pass (`SGLANG_EPD_ENCODER_BATCH_*`).
     """
 
     patch_s: Cost
@@ -54,7 +57,7 @@ class Tower(Data, frozen=True):
     batch_items: Positive = 32
 
     def seconds(self, items: Iterable[float]) -> float:
-        """Of one pass over items of so many patches."""
+        """Time of one pass over items, given by their patches."""
         return self.launch_s + sum(
             patches * (self.patch_s + patches * self.patch2_s) for patches in items
         )
@@ -64,10 +67,10 @@ class Encoder(Data, frozen=True):
     """An encoder server.
 
     Attributes:
-        gpus: accelerators that one takes.
-        hit_s: until an embedding that is kept is on its way.
-        cache_mb: embeddings that it keeps (`SGLANG_VLM_CACHE_SIZE_MB`; 0: none).
-        max_items: in work at a time; more are refused (`SGLANG_EPD_ENCODER_MAX_ITEMS`).
+        gpus: accelerators of one server.
+        hit_s: time until a cached embedding is sent.
+        cache_mb: MiB of cached embeddings (`SGLANG_VLM_CACHE_SIZE_MB`); 0 for no cache.
+        max_items: items in work at a time; more are refused (`SGLANG_EPD_ENCODER_MAX_ITEMS`).
     """
 
     tower: Tower
@@ -82,27 +85,27 @@ class Language(Data, frozen=True):
     """A server that runs prefill, decode or both.
 
     Attributes:
-        request_s: from a request's arrival until its media are sent for, or, without any,
+        request_s: time from a request's arrival until its media are sent for; without media,
             until it may be scheduled.
-        host: preparing media, where it encodes them itself.
-        tower: encoding them, likewise; it stands still for it.
-        received_item_s: of its scheduler's time, for each embedding that it did not encode.
-        prefill_token_s, prefill_context_s: for each token, and for each token and token of
+        host: preprocessing, where the server encodes.
+        tower: encoding, likewise; prefill and decode wait meanwhile.
+        received_item_s: the scheduler's time for each embedding from an encoder.
+        prefill_token_s, prefill_context_s: time of each token, and of each token and token of
             context before it.
-        decode_launch_s, decode_sequence_s, decode_context_s: of a step, for each sequence
-            in it, and for each token of their contexts.
-        chunk_tokens: prompt tokens that run in one pass.
-        mixed: whether a pass prefills and decodes (vLLM); else prompts go first, and
-            decoding waits (SGLang).
-        shared_cores: whether requests are received, and media prepared, by the processor
-            cores that the model runs on: one after the other, at half the speed while the
-            model runs too, which takes that much longer.
+        decode_launch_s, decode_sequence_s, decode_context_s: time of a step, of each sequence
+            in it, and of each token of their contexts.
+        chunk_tokens: prompt tokens of one pass.
+        mixed: a pass prefills and decodes (vLLM); otherwise prompts go first and decoding waits
+            (SGLang).
+        shared_cores: the model's processor cores also receive requests and preprocess media, one
+            after the other. While the model runs, that work takes twice as long and delays the
+            model by its own time.
         running: sequences that decode at a time.
-        kv_tokens: what its KV cache holds.
-        prefix_cache: what was prefilled stays, as far as there is room, for prompts that
+        kv_tokens: size of the KV cache.
+        prefix_cache: the KV of earlier prompts stays, as far as there is room, for prompts that
             begin alike.
-        receive_mb: embeddings that wait or are read there (`SGLANG_EPD_RECEIVE_BUDGET_MB`);
-            unless given, the least that a server takes by itself.
+        receive_mb: MiB for received embeddings (`SGLANG_EPD_RECEIVE_BUDGET_MB`); the default is
+            the least that a server takes by itself.
     """
 
     prefill_token_s: Cost
@@ -125,7 +128,7 @@ class Language(Data, frozen=True):
     receive_mb: Positive = 2048
 
     def step_s(self, sequences: int, context: float) -> float:
-        """One decode step of so many sequences with so many tokens of context together."""
+        """Time of one decode step; `context` is the tokens of all sequences together."""
         return (
             self.decode_launch_s
             + sequences * self.decode_sequence_s
@@ -134,8 +137,8 @@ class Language(Data, frozen=True):
 
 
 class Links(Data, frozen=True):
-    """Embeddings from encoders to language servers, KV from prefill to decode. Each server
-    sends and receives at the rate, one after the other."""
+    """Embeddings go from encoders to language servers, KV from prefill to decode. Each server
+    sends and receives at the given rate, one transfer after the other."""
 
     bytes_per_token: Positive
     latency_s: Cost = 0.0
@@ -146,12 +149,12 @@ class Links(Data, frozen=True):
 
 
 class Profile(Data, frozen=True):
-    """All of it.
+    """What work costs on one machine with one model.
 
     Attributes:
-        source: where each figure is from: the command that measured it, or the publication
-            and how it was reckoned.
-        gpu_hour_cost: in any currency; of one accelerator.
+        source: where each figure comes from: the command that measured it, or the publication
+            and the reckoning.
+        gpu_hour_cost: of one accelerator, in any currency.
     """
 
     name: Text
@@ -170,17 +173,17 @@ class Profile(Data, frozen=True):
 
 
 def load_profile(name: str) -> Profile:
-    """A profile by its path, or by the name of one that comes with the package.
+    """A profile by its path, or by the name of a profile that ships with the package.
 
     Raises:
-        ConfigError: there is none, or it is not one.
+        ConfigError: there is no such profile, or the file is none.
     """
     path = Path(name)
     if path.suffix:
         return load(path, Profile)
-    folder = Path(str(files("sglang_epd.sim") / "data"))
-    shipped = {path.stem: path for path in sorted(folder.glob("profile-*.json"))}
-    if f"profile-{name}" not in shipped:
-        known = ", ".join(stem.removeprefix("profile-") for stem in shipped)
+    shipped = files("sglang_epd_plan") / "data"
+    names = sorted(Path(one.name).stem.removeprefix("profile-") for one in shipped.iterdir())
+    if name not in names:
+        known = ", ".join(names)
         raise ConfigError(f"no profile is called {name!r}: give a file, or one of {known}")
-    return load(shipped[f"profile-{name}"], Profile)
+    return load(Path(str(shipped / f"profile-{name}.json")), Profile)

@@ -1,7 +1,7 @@
-"""One language server's view of the encoders, and where it sends what.
+"""One language server's view of the encoders, and where it sends items.
 
-The policy and the retry budget are the package's own, and so are the snapshots they are
-given. `dispatch.pool` itself is not used, because it wakes tasks of an event loop.
+The policy, the retry budget and the snapshots are the package's own. `dispatch.pool` itself is
+not used, because it wakes tasks of an event loop.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import simpy
 from sglang_epd.dispatch.policies import Work, policy
 from sglang_epd.dispatch.pool import Snapshot, State, View
 from sglang_epd.dispatch.retries import RetryBudget, pause
-from sglang_epd.sim.encoders import Encoder
-from sglang_epd.sim.records import Item
+from sglang_epd_plan.encoders import Encoder
+from sglang_epd_plan.records import Item
 
-# How often encoders are asked how they are, when one that is silent is given up, and how long
-# one that is full is left alone.
+# The interval of status reports, the silence after which an encoder is given up, and how long a
+# full encoder is left alone.
 PROBE_S = 1.0
-SILENT_S = 2.0
+_SILENT_S = 2.0
 _RETRY_AFTER_S = 1.0
 
 
 class Reports:
-    """What encoders said when they were last asked, all at the same time.
+    """What encoders reported last, all at the same moment.
 
     Attributes:
-        number: how often they were.
-        views: of each, with the patches in its queue for its load.
-        silent: those that did not answer, by number.
+        number: counts the rounds of reports.
+        views: one per encoder; its load is the patches in its queue.
+        silent: numbers of the encoders that did not answer.
     """
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
@@ -50,7 +50,7 @@ class Reports:
 
 
 class Dispatch:
-    """Sends items to encoders, again where they were refused or lost.
+    """Sends items to encoders, and sends them again if an encoder refuses or loses them.
 
     Attributes:
         retries: items that were sent again.
@@ -61,70 +61,70 @@ class Dispatch:
         env: simpy.Environment,
         encoders: Sequence[Encoder],
         reports: Reports,
-        name: str,
+        policy_name: str,
         rng: random.Random,
     ) -> None:
         self.retries = 0
-        self._reports = reports
-        self._heard = 0
         self._env = env
         self._encoders = encoders
         self._numbers = {encoder.url: number for number, encoder in enumerate(encoders)}
-        self._policy = policy(name)
+        self._reports = reports
+        self._reports_read = 0
+        self._policy = policy(policy_name)
         self._rng = rng
         self._budget = RetryBudget(lambda: env.now)
         self._turn = 0
-        # By the number of an encoder, where there is something: patches that this server has
-        # sent there and not heard of; and so when the encoder last told of its queue.
+        # By encoder, without zeros: patches that this server has outstanding there, and had when
+        # the encoder reported last; and until when a full encoder is left alone.
         self._outstanding: dict[int, float] = {}
         self._reported: dict[int, float] = {}
-        self._busy_until: dict[int, float] = {}
+        self._full_until: dict[int, float] = {}
 
     def send(self, items: Sequence[Item]) -> None:
-        """Spread a request's items."""
+        """Spread a request's items over the encoders."""
         self._budget.sent(len(items))
         self._spread(items)
 
-    def landed(self, item: Item) -> None:
-        """An encoder has answered for an item, or nobody waits for it any more."""
-        self._hear()
+    def settle(self, item: Item) -> None:
+        """An encoder has answered for the item, or its request has ended."""
+        self._read_reports()
         self._outstanding[item.encoder] -= item.patches
 
     def lost(self, item: Item) -> None:
-        """The encoder that has it is dead: found out when it is silent."""
-        self.landed(item)
+        """The item's encoder died, which its silence shows later."""
+        self.settle(item)
         item.encoder = -1
-        self._again(item, SILENT_S)
+        self._again(item, _SILENT_S)
 
-    def _hear(self) -> None:
-        """Take note of the latest reports. What this server had outstanding when they were
-        made is what it has now: it calls this before that changes."""
-        if self._heard != self._reports.number:
-            self._heard = self._reports.number
+    def _read_reports(self) -> None:
+        """Take the latest reports into account.
+
+        Called before each change of `_outstanding`, so that its values are those at the moment of
+        the reports."""
+        if self._reports_read != self._reports.number:
+            self._reports_read = self._reports.number
             self._outstanding = {n: patches for n, patches in self._outstanding.items() if patches}
             self._reported = self._outstanding.copy()
 
     def _usable(self) -> tuple[View, ...]:
-        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon.
-
-        The reports are of all encoders; what this server has sent makes a difference to a
-        few of them."""
+        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon: only where
+        this server has sent something do they differ from the reports."""
         views = self._reports.views.copy()
         for number in self._outstanding.keys() | self._reported.keys():
             view = views[number]
             outstanding = self._outstanding.get(number, 0.0)
             load = max(outstanding, view.load + outstanding - self._reported.get(number, 0.0))
             views[number] = View(view.url, State.READY, load, view.rate)
-        if self._busy_until:
+        if self._full_until:
             now = self._env.now
-            self._busy_until = {n: end for n, end in self._busy_until.items() if end > now}
-        apart = self._reports.silent | self._busy_until.keys()
-        if apart:
-            views = [view for number, view in enumerate(views) if number not in apart]
+            self._full_until = {n: end for n, end in self._full_until.items() if end > now}
+        skipped = self._reports.silent | self._full_until.keys()
+        if skipped:
+            views = [view for number, view in enumerate(views) if number not in skipped]
         return tuple(views)
 
     def _spread(self, items: Sequence[Item]) -> None:
-        self._hear()
+        self._read_reports()
         views = self._usable()
         if not views:
             for item in items:
@@ -137,12 +137,12 @@ class Dispatch:
             number = self._numbers[url]
             encoder = self._encoders[number]
             if not encoder.alive:
-                self._again(item, SILENT_S)
+                self._again(item, _SILENT_S)
             elif encoder.ask(item):
                 item.encoder = number
                 self._outstanding[number] = self._outstanding.get(number, 0.0) + item.patches
             else:
-                self._busy_until[number] = self._env.now + _RETRY_AFTER_S
+                self._full_until[number] = self._env.now + _RETRY_AFTER_S
                 self._again(item, 0.0)
 
     def _again(self, item: Item, seconds: float) -> None:

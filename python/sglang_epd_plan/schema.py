@@ -1,4 +1,4 @@
-"""How profiles, workloads and topologies are read: typed, unknown keys refused."""
+"""Reads profiles, workloads and topologies: typed, with unknown keys refused."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DECODERS = {
 
 
 class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all that is read from files."""
+    """Base of all that files and options describe."""
 
 
 def convert(value: object, kind: type[_T], what: str) -> _T:
     """Plain data as `kind`.
 
     Args:
-        what: names it in the error.
+        what: its name in error messages.
 
     Raises:
         ConfigError: a key is missing, unknown, of another type or out of its range.
@@ -45,10 +45,10 @@ def convert(value: object, kind: type[_T], what: str) -> _T:
 
 
 def load(path: Path, kind: type[_T]) -> _T:
-    """A file: JSON, or YAML or TOML where its name ends in .yaml, .yml or .toml.
+    """A file as `kind`: YAML or TOML if its name ends in .yaml, .yml or .toml, JSON otherwise.
 
     Raises:
-        ConfigError: it cannot be read, or is not what `convert` takes.
+        ConfigError: the file cannot be read, or `convert` refuses its content.
     """
     try:
         content = path.read_bytes()
@@ -62,7 +62,7 @@ def load(path: Path, kind: type[_T]) -> _T:
 
 
 def _refuse_infinities(value: object, what: str) -> None:
-    """YAML and TOML can say inf and nan, which no bound in a type refuses."""
+    """Refuse inf and nan, which YAML and TOML can say and no bound of a type refuses."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{what}: {value} is not a finite number")
     if isinstance(value, dict):

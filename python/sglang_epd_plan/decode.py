@@ -1,7 +1,7 @@
 """Sequences that decode together, many steps at a time. Plain data, no clock.
 
-Between one sequence's coming and the next one's going all steps are alike but for their
-context, which grows by a token a sequence; so their time is a sum in closed form.
+Until a sequence joins or ends, steps differ only in their context, which grows by one token a
+sequence and step. So the time of many steps is a sum in closed form.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 
-from sglang_epd.sim.profile import Language
-from sglang_epd.sim.records import Request
+from sglang_epd_plan.profile import Language
+from sglang_epd_plan.records import Request
 
 
-class Running:
-    """Sequences that decode.
+class DecodeBatch:
+    """The sequences that decode on one server.
 
     Attributes:
-        context: their tokens together.
+        context: tokens of all sequences together.
     """
 
     def __init__(self, costs: Language) -> None:
@@ -30,22 +30,22 @@ class Running:
         return len(self._ends)
 
     def add(self, request: Request) -> None:
-        """One that has its first token, and wants at least one more."""
+        """A request that has its first token and wants at least one more."""
         self.context += request.prompt + 1
         heapq.heappush(self._ends, (self._steps + request.output - 1, request.number, request))
 
     def until_next(self) -> int:
-        """Steps until the first of them ends."""
+        """Steps until the first sequence ends."""
         return self._ends[0][0] - self._steps
 
     def seconds(self, steps: int) -> float:
-        """Of so many steps from now."""
+        """Time of the next steps."""
         count = len(self._ends)
-        grown = self._costs.decode_context_s * count * steps * (steps - 1) / 2
-        return steps * self._costs.step_s(count, self.context) + grown
+        growth = self._costs.decode_context_s * count * steps * (steps - 1) / 2
+        return steps * self._costs.step_s(count, self.context) + growth
 
     def steps_begun(self, seconds: float) -> int:
-        """Steps that have begun so many seconds from now; at least one."""
+        """Steps that have begun after so many seconds; at least one."""
         square = self._costs.decode_context_s * len(self._ends) / 2
         line = self._costs.step_s(len(self._ends), self.context) - square
         if square > 0:
@@ -57,7 +57,7 @@ class Running:
         return max(1, min(self.until_next(), math.ceil(steps - 1e-9)))
 
     def advance(self, steps: int) -> list[Request]:
-        """So many steps were done; who is at its end with that."""
+        """Do steps, and return the requests that end with the last of them."""
         self._steps += steps
         self.context += steps * len(self._ends)
         ended = []

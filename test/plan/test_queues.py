@@ -7,9 +7,9 @@ import statistics
 import msgspec
 import pytest
 
-from sglang_epd.sim.model import Deployment, Failure, Traffic
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan.model import Deployment, simulate
+from sglang_epd_plan.topology import Failure, parse
+from sglang_epd_plan.workload import Traffic
 
 # One picture at a time, in nothing but the tower and the prefill.
 ALONE = {"tower": {"batch_items": 1, "patch_s": 0.1 / 1024}}
@@ -87,11 +87,11 @@ def test_decoding_beside_prefill_is_delayed_by_it(profile, workload):
 
 
 def test_many_decode_steps_at_once_are_as_long_as_one_by_one(profile):
-    from sglang_epd.sim.decode import Running
-    from sglang_epd.sim.records import Request
+    from sglang_epd_plan.decode import DecodeBatch
+    from sglang_epd_plan.records import Request
 
     costs = profile(language={"decode_sequence_s": 1e-3, "decode_context_s": 1e-5}).language
-    many, single = Running(costs), Running(costs)
+    many, single = DecodeBatch(costs), DecodeBatch(costs)
     for number, (prompt, output) in enumerate([(100, 40), (7, 40), (1000, 41)]):
         for running in (many, single):
             running.add(Request(number, 0, 0.0, 1e9, prompt, output))
@@ -119,7 +119,7 @@ def test_a_run_is_at_its_end_with_nothing_left(profile, workload):
     servers = [*deployment.prefills, *deployment.decodes]
     assert all(server.outstanding == 0 for server in servers)
     assert all(server.prompts.kv_tokens == 0 for server in servers)
-    assert all(arena.held_bytes == 0 for arena in deployment.arenas)
+    assert all(budget.extents.taken_bytes == 0 for budget in deployment.budgets)
 
 
 def test_requests_that_end_early_leave_nothing_outstanding(profile, workload):

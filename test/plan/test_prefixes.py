@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_epd.sim.model import Deployment, Traffic
-from sglang_epd.sim.prefixes import Chain, Prefixes, length
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan.model import Deployment, simulate
+from sglang_epd_plan.prefixes import Chain, PrefixCache, length
+from sglang_epd_plan.topology import parse
+from sglang_epd_plan.workload import Traffic
 
 A, B, C = (b"a", 100), (b"b", 50), (b"c", 10)
 
 
 def test_a_chain_is_found_as_far_as_it_is_alike() -> None:
-    held = Prefixes()
-    held.keep((A, B))
+    held = PrefixCache()
+    held.insert((A, B))
     assert held.match((A, B, C)) == 2 and held.match((A, C)) == 1
     assert held.match((B,)) == 0  # the same picture behind another beginning
     assert held.tokens == 150
 
 
 def test_ends_go_before_beginnings_and_the_least_recently_used_first() -> None:
-    held = Prefixes()
-    held.keep((A, B))
-    held.keep((C,))
+    held = PrefixCache()
+    held.insert((A, B))
+    held.insert((C,))
     held.shrink(120)
     assert held.match((A, B)) == 1 and held.match((C,)) == 1
     held.match((A,))
@@ -34,12 +34,12 @@ def test_ends_go_before_beginnings_and_the_least_recently_used_first() -> None:
 
 
 def test_what_is_pinned_stays() -> None:
-    held = Prefixes()
-    held.keep((A, B))
-    held.pin((A, B), 2)
+    held = PrefixCache()
+    held.insert((A, B))
+    held.pin((A, B))
     held.shrink(0)
     assert held.match((A, B)) == 2
-    held.unpin((A, B), 2)
+    held.unpin((A, B))
     held.shrink(0)
     assert held.match((A, B)) == 0 and not held.tokens
 
@@ -49,11 +49,11 @@ PARTS = st.sampled_from([A, B, C, (b"d", 7)])
 
 @given(st.lists(st.tuples(st.lists(PARTS, max_size=4), st.integers(0, 400))))
 def test_tokens_are_those_that_are_found(steps: list[tuple[list[tuple[bytes, int]], int]]) -> None:
-    held = Prefixes()
+    held = PrefixCache()
     kept: set[Chain] = set()
     for parts, room in steps:
         chain = tuple(parts)
-        held.keep(chain)
+        held.insert(chain)
         assert held.match(chain) == len(chain)
         kept |= {chain[:end] for end in range(1, len(chain) + 1)}
         held.shrink(room)
@@ -88,7 +88,7 @@ def test_users_of_a_closed_loop_talk_to_the_end(profile, workload, topology):
     asked = workload({"kind": "closed", "users": 3}, turns=3, think_s=0.5)
     deployment = Deployment(profile(), asked, parse(topology), Traffic(requests=30), seed=1)
     report = deployment.run()
-    # Who has begun a turn is answered.
+    # A turn that has begun is answered.
     assert 30 <= report.counted <= 32 and report.outcomes == {"done": report.counted}
     assert not deployment.live
 
@@ -98,7 +98,7 @@ def test_pictures_of_a_catalogue_are_found_unless_the_cache_is_off(profile, work
     traffic = Traffic(rate=2, requests=400)
     with_cache = simulate(profile(), asked, parse("1EPD"), traffic)
     without = simulate(profile(language={"prefix_cache": False}), asked, parse("1EPD"), traffic)
-    assert with_cache.summary()["prefix_cache"] > 0.6 and not without.covered
+    assert with_cache.summary()["prefix_cache"] > 0.6 and not without.cached
     assert with_cache.mean("ttft") < 0.5 * without.mean("ttft")
 
 

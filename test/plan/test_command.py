@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from machines import KIND, PROFILE
+from plan.machines import KIND, PROFILE
 from sglang_epd.cli.main import app
 from sglang_epd.errors import ConfigError
 
@@ -79,3 +80,10 @@ def test_an_unknown_profile_names_those_there_are(files):
     files[2] = "b200"
     with pytest.raises(ConfigError, match="h20-qwen3-vl-235b"):
         CliRunner().invoke(app, [*files, "--rate", "5"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("missing", "options"), [("simpy", []), ("matplotlib", ["--plots", "p"])])
+def test_what_to_install_is_said_without_the_extra(files, monkeypatch, missing, options):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf'needs {missing}: pip install "\.\[plan\]"'):
+        CliRunner().invoke(app, [*files, "--rate", "5", *options], catch_exceptions=False)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim import plots
-from sglang_epd.sim.goodput import goodput
-from sglang_epd.sim.model import Traffic
-from sglang_epd.sim.planning import SHAPES, NoPlanError, plan, work
-from sglang_epd.sim.report import Slo
-from sglang_epd.sim.run import simulate
-from sglang_epd.sim.topology import parse
+from sglang_epd_plan import plots
+from sglang_epd_plan.goodput import goodput
+from sglang_epd_plan.model import simulate
+from sglang_epd_plan.planning import SHAPES, NoPlanError, plan, work
+from sglang_epd_plan.report import Slo
+from sglang_epd_plan.topology import parse
+from sglang_epd_plan.workload import Traffic
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
@@ -69,9 +69,7 @@ def test_a_plan_holds_and_one_server_less_does_not(profile, workload, shape):
         assert tried[smaller.name] is False
     assert found.limit.rate >= 12 * 0.9
     assert "requests/s" in found.breaks
-    cost = found.cost(profile(), 12)
-    assert cost["hour"] == found.topology.gpus(profile())
-    assert cost["million_requests"] == pytest.approx(cost["hour"] / 3600 / 12 * 1e6)
+    assert found.topology.hour_cost(profile(gpu_hour_cost=3)) == 3 * found.topology.gpus(profile())
 
 
 def test_what_breaks_first_is_named(profile, workload):

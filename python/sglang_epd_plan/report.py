@@ -1,30 +1,24 @@
-"""What came out of a run: latencies, where the time went, and what was busy."""
+"""What a run shows: latencies, where the time went, and how busy the servers were."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.records import Item, Outcome, Request
-from sglang_epd.sim.schema import Data, Rate
-from sglang_epd.sim.topology import Topology
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.records import Outcome, Request
+from sglang_epd_plan.schema import Data, Rate
+from sglang_epd_plan.topology import Topology
 
 if TYPE_CHECKING:
-    from sglang_epd.sim.dispatch import Dispatch
-    from sglang_epd.sim.encoders import Encoder
-    from sglang_epd.sim.language import Server
-    from sglang_epd.sim.transfer import Arena
+    from sglang_epd_plan.model import Deployment
 
-# Whether a run may end early, asked after each request.
-StopWhen = Callable[["Report", Request], bool]
-
-# What a request's time to its first token is made of; its last item to land stands for all.
+# The parts of a request's time to first token; of its items the last to arrive counts.
 STEPS = (
     "prepare",
     "memory",
@@ -38,11 +32,12 @@ STEPS = (
 
 
 class Slo(Data, frozen=True):
-    """What has to hold for that share of all requests, each for itself.
+    """Bounds that a share of all requests has to keep, each bound by itself.
 
     Attributes:
-        ttft_s: until the first token.
-        tpot_s: a request's mean time a token after it.
+        ttft_s: on the time to first token.
+        tpot_s: on a request's mean time per token after the first.
+        quantile: the share.
     """
 
     ttft_s: Rate
@@ -56,19 +51,22 @@ class Slo(Data, frozen=True):
 
 @dataclass
 class Report:
-    """Requests that have ended, and what the servers did.
+    """Requests that have ended, and the work of the servers.
 
     Attributes:
-        ttft, tpot, total: seconds of each request that was answered; tpot of those with more
-            than one token.
-        tokens: they were answered with.
-        prompts, covered: tokens of their prompts, and those found in a prefix cache.
-        steps: seconds of each step of `STEPS`, of each of them.
-        arrived: requests, warm-up included.
-        end_s: of the last one.
-        busy: share of the time that servers of each kind of work were at it: encode,
-            prefill, decode, and the busiest network port.
-        encoded: patches that each encoder has computed.
+        arrived: requests, whether they have ended or not.
+        outcomes: requests that have ended, by outcome.
+        ttft, tpot, total: seconds of each request that was answered; tpot only of answers with
+            more than one token.
+        tokens: of all answers.
+        prompts, cached: tokens of the prompts that were answered, and those of them that a
+            prefix cache had.
+        steps: seconds of each of `STEPS`, of each request that was answered.
+        first_s, end_s: the first arrival, and the end of the last answer.
+        busy: the share of time that servers worked: encode, prefill, decode, and the busiest
+            network port.
+        encoded: patches of each encoder.
+        items: how often items were found in a cache, shared, refused and sent again.
     """
 
     profile: Profile
@@ -80,7 +78,7 @@ class Report:
     total: array[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
     prompts: int = 0
-    covered: int = 0
+    cached: int = 0
     steps: dict[str, array[float]] = field(
         default_factory=lambda: {step: array("d") for step in STEPS}
     )
@@ -89,17 +87,16 @@ class Report:
     busy: dict[str, float] = field(default_factory=dict)
     encoded: list[float] = field(default_factory=list)
     items: Counter[str] = field(default_factory=Counter)
-    grant_wait_s: float = 0.0
 
     def add(self, request: Request) -> None:
-        """One that is over."""
+        """Count a request that has ended."""
         assert request.outcome is not None
         self.outcomes[request.outcome.value] += 1
         self.first_s = min(self.first_s, request.arrived)
         if request.outcome is not Outcome.DONE:
             return
         self.prompts += request.prompt
-        self.covered += request.covered
+        self.cached += request.cached
         self.end_s = max(self.end_s, request.ended)
         self.ttft.append(request.first - request.arrived)
         self.total.append(request.ended - request.arrived)
@@ -109,42 +106,30 @@ class Report:
         for column, seconds in zip(self.steps.values(), _steps(request), strict=True):
             column.append(seconds)
 
-    def close(
-        self,
-        now: float,
-        *,
-        encoders: Sequence[Encoder],
-        prefills: Sequence[Server],
-        decodes: Sequence[Server],
-        arenas: Sequence[Arena],
-        dispatches: Sequence[Dispatch],
-    ) -> None:
-        """The run is over: what the servers have done."""
-        now = now or 1.0
-        language = [*prefills, *decodes]
-        self.encoded = [encoder.computed for encoder in encoders]
-        ports = [encoder.out for encoder in encoders]
-        ports += [port for server in language for port in (server.inward, server.outward)]
-        encode = sum(encoder.busy_s for encoder in encoders) or sum(
-            server.encode_s for server in prefills
-        )
+    def close(self, run: Deployment) -> None:
+        """Take the servers' work from a deployment whose run has ended."""
+        now = run.env.now or 1.0
+        encoders, prefills, decodes = run.encoders, run.prefills, run.decodes or run.prefills
+        ports = [encoder.outward for encoder in encoders]
+        ports += [
+            port for server in (*prefills, *run.decodes) for port in (server.inward, server.outward)
+        ]
+        encode_s = [one.busy_s for one in encoders] or [one.encode_s for one in prefills]
         self.busy = {
-            "encode": encode / now / (len(encoders) or len(prefills)),
-            "prefill": sum(server.prefilling_s(now) for server in prefills) / now / len(prefills),
-            "decode": sum(server.decode_s for server in decodes or prefills)
-            / now
-            / len(decodes or prefills),
+            "encode": sum(encode_s) / now / len(encode_s),
+            "prefill": sum(server.prefill_s for server in prefills) / now / len(prefills),
+            "decode": sum(server.decode_s for server in decodes) / now / len(decodes),
             "network": max(port.busy_s for port in ports) / now,
         }
         for encoder in encoders:
+            self.encoded.append(encoder.encoded)
             self.items["found"] += encoder.hits
             self.items["shared"] += encoder.shared
             self.items["refused"] += encoder.refused
-        self.items["sent again"] = sum(dispatch.retries for dispatch in dispatches)
-        self.grant_wait_s = sum(arena.waited_s for arena in arenas)
+        self.items["sent again"] = sum(dispatch.retries for dispatch in run.dispatches)
 
     def merge(self, other: Report) -> None:
-        """Another cell's, of the same size and time."""
+        """Add another cell's report."""
         cells = self.topology.cells
         self.arrived += other.arrived
         self.outcomes += other.outcomes
@@ -152,7 +137,7 @@ class Report:
             getattr(self, name).extend(getattr(other, name))
         self.tokens += other.tokens
         self.prompts += other.prompts
-        self.covered += other.covered
+        self.cached += other.cached
         for step in STEPS:
             self.steps[step].extend(other.steps[step])
         self.first_s = min(self.first_s, other.first_s)
@@ -161,23 +146,21 @@ class Report:
             self.busy[name] = self.busy.get(name, 0.0) + share / cells
         self.encoded += other.encoded
         self.items += other.items
-        self.grant_wait_s += other.grant_wait_s
 
     @property
     def counted(self) -> int:
-        """Requests that have ended, however."""
+        """Requests that have ended, with any outcome."""
         return self.outcomes.total()
 
     @property
     def throughput(self) -> float:
-        """Answered requests a second, from the first one's arrival to the last one's end, as
-        `sglang.bench_serving` reckons it."""
+        """Answers a second from the first arrival to the last end, as in `sglang.bench_serving`."""
         seconds = self.end_s - self.first_s
         return len(self.ttft) / seconds if len(self.ttft) and seconds > 0 else 0.0
 
     def quantile(self, name: str, share: float) -> float:
-        """Of `ttft`, `tpot` or `total`, with those who failed as infinitely late; 0 where
-        there are none."""
+        """A quantile of `ttft`, `tpot` or `total`; requests that failed are infinitely late. 0 if
+        there are no requests."""
         values = np.frombuffer(getattr(self, name)) if len(getattr(self, name)) else np.zeros(0)
         failed = self.counted - self.outcomes[Outcome.DONE.value]
         if failed:
@@ -187,12 +170,12 @@ class Report:
         return float(np.quantile(values, share, method="higher" if failed else "linear"))
 
     def mean(self, name: str) -> float:
-        """Of those that were answered; 0 where none was."""
+        """The mean over requests that were answered; 0 if none was."""
         values = getattr(self, name)
         return sum(values) / len(values) if len(values) else 0.0
 
     def meets(self, slo: Slo) -> bool:
-        """Whether as many requests as the SLO says were in time for each of its parts."""
+        """Whether enough requests kept each bound of the SLO."""
         return (
             self.counted > 0
             and self.quantile("ttft", slo.quantile) <= slo.ttft_s
@@ -200,7 +183,7 @@ class Report:
         )
 
     def step_means(self, slowest: float = 1.0) -> dict[str, float]:
-        """Mean seconds of each step, of that share of requests whose first token came last."""
+        """Mean seconds of each step, over the `slowest` share of requests by TTFT."""
         if not len(self.ttft):
             return dict.fromkeys(STEPS, 0.0)
         order = np.argsort(np.frombuffer(self.ttft))[::-1]
@@ -208,7 +191,7 @@ class Report:
         return {step: float(np.frombuffer(self.steps[step])[chosen].mean()) for step in STEPS}
 
     def summary(self) -> dict[str, object]:
-        """Plain data, for people and files; times in milliseconds."""
+        """Plain data for people and files; times are in milliseconds."""
         latencies = {
             f"{name}_ms": {
                 "mean": _ms(self.mean(name)),
@@ -227,26 +210,25 @@ class Report:
             **latencies,
             "steps_mean_ms": {step: _ms(value) for step, value in self.step_means().items()},
             "busy": {name: round(share, 4) for name, share in self.busy.items()},
-            "prefix_cache": round(self.covered / max(1, self.prompts), 4),
+            "prefix_cache": round(self.cached / max(1, self.prompts), 4),
             "items": {name: count for name, count in self.items.items() if count},
         }
 
 
 def _steps(request: Request) -> tuple[float, ...]:
     prefill = (
-        request.began - request.landed,
-        request.prefill_ended - request.began,
+        request.prefill_begun - request.complete,
+        request.prefill_ended - request.prefill_begun,
         request.first - request.prefill_ended,
     )
-    items = request.items
-    last = items[0] if len(items) == 1 else max(items, key=_landed, default=None)
-    if last is None or not last.landed:
-        # Without media, or encoded where it is prefilled.
-        return (request.landed - request.arrived, 0.0, 0.0, 0.0, 0.0, *prefill)
-    # What was found in a cache was not encoded for it, and what another request has asked
-    # for was prepared before it came.
+    last = max(request.items, key=attrgetter("received"), default=None)
+    if last is None or not last.received:
+        # The request has no media, or its prefill server encoded them.
+        return (request.complete - request.arrived, 0.0, 0.0, 0.0, 0.0, *prefill)
+    # An item from a cache has no times of its own, and an item that another request asked for
+    # may have been prepared before this request arrived.
     media, reached = [], request.arrived
-    for end in (last.prepared, last.granted, last.begun, last.encoded, last.landed):
+    for end in (last.prepared, last.granted, last.begun, last.encoded, last.received):
         if end > reached:
             media.append(end - reached)
             reached = end
@@ -255,10 +237,6 @@ def _steps(request: Request) -> tuple[float, ...]:
     return (*media, *prefill)
 
 
-def _landed(item: Item) -> float:
-    return item.landed
-
-
 def _ms(seconds: float) -> float | None:
-    """Infinity is no JSON."""
+    """Milliseconds; JSON has no infinity, which is None."""
     return round(1000 * seconds, 3) if seconds < float("inf") else None

@@ -1,4 +1,4 @@
-"""Pictures of what runs came to. matplotlib is imported when one is drawn."""
+"""Plots of runs. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd.sim.report import STEPS, Report, Slo
+from sglang_epd_plan.report import STEPS, Report, Slo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# (rate, report) in order.
+# Rates and reports, by rate.
 Sweep = Sequence[tuple[float, Report]]
 
 
-def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> None:
-    """TTFT, TPOT and throughput over the rate, a line a topology: p50 dashed, p99 solid.
+def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo) -> None:
+    """TTFT, TPOT and throughput over the rate, one line per topology: p50 dashed, p99 solid.
 
     Args:
         path: ending in .svg or .png.
@@ -32,9 +32,8 @@ def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> No
         axes[2].plot(rates, [report.throughput for _, report in points], color=colour, label=label)
     for axis, name in zip(axes, ("TTFT (s)", "TPOT (s)", "answered requests/s"), strict=True):
         _label(axis, "requests/s", name)
-    if slo is not None:
-        for axis, bound in zip(axes, (slo.ttft_s, slo.tpot_s), strict=False):
-            axis.axhline(bound, color="0.6", linewidth=0.8)
+    for axis, bound in zip(axes, (slo.ttft_s, slo.tpot_s), strict=False):
+        axis.axhline(bound, color="0.6", linewidth=0.8)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log")
     axes[0].legend(frameon=False, fontsize=8)
@@ -42,7 +41,7 @@ def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo | None = None) -> No
 
 
 def steps(path: Path, reports: Mapping[str, Report]) -> None:
-    """Where the time to the first token goes, on average: a bar a run."""
+    """The mean parts of the time to first token, one bar per run."""
     figure, (axis,) = _figure(1)
     left = [0.0] * len(reports)
     for step in STEPS:
@@ -75,7 +74,7 @@ def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], xy: s
     """Plain lines.
 
     Args:
-        xy: what is on the axes, as "x, y".
+        xy: the labels of the axes, as "x, y".
     """
     figure, (axis,) = _figure(1)
     for label, points in series.items():
@@ -86,7 +85,7 @@ def lines(path: Path, series: Mapping[str, Sequence[tuple[float, float]]], xy: s
 
 
 def _figure(columns: int, wide: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    # Without pyplot there is no state, and no display is looked for.
+    # pyplot would keep state and look for a display.
     from matplotlib.figure import Figure
 
     width = 4.0 * columns if columns > 1 else 7.5 if wide else 6.0
@@ -108,7 +107,7 @@ def _label(axis: Axes, x: str, y: str) -> None:
 def _save(figure: Figure, path: Path) -> None:
     import matplotlib
 
-    # The same picture is the same file.
+    # The same plot is the same file.
     with matplotlib.rc_context({"svg.hashsalt": "sglang-epd"}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=120, metadata=metadata)

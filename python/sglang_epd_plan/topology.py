@@ -1,7 +1,7 @@
-"""How many servers of which kind.
+"""How many servers of which kind, and which of them fail.
 
-Written as the field writes it: 4EPD are four servers that do everything, 1E3PD one encoder
-and three that prefill and decode, 2E1P1D and 1EP1D have prefill and decode apart.
+The notation is the field's: 4EPD are four colocated servers, 1E3PD is one encoder with three
+servers that prefill and decode, 2E1P1D and 1EP1D have prefill and decode apart.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.schema import Count, Data, Positive
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, convert
 
 _NOTATION = re.compile(
     r"(?P<alone>[1-9]\d*)EPD"
@@ -21,15 +21,18 @@ _NOTATION = re.compile(
 )
 
 
+_FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>\d+\.?\d*)\+(?P<down_s>\d+\.?\d*)")
+
+
 class Topology(Data, frozen=True):
     """Servers of one deployment.
 
     Attributes:
-        encoders: 0 where servers that prefill encode for themselves.
+        encoders: 0 where the servers that prefill encode, too.
         language: servers that prefill and decode; or
-        prefills, decodes: servers that do one of them.
+        prefills, decodes: servers that do one of both.
         policy: of dispatch (`SGLANG_EPD_DISPATCH_POLICY`).
-        cells: so many independent deployments of all of that, which share the requests.
+        cells: independent deployments of all of that, which share the requests.
     """
 
     encoders: Count = 0
@@ -62,29 +65,45 @@ class Topology(Data, frozen=True):
         return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
 
     def hour_cost(self, profile: Profile) -> float:
+        """What an hour of all servers costs, in the profile's currency."""
         return self.gpus(profile) * profile.gpu_hour_cost
 
 
 def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
-    """A topology as it is written.
+    """A topology from its notation.
 
     Raises:
-        ConfigError: it is not one, or has no servers of a kind that it needs.
+        ConfigError: the text is no topology, or the policy or number of cells cannot be used.
     """
     found = _NOTATION.fullmatch(text.strip().upper())
     if found is None:
         raise ConfigError(f"{text!r} is no topology: write 4EPD, 1E3PD, 2E1P1D or 1EP1D")
     counts = {name: int(value or 0) for name, value in found.groupdict().items()}
-    try:
-        return Topology(
-            encoders=counts["encoders"] + counts["apart"],
-            language=counts["alone"] + counts["language"],
-            prefills=counts["prefills"] + counts["own"],
-            decodes=counts["decodes"] + counts["behind"],
-            policy=policy,
-            cells=cells,
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}") from error
+    values = {
+        "encoders": counts["encoders"] + counts["apart"],
+        "language": counts["alone"] + counts["language"],
+        "prefills": counts["prefills"] + counts["own"],
+        "decodes": counts["decodes"] + counts["behind"],
+    }
+    return convert({**values, "policy": policy, "cells": cells}, Topology, text)
+
+
+class Failure(Data, frozen=True):
+    """An encoder that dies and comes back, with nothing in its cache."""
+
+    encoder: Count
+    at_s: Cost
+    down_s: Rate
+
+
+def parse_failure(text: str) -> Failure:
+    """A failure from its notation: 0@60+30 ends encoder 0 after 60 seconds, for 30 seconds.
+
+    Raises:
+        ConfigError: the text is no failure.
+    """
+    found = _FAILURE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{text!r} is no failure: write ENCODER@SECONDS+SECONDS")
+    values = {name: float(value) for name, value in found.groupdict().items()}
+    return convert({**values, "encoder": int(found["encoder"])}, Failure, f"failure {text}")

@@ -1,4 +1,4 @@
-"""Who asks for what, and when: plain data, and how it is drawn."""
+"""Which requests arrive, and when: plain data, and how values are drawn from it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 import random
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
-from sglang_epd.sim.profile import Pixels
-from sglang_epd.sim.schema import Cost, Count, Data, Positive, Rate, Text
+from sglang_epd.errors import ConfigError
+from sglang_epd_plan.profile import Pixels
+from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text
 
 
 class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):
-    """Whole numbers from `low` to `high`, both included."""
+    """A whole number from `low` to `high`, both included."""
 
     low: Count
     high: Count
@@ -24,7 +26,7 @@ class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):
 
 
 class Choice(Data, frozen=True, tag="choice", tag_field="kind"):
-    """One of `values`, by their weights (equal ones where there are none)."""
+    """One of `values`, by their weights; without weights all are as likely."""
 
     values: tuple[Count, ...]
     weights: tuple[Cost, ...] = ()
@@ -37,13 +39,13 @@ class Choice(Data, frozen=True, tag="choice", tag_field="kind"):
 
 
 class Exponential(Data, frozen=True, tag="exponential", tag_field="kind"):
-    """Of that mean, rounded, at least 1."""
+    """An exponential distribution, rounded, at least 1."""
 
     mean: Rate
 
 
 class Lognormal(Data, frozen=True, tag="lognormal", tag_field="kind"):
-    """Of that mean and coefficient of variation, rounded, within the bounds."""
+    """A lognormal distribution with a coefficient of variation `cv`, rounded, within bounds."""
 
     mean: Rate
     cv: Rate
@@ -55,14 +57,14 @@ Number = int | Uniform | Choice | Exponential | Lognormal
 
 
 class Picture(Data, frozen=True):
-    """An image, or a video of so many pairs of frames."""
+    """An image, or a video of `frames` pairs of frames."""
 
     width: Positive
     height: Positive
     frames: Positive = 1
 
     def patches(self, pixels: Pixels) -> float:
-        """What the tower runs of it: sides are rounded to whole tokens."""
+        """Patches that the tower encodes: sides are rounded to whole tokens."""
         side = pixels.patch_px * round(pixels.merge**0.5)
         tokens = max(1, round(self.width / side)) * max(1, round(self.height / side))
         return float(tokens * pixels.merge * self.frames)
@@ -72,15 +74,15 @@ class Kind(Data, frozen=True):
     """Requests of one kind.
 
     Attributes:
-        weight: its share of all requests, by the sum of weights.
+        weight: the kind's share of all requests, relative to the other weights.
         items: media in a request.
-        pictures: what they are, each as likely; or
-        patches: what they cost, for any modality.
-        catalogue: how many different items there are; 0: none comes twice.
+        pictures: their sizes, each as likely; or
+        patches: their patches, for any modality.
+        catalogue: number of different items; 0 if none comes twice.
         zipf: exponent of their popularity.
-        turns: of a conversation; each sends what was said before, media included, and a text
-            of `text_tokens` more.
-        think_s: from an answer to the next turn.
+        turns: of a conversation; each turn repeats the media and earlier turns, and adds a text
+            of `text_tokens`.
+        think_s: time from an answer to the next turn.
     """
 
     text_tokens: Number
@@ -106,22 +108,22 @@ class Kind(Data, frozen=True):
 
 
 class Poisson(Data, frozen=True, tag="poisson", tag_field="kind"):
-    """Independent clients."""
+    """Requests of independent clients."""
 
 
 class Constant(Data, frozen=True, tag="constant", tag_field="kind"):
-    """One after the other, at equal intervals."""
+    """Requests at equal intervals."""
 
 
 class Gamma(Data, frozen=True, tag="gamma", tag_field="kind"):
-    """Intervals of that coefficient of variation: above 1 requests come in bursts."""
+    """Intervals with a coefficient of variation `cv`: above 1 requests arrive in bursts."""
 
     cv: Rate
 
 
 class Closed(Data, frozen=True, tag="closed", tag_field="kind"):
-    """So many users, each of whom waits for an answer, and thinks, before asking again. The
-    rate follows from that: none may be given."""
+    """Users who wait for an answer, and think, before they ask again. The rate follows: none may
+    be given."""
 
     users: Positive
     think_s: Cost = 0.0
@@ -131,11 +133,12 @@ Arrival = Poisson | Constant | Gamma | Closed
 
 
 class Workload(Data, frozen=True):
-    """What clients do.
+    """The requests of all clients.
 
     Attributes:
-        source: where it is from.
-        deadline_s: for a request's media (`SGLANG_EPD_REQUEST_TIMEOUT_S`); over it, it fails.
+        source: where the figures come from.
+        deadline_s: time until all embeddings of a request have to arrive
+            (`SGLANG_EPD_REQUEST_TIMEOUT_S`); a request without them fails.
     """
 
     name: Text
@@ -149,8 +152,34 @@ class Workload(Data, frozen=True):
             raise ValueError("a workload has at least one kind of request")
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """How much of a workload a run has.
+
+    Attributes:
+        rate: requests a second; 0 for closed loops.
+        requests, seconds: bounds on arrivals, whichever is reached first; requests that have
+            arrived are served to their end.
+
+    Raises:
+        ConfigError: a number is out of range, or there is no bound.
+    """
+
+    rate: float = 0.0
+    requests: float = math.inf
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < math.inf:
+            raise ConfigError(f"{self.rate} is no rate: requests a second, or 0 for closed loops")
+        if min(self.requests, self.seconds) <= 0:
+            raise ConfigError("requests and seconds have to be positive")
+        if self.requests == self.seconds == math.inf:
+            raise ConfigError("say how many requests, or for how many seconds")
+
+
 def drawn(number: Number, rng: random.Random) -> int:
-    """One value."""
+    """One random value."""
     match number:
         case int():
             return number
@@ -167,7 +196,7 @@ def drawn(number: Number, rng: random.Random) -> int:
 
 
 def mean(number: Number) -> float:
-    """What `drawn` comes to on average (bounds of a lognormal left aside)."""
+    """The mean of `drawn`, but for the bounds of a lognormal."""
     match number:
         case int():
             return float(number)
@@ -182,7 +211,7 @@ def mean(number: Number) -> float:
 
 
 def intervals(arrival: Arrival, rate: float, rng: random.Random) -> Iterator[float]:
-    """Seconds from one request to the next; not of closed loops."""
+    """Seconds from one request to the next; closed loops have none."""
     draw: Callable[[], float]
     match arrival:
         case Poisson():
@@ -193,13 +222,13 @@ def intervals(arrival: Arrival, rate: float, rng: random.Random) -> Iterator[flo
             shape = arrival.cv**-2
             draw = lambda: rng.gammavariate(shape, 1 / (rate * shape))  # noqa: E731
         case Closed():
-            raise ValueError("users of a closed loop come when they have been answered")
+            raise ValueError("users of a closed loop ask when they have been answered")
     while True:
         yield draw()
 
 
 class Popularity:
-    """Numbers below `count`, the lowest the most popular, by Zipf's law."""
+    """Numbers below `count` by Zipf's law; 0 is the most popular."""
 
     def __init__(self, count: int, exponent: float) -> None:
         self._sums = list(accumulate((rank + 1) ** -exponent for rank in range(count)))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from machines import KIND, PROFILE
-from sglang_epd.sim.profile import Profile
-from sglang_epd.sim.schema import convert
-from sglang_epd.sim.workload import Workload
+from plan.machines import KIND, PROFILE
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.schema import convert
+from sglang_epd_plan.workload import Workload
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

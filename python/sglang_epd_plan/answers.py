@@ -1,0 +1,158 @@
+"""What `sglang-epd plan` answers: plain data for `--json`, lines of text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_epd_plan import plots
+from sglang_epd_plan.model import simulate
+from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, plan
+from sglang_epd_plan.profile import Profile
+from sglang_epd_plan.report import Report, Slo
+from sglang_epd_plan.topology import parse, parse_failure
+from sglang_epd_plan.workload import Traffic, Workload
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the options say of all deployments."""
+
+    profile: Profile
+    workload: Workload
+    slo: Slo
+    rate: float
+    policy: str
+    cells: int
+    requests: int
+    seed: int
+
+
+def simulated(
+    question: Question,
+    topologies: Sequence[str],
+    failures: Sequence[str],
+    *,
+    jobs: int,
+    plots_to: Path | None,
+) -> list[Answer]:
+    """What each topology does at the rate.
+
+    Raises:
+        ConfigError: a topology, a failure or the rate cannot be used.
+    """
+    policy, cells = question.policy, question.cells
+    parsed = [parse(one, policy=policy, cells=cells) for one in topologies]
+    ends = tuple(map(parse_failure, failures))
+    traffic = Traffic(rate=question.rate, requests=question.requests * cells)
+    reports = {
+        one.name: simulate(
+            question.profile, question.workload, one, traffic,
+            seed=question.seed, failures=ends, jobs=jobs,
+        )
+        for one in parsed
+    }  # fmt: skip
+    _draw_steps(plots_to, reports)
+    return [_answer(report, question.slo) for report in reports.values()]
+
+
+def planned(
+    question: Question, shapes: Sequence[str] | None, *, plots_to: Path | None
+) -> list[Answer]:
+    """The smallest deployment of each shape that meets the SLO, the cheapest first.
+
+    Raises:
+        ConfigError: a shape, the policy or the rate cannot be used.
+    """
+    plans: list[Plan] = []
+    answers: list[Answer] = []
+    for shape in shapes or SHAPES:
+        try:
+            one = plan(
+                question.profile, question.workload, question.slo, question.rate, shape,
+                policy=question.policy, cells=question.cells, requests=question.requests,
+                seed=question.seed,
+            )  # fmt: skip
+        except NoPlanError as error:
+            answers.append({"shape": shape, "none": str(error)})
+            continue
+        plans.append(one)
+        answers.append(_plan_answer(one, question))
+    _draw_steps(plots_to, {one.topology.name: one.report for one in plans})
+    if plots_to and plans:
+        # Runs at rates that miss the SLO stop early, so they are no points of a curve.
+        sweeps = {
+            one.topology.name: sorted(
+                ((run.rate, run.report) for run in one.limit.trials if run.holds),
+                key=lambda point: point[0],
+            )
+            for one in plans
+        }
+        plots.sweep(plots_to / "rates.svg", sweeps, question.slo)
+    return sorted(answers, key=lambda answer: answer.get("cost_hour", float("inf")))
+
+
+def text(answer: Answer) -> str:
+    """One answer, for people."""
+    if "none" in answer:
+        return f"{answer['shape']}: no plan. {answer['none']}"
+    lines = [
+        f"{answer['topology']}: {answer['gpus']:g} GPUs, "
+        + ("meets the SLO" if answer["meets_slo"] else "misses the SLO"),
+        f"  TTFT {_latency(answer['ttft_ms'])}; TPOT {_latency(answer['tpot_ms'])}; "
+        f"{answer['requests_per_s']:.4g} requests/s answered",
+        "  busy: " + ", ".join(f"{name} {share:.0%}" for name, share in answer["busy"].items()),
+    ]
+    if answer["prefix_cache"]:
+        lines.append(f"  found in prefix caches: {answer['prefix_cache']:.0%} of prompt tokens")
+    if again := answer["items"].get("sent again", 0):
+        lines.append(f"  sent again, to another encoder or later: {again} items")
+    failed = {name: count for name, count in answer["outcomes"].items() if name != "done"}
+    if failed:
+        lines.append("  failed: " + ", ".join(f"{n} {name}" for name, n in failed.items()))
+    if "cost_hour" in answer:
+        lines += [
+            f"  costs {answer['cost_hour']:g} an hour, {answer['cost_million_requests']:g} a "
+            "million requests",
+            f"  holds up to {answer['most_requests_per_s']:.4g} requests/s; what gives way first: "
+            f"{answer['breaks_first']}",
+        ]
+    return "\n".join(lines)
+
+
+def _plan_answer(one: Plan, question: Question) -> Answer:
+    hour = one.topology.hour_cost(question.profile)
+    return {
+        "shape": one.shape,
+        **_answer(one.report, question.slo),
+        "topology": one.topology.name,
+        "gpus": one.topology.gpus(question.profile),
+        "cost_hour": round(hour, 3),
+        "cost_million_requests": round(hour / 3600 / question.rate * 1e6, 3),
+        "most_requests_per_s": round(one.limit.rate * question.cells, 4),
+        "breaks_first": one.breaks,
+        "tried": [{"topology": name, "holds": held} for name, held in one.steps],
+    }
+
+
+def _answer(report: Report, slo: Slo) -> Answer:
+    return {**report.summary(), "meets_slo": report.meets(slo)}
+
+
+def _draw_steps(folder: Path | None, reports: Mapping[str, Report]) -> None:
+    if folder and reports:
+        folder.mkdir(parents=True, exist_ok=True)
+        plots.steps(folder / "steps.svg", reports)
+
+
+def _latency(quantiles: Mapping[str, float | None]) -> str:
+    shown = (
+        f"{name} {'never' if ms is None else f'{ms:.4g} ms'}"
+        for name, ms in quantiles.items()
+        if name in ("p50", "p99")
+    )
+    return ", ".join(shown)

@@ -1,0 +1,112 @@
+"""A request and its items on their way through a deployment. Times are simulated seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sglang_epd_plan.prefixes import Chain, Part
+
+
+class Outcome(Enum):
+    """How a request ends; each request ends once."""
+
+    DONE = "done"
+    LATE = "late"  # an embedding had not arrived at the deadline: 504
+    TOO_LARGE = "too large"  # the KV cache or the receive budget can never hold it: 4xx
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One image, video or audio clip.
+
+    Attributes:
+        encoder: number of the encoder that has the item in work; -1 if none has.
+        tries: how often the item was sent again.
+        prepared, granted, begun, encoded, received: the ends of preprocessing, of the wait for
+            memory at the receiver, of the wait for the tower, of the forward pass and of the
+            transfer; 0 until then.
+    """
+
+    request: Request
+    key: bytes
+    patches: float
+    tokens: int
+    encoder: int = -1
+    tries: int = 0
+    prepared: float = 0.0
+    granted: float = 0.0
+    begun: float = 0.0
+    encoded: float = 0.0
+    received: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """What the turns of one conversation share.
+
+    Attributes:
+        turns_left: turns that are still to come.
+        history: texts and answers of earlier turns.
+    """
+
+    turns_left: int
+    history: list[Part] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, or one turn of a conversation.
+
+    Attributes:
+        kind: index of its kind in the workload.
+        prompt: prompt tokens, those of items included.
+        output: tokens of the answer.
+        text: prompt tokens that no earlier prompt had.
+        conversation: None for a single request.
+        chain: the parts of the prompt before that text.
+        pinned: parts of the chain that were in the prefix cache at arrival, and stay there.
+        items_left: items whose embedding is still to come.
+        begun: the prefill has begun.
+        cached: prompt tokens that the prefix cache had when the prefill began.
+        prefilled: prompt tokens in the KV cache, the cached ones included.
+        complete, prefill_begun, prefill_ended, first, ended: when nothing of the prompt was
+            missing, the prefill began and ended, and the first and the last token left.
+    """
+
+    number: int
+    kind: int
+    arrived: float
+    deadline: float
+    prompt: int
+    output: int
+    items: list[Item] = field(default_factory=list)
+    text: int = 0
+    conversation: Conversation | None = None
+    chain: Chain = ()
+    pinned: int = 0
+    items_left: int = 0
+    begun: bool = False
+    cached: int = 0
+    prefilled: int = 0
+    complete: float = 0.0
+    prefill_begun: float = 0.0
+    prefill_ended: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    outcome: Outcome | None = None
+
+    def turn(self) -> tuple[Part, Part]:
+        """What this turn adds to the prompt of the next one: its text, and its answer."""
+        name = self.number.to_bytes(8)
+        return (b"text" + name, self.text), (b"answer" + name, self.output)
+
+    def finish(self, outcome: Outcome, now: float) -> None:
+        """End the request.
+
+        Raises:
+            AssertionError: it has ended before.
+        """
+        if self.outcome is not None:
+            raise AssertionError(f"request {self.number} ends twice")
+        self.outcome, self.ended = outcome, now

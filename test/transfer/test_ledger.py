@@ -719,6 +719,14 @@ def test_a_request_with_items_to_come_leaves_room_for_others(ledger):
     assert ledger.offer(offer("second", 0, PAGES // 2 + 1), 0.0) == wire.Wait("second", 0)
 
 
+def test_items_of_a_request_that_has_had_them_are_duplicates(ledger):
+    expect = opened(ledger)
+    ledger.claim("r", claiming("r", expect), 0.0)
+    deliver(ledger)
+    assert len(ledger) == 0
+    assert ledger.offer(offer("t", 0), 0.0) == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+
+
 def test_no_grant_outlives_its_request(ledger):
     opened(ledger, ttl_s=1.0)
     assert granted(ledger).until == 1.0

@@ -120,6 +120,21 @@ def test_a_live_grant_is_not_ended_by_a_late_word(memory):
     assert block.state is BlockState.GRANTED
 
 
+def test_a_block_that_somebody_else_may_be_handed_stays(memory):
+    block = memory.filled()
+    memory.reservations.hand(block, 0, 1)
+    memory.counts[block.slot, 0] += 1
+    memory.reservations.reclaim(0.0)
+    assert block.state is BlockState.HANDED
+    memory.reservations.hand(block, 0, 1)
+    memory.reservations.close(block)
+    memory.reservations.reclaim(0.0)
+    assert block.state is BlockState.HANDED, "the second reading is still to be dropped"
+    memory.counts[block.slot, 0] += 1
+    memory.reservations.reclaim(0.0)
+    assert block.state is BlockState.FREE
+
+
 @pytest.mark.parametrize("twice", ["free", "fill", "revoke"])
 def test_nothing_happens_to_a_block_twice(memory, twice):
     block = memory.shared()

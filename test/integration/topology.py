@@ -197,10 +197,13 @@ class Topology:
         stop_all(list(self.servers.values()))
 
     def check_alive(self) -> None:
-        """Every server still runs and answers."""
-        for role, server in self.servers.items():
+        """Every server still runs and answers; SGLang's take a second each for /health."""
+        for server in self.servers.values():
             server.check_running()
-            answer = requests.get(f"{self.urls[role]}/health", timeout=20)
+        urls = [f"{self.urls[role]}/health" for role in self.servers]
+        with ThreadPoolExecutor(len(urls)) as pool:
+            answers = list(pool.map(partial(requests.get, timeout=20), urls))
+        for role, answer in zip(self.servers, answers, strict=True):
             assert answer.status_code == 200, f"{role} answers /health with {answer.status_code}"
 
     def _wait(self, roles: list[str]) -> None:

@@ -119,11 +119,14 @@ class Attacker:
                 await pace.take(len(body))
                 head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
                 head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-                async with connection(address) as (_, writer):
-                    writer.write(head.encode() + body)
-                    await writer.drain()
-                    self.sent_bytes += len(body)
-                    self.answers["left"] += 1
+                try:
+                    async with connection(address) as (_, writer):
+                        writer.write(head.encode() + body)
+                        await writer.drain()
+                        self.sent_bytes += len(body)
+                        self.answers["left"] += 1
+                except OSError as error:
+                    self.answers[type(error).__name__] += 1
 
         await asyncio.gather(*(client() for _ in range(12)))
 

@@ -1,4 +1,5 @@
-"""The whole suite in two steps: the fast tests on all cores, then those marked `servers`.
+"""The whole suite in two steps: the fast tests on all cores, then those marked `servers`, two at
+a time.
 
     suite.py [--marks EXPRESSION] [pytest's arguments]
     suite.py --fast [pytest's arguments]
@@ -28,7 +29,8 @@ STEP = Path(__file__).with_name("suite_step.py")
 MOST_AGAIN = 20
 # One more process than cores: some tests wait. test/conftest.py says which runs what.
 PROCESSES = str((os.cpu_count() or 1) + 1)
-PARALLEL = ["-n", PROCESSES, "--no-loadscope-reorder"]
+# Each has up to seven servers. One process alone leaves half of two cores idle.
+SERVING = "2"
 WIDTH = 80
 
 
@@ -119,12 +121,13 @@ def main() -> int:
     options, extra = parser.parse_known_args()
     begin = time.monotonic()
     of_these = f" and ({options.marks})" if options.marks else ""
-    fast = ["-m", f"not servers{of_these}", *PARALLEL, *extra]
+    extra = ["--no-loadscope-reorder", *extra]
+    fast = ["-m", f"not servers{of_these}", "-n", PROCESSES, *extra]
     if options.fast:
         fast += ["--hypothesis-profile", "fast"]
     steps = [run("fast tests", fast)]
     if steps[0].ended and not options.fast:
-        steps.append(run("tests with servers", ["-m", f"servers{of_these}", *extra]))
+        steps.append(run("tests with servers", ["-m", f"servers{of_these}", "-n", SERVING, *extra]))
     return report(steps, flaky_in(steps, extra), time.monotonic() - begin)
 
 

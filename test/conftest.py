@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from integration.order import servers
+
 # How long one example takes says more of the machine's other work than of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("shared"), max_examples=15)
@@ -30,16 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _imports_sglang(item.path))
 
 
-class ByFile(LoadScopeScheduling):
-    """With `-n`, one process runs a file's tests, and one all that import SGLang."""
+class BySharing(LoadScopeScheduling):
+    """With `-n`, one process runs a file's tests, all that import SGLang, all that use the same
+    servers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path, _, _ = nodeid.partition("::")
-        return "SGLang" if _imports_sglang(Path(path)) else path
+        path = Path(nodeid.partition("::")[0])
+        if path.parent.name == "integration":
+            return servers(nodeid)
+        return "SGLang" if _imports_sglang(path) else str(path)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
-    return ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> BySharing:
+    return BySharing(config, log)
 
 
 def pytest_collection_finish() -> None:

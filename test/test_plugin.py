@@ -3,12 +3,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from sglang_epd import plugin
-from sglang_epd.seams.scheduler import SchedulerSeam
 
 
 @pytest.fixture
@@ -38,41 +36,6 @@ def test_a_target_is_hooked_once():
     """The way back from a target to its hook is one."""
     targets = [hook.target for hook in plugin.HOOKS]
     assert len(set(targets)) == len(targets)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "module"),
-    [(None, "sglang_epd.seams.tokenizer"), ("it", "sglang_epd.seams.scheduler")],
-)
-def test_each_process_gets_its_own_side(monkeypatch, scheduler, module):
-    called = []
-    name = "create_frontend" if scheduler is None else "create_backend"
-    monkeypatch.setattr(f"{module}.{name}", lambda *args, **options: called.append((args, options)))
-    plugin._create_mm_receiver("args", scheduler=scheduler, dtype="float32")
-    positional = ("args",) if scheduler is None else ("args", "it")
-    assert called == [(positional, {"dtype": "float32"})]
-
-
-def test_a_scheduler_without_epd_takes_requests_in_as_ever():
-    receiver = SimpleNamespace(mm_receiver=None)
-    assert plugin._pull_and_pass_on(lambda given: (given, "pulled"), receiver) == (
-        receiver,
-        "pulled",
-    )
-
-
-def test_a_rank_that_does_not_lead_pulls_nothing():
-    receiver = SimpleNamespace(mm_receiver=SchedulerSeam(None, None))
-    assert plugin._pull_and_pass_on(lambda _given: None, receiver) is None
-
-
-def test_a_scheduler_with_epd_holds_back_what_waits():
-    class Seam(SchedulerSeam):
-        def pass_on(self, pulled):
-            return [*pulled, "settled"]
-
-    receiver = SimpleNamespace(mm_receiver=Seam(None, None))
-    assert plugin._pull_and_pass_on(lambda _given: ["pulled"], receiver) == ["pulled", "settled"]
 
 
 def test_registering_imports_nothing_of_sglang_and_no_metrics():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comparison.clients import ClientError, Load, converse, outcomes, question, write_load
+from comparison.clients import Load, converse, outcomes, question
 from comparison.figures import Outcome
 from comparison.workloads import Request
 
@@ -55,11 +55,6 @@ def test_what_bench_serving_takes_for_an_answer_may_be_none(
     assert not good.failure
     assert (bad.ttft_ms, bad.tpot_ms) == (None, None)
     assert says in bad.failure
-
-
-def test_figures_of_other_requests_are_refused() -> None:
-    with pytest.raises(ClientError, match="2 requests"):
-        outcomes(result(), load("text"))
 
 
 class Site:
@@ -134,8 +129,3 @@ async def test_questions_have_answers_or_failures(site: Any) -> None:
     assert "HTTP 503" in (await asked("bad"))["failure"]
     assert "TypeError" in (await asked("odd"))["failure"]
     assert "ConnectionError" in (await asked("good", "http://127.0.0.1:1"))["failure"]
-
-
-def test_a_load_of_fewer_requests_than_are_asked_for(tmp_path: Path) -> None:
-    made = write_load(tmp_path / "a", [TALK], 5, 1.0, seed=1)
-    assert made.kinds == ["media"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import socket
 import struct
 import time
 import zlib
@@ -146,6 +147,20 @@ async def test_users_attack_a_language_server(name: str) -> None:
     assert bool(site.read) == (name in URLS)
     if name in URLS:
         assert max(site.read) > (1 << 20 if name == "large-urls" else 1)
+
+
+async def test_clients_that_leave_go_on_where_their_server_has_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    attacker = target(language=f"http://127.0.0.1:{port}")
+    attacking = asyncio.create_task(attack(ATTACKS["leaving"](attacker), LONGEST_S))
+    async with asyncio.timeout(LONGEST_S):
+        while attacker.answers["ConnectionRefusedError"] < 2 and not attacking.done():
+            await asyncio.sleep(0.05)
+    attacking.cancel()
+    with suppress(asyncio.CancelledError):
+        await attacking
+    assert attacker.answers.keys() == {"ConnectionRefusedError"}
 
 
 async def test_strangers_offer_and_send_frames() -> None:

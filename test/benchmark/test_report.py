@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from compare import arguments, core_list, dry_run, empty, ordered, resumed
+from compare import arguments, dry_run, empty, resumed
 from comparison import aims, report, schedule
 from comparison.arms import Arm, Server
 from comparison.figures import Goodput, Limits, Outcome, Run
@@ -112,56 +112,6 @@ def test_what_is_no_results_is_refused(text: bytes, tmp_path: Path) -> None:
         load(tmp_path / "x.json")
 
 
-def test_ratios_are_taken_within_rounds(results: Results) -> None:
-    page = report.page(results)
-    # Both rounds alike, though the second was twice as slow.
-    assert "| 1/s | media | the epd-1e1p | the colocated | 0.95 (0.95 to 0.95) |" in page
-    assert "| 1/s | media | the epd-1e1p | the in-tree-1e1p | 0.47 (0.47 to 0.47) |" in page
-    assert "| one at a time | media | the epd-1e1p | 2 of 2 | 142 | 95 | 190 |" in page
-    assert "byte for byte\n(yes, by digest)" in page
-    assert "the epd-1e1p (ready after 12 s; load average before: 0.3):" in page
-    # Servers stay up from one to the next.
-    assert "scale small, seed 1, 2 rounds in 0 minutes. A test." in page
-    assert "`--dtype float32`" in page
-
-
-def test_an_arm_is_compared_once_with_each(results: Results) -> None:
-    ours = results.arm("epd-1e1p")
-    assert [one.name for one in report.rivals(results, ours)] == ["colocated", "in-tree-1e1p"]
-    results.arms = [results.arm("in-tree-1e1p"), ours]
-    assert [one.name for one in report.rivals(results, ours)] == ["in-tree-1e1p"]
-    assert report.rivals(results, results.baseline) == []
-
-
-def test_other_requests_for_one_arm_are_shown(results: Results) -> None:
-    results.runs[0] = msgspec.structs.replace(results.runs[0], requests="another")
-    assert not report.same_requests(results)
-    assert "(NO, by digest)" in report.page(results)
-
-
-def test_failures_are_counted_and_told(results: Results) -> None:
-    bad = Outcome("text", None, None, 0, "HTTP 503: no encoder")
-    first = next(run for run in results.runs if run.arm == "in-tree-1e1p")
-    results.runs.append(msgspec.structs.replace(first, outcomes=[*first.outcomes, bad, bad]))
-    results.notes.append("in-tree-1e1p language exited with status 1")
-    page = report.page(results)
-    assert "\n- in-tree-1e1p language exited with status 1" in page
-    assert "- the in-tree-1e1p: 2 of 30 failed: 2 'HTTP 503: no encoder'" in page
-    assert "- the epd-1e1p: 0 of 24 failed" in page
-
-
-def test_answers_are_compared_with_the_baselines(results: Results) -> None:
-    results.questions += [
-        Question("epd-1e1p", "single", 1, 0, ["a", "b"], [-1.0, -2.0005]),
-        Question("epd-1e1p", "single", 1, 0, ["a", "b"], [-1.0, -2.5]),
-        Question("epd-1e1p", "single", 1, 0, ["a", "c"], [-1.0, -2.0]),
-        Question("epd-1e1p", "single", 1, 0, failure="HTTP 500"),
-    ]
-    page = report.page(results)
-    assert "| the epd-1e1p | 6 | 3 | 5.0e-04 | 2 | 1 |" in page
-    assert "| the colocated | 2 | 2 | 0.0e+00 | 0 | 0 |" in page
-
-
 def test_aims_are_judged_by_figures(results: Results) -> None:
     judged = {one.aim.partition(":")[0]: one for one in aims.judge(results)}
     assert (
@@ -185,16 +135,6 @@ def test_aims_are_judged_by_figures(results: Results) -> None:
     assert "single at 0/s" in missed["never behind in-tree EPD (p50 TTFT, 1E1P)"].measured
 
 
-def test_goodput_says_its_limits_and_what_was_tried(results: Results) -> None:
-    page = report.page(results)
-    assert "p99 TTFT at most 5 times the p50 of the baseline in the same round" in page
-    for row in (
-        "| four_images | the epd-1e1p | 4.00 or more | 2.00 | 500, 30.0 ms | 1 yes, 4 yes |",
-        "| four_images | the colocated | 2.00 | 1.00 | 500, 30.0 ms | 1 yes, 4 no |",
-    ):
-        assert row in page
-
-
 def test_limits_are_multiples_of_the_unloaded_baseline(results: Results) -> None:
     looked_for = results.workloads[-1]
     assert results.limits(looked_for, 0) is None  # it was not run at rate 0
@@ -208,25 +148,6 @@ def test_limits_are_multiples_of_the_unloaded_baseline(results: Results) -> None
         alone, outcomes=[*alone.outcomes, Outcome("media", None, None, 0, "HTTP 500")]
     )
     assert results.limits(looked_for, 0) is None
-
-
-def test_plots_of_what_has_rates(results: Results, tmp_path: Path) -> None:
-    from comparison import plots
-
-    drawn = plots.draw(results, tmp_path / "plots")
-    assert [path.name for path in drawn] == ["interference.png", "goodput.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-
-
-def test_a_cold_image_is_judged_at_equal_cores_of_the_towers(results: Results) -> None:
-    run = next(run for run in results.runs if run.workload == "single" and not run.round)
-    for name, ttft_ms in (("colocated-core", 1000.0), ("epd-cores", 1061.0)):
-        slow = outcomes(ttft_ms, 1.0)[:1]
-        results.runs.append(msgspec.structs.replace(run, arm=name, outcomes=slow))
-    judged = [one for one in aims.judge(results) if "cold" in one.aim]
-    assert [one.met for one in judged] == [True, False]
-    assert "all of the cores" in judged[0].aim and "one of the cores" in judged[1].aim
-    assert judged[1].measured == "1061 ms, one server 1000 ms"
 
 
 def spent(arm: str, what: str, seconds: float) -> schedule.Spent:
@@ -256,54 +177,12 @@ def test_later_rounds_repeat_what_there_is_time_for(results: Results) -> None:
     assert once.round(0, None, cost, 0) and once.round(1, first, cost, 1e9) is None
 
 
-def test_arms_are_up_together_as_far_as_they_fit(results: Results) -> None:
-    sizes = {"one": 1, "two": 2, "other": 2, "three": 3}
-    arms = [
-        msgspec.structs.replace(arm(name, "colocated"), servers=[Server(role="server")] * size)
-        for name, size in sizes.items()
-    ]
-    repeat = [arms[0], arms[1], arms[2]]
-    plan = schedule.Plan(arms, results.workloads, repeat, together=True, most=2)
-    rounds: list[schedule.Round] = []
-    while (
-        found := plan.round(len(rounds), rounds[-1] if rounds else None, start_alone, 1.0)
-    ) is not None:
-        rounds.append(found)
-    # Those that are repeated come last, and stay up: starting them would take too long.
-    assert [one.arms for one in rounds] == [
-        ["one", "three"],
-        ["one", "two", "other"],
-        ["one", "two", "other"],
-    ]
-    assert all(one.together for one in rounds)
-    assert plan.seconds(rounds[2], rounds[1], start_alone) == dict.fromkeys(rounds[2].arms, 0.0)
-    assert plan.seconds(rounds[1], rounds[0], start_alone) == dict.fromkeys(rounds[1].arms, 9.0)
-
-
-def test_an_arm_that_has_no_room_beside_the_baseline_is_refused(results: Results) -> None:
-    large = msgspec.structs.replace(arm("large", "colocated"), servers=[Server(role="server")] * 5)
-    with pytest.raises(ValueError, match="large and colocated are more than 5 servers"):
-        schedule.Plan([results.arms[0], large], results.workloads, [], together=True, most=1)
-    schedule.Plan([results.arms[0], large], results.workloads, [], together=False, most=1)
-
-
-def start_alone(_: Arm, what: str) -> float:
-    """A machine on which nothing but starting servers takes time."""
-    return 9.0 if what == schedule.START else 0.0
-
-
 def test_the_projects_own_comparison_is_reckoned_within_its_minutes() -> None:
     told = dry_run(arguments([]))
     assert all(f", {name}:" in told for name in arguments([]).arms)
     assert told.count(", epd-1e1p:") > 1
     assert float(told.splitlines()[-1].split()[1]) <= 30
     assert dry_run(arguments(["--scale", "paper"])).endswith("minutes")
-
-
-def test_workloads_that_aims_are_about_come_first() -> None:
-    assert ordered(["chat", "single", "video", "repeats", "b"]) == [
-        "single", "repeats", "video", "b", "chat",
-    ]  # fmt: skip
 
 
 def test_a_run_that_was_ended_is_partial_and_gone_on_with(tmp_path: Path) -> None:
@@ -334,17 +213,3 @@ def test_a_run_that_was_ended_is_partial_and_gone_on_with(tmp_path: Path) -> Non
             resumed(arguments([*typed, str(tmp_path / "x.md"), *other]))
     with pytest.raises(ConfigError, match=r"y\.json"):
         resumed(arguments([*typed, str(tmp_path / "y.md")]))
-
-
-def test_arguments_that_are_nonsense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert core_list("0") == [0]
-    for words in (
-        ["--cores", "0-99999"],
-        ["--cores", "x"],
-        ["--rounds", "0"],
-        ["--scale", "big"],
-        ["--minutes", "nan"],
-    ):
-        with pytest.raises(SystemExit):
-            arguments(words)
-        assert words[0] in capsys.readouterr().err

@@ -10,7 +10,7 @@ import compare
 import pytest
 from compare import arguments
 from comparison import runner
-from comparison.clients import ClientError, Load
+from comparison.clients import Load
 from comparison.figures import Outcome
 from comparison.results import load
 
@@ -31,20 +31,15 @@ class Clients:
         return [url]
 
     def run(self, url: str, sent: Load, seconds: float) -> tuple[list[Outcome], float]:
-        if url in Servers.unbearable:
-            raise ClientError("bench_serving has ended; see its log")
         return [Outcome(kind, 100.0, 10.0, 8) for kind in sent.kinds], 1.0
 
 
 class Servers:
-    """Stands in for `Running`; those of a name in `broken` do not start, and no client can
-    ask those whose URL is in `unbearable`.
-    """
+    """Stands in for `Running`; those of a name in `broken` do not start."""
 
     commands: tuple[str, ...] = ()
     servers: tuple[Any, ...] = ()
     broken: tuple[str, ...] = ()
-    unbearable: tuple[str, ...] = ()
     up: ClassVar[list[str]] = []
     # All that were up at a time.
     together: ClassVar[list[set[str]]] = []
@@ -73,7 +68,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(compare, "ensure", lambda name: tmp_path / name)
     words = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=text.split()))
     monkeypatch.setattr(compare, "_tokenizer", lambda _: words)
-    for name, value in (("broken", ()), ("unbearable", ()), ("up", []), ("together", [])):
+    for name, value in (("broken", ()), ("up", []), ("together", [])):
         monkeypatch.setattr(Servers, name, value)
     typed = ["--arms", *MAIN, "colocated-dp", "epd-2e1p"]
     typed += ["--workloads", "single", "--out", str(tmp_path / "x.md"), "--rounds", "3"]
@@ -116,44 +111,12 @@ def test_arms_that_fit_are_up_together_and_take_turns(options):
     assert results.finished and "Partial" not in page and "took turns" in page
 
 
-def test_all_arms_get_the_same_and_each_round_other_pictures(options):
-    results = compare.compare(options)
-    digests = [{run.requests for run in results.runs if run.round == n} for n in range(4)]
-    assert all(len(one) == 1 for one in digests) and len(set.union(*digests)) == 4
-
-
-def test_without_room_one_arm_is_up_at_a_time(options):
-    options.together, options.rounds = False, 2
-    results = compare.compare(options)
-    assert turns(results) == [options.arms, [*MAIN[1:], MAIN[0]]]
-    assert all(len(one) == 1 for one in Servers.together) and not Servers.up
-    assert "One arm was up at a time" in options.out.read_text()
-
-
-def test_goodput_is_looked_for_in_turns_with_the_rounds_own_limits(options):
-    options.workloads, options.rounds = ["four_images"], 2
-    results = compare.compare(options)
-    found = [(one.arm, one.round) for one in results.searches]
-    assert sorted(found) == sorted([(n, 0) for n in OTHERS] + [(n, 1) for n in MAIN])
-    probes = [run.arm for run in results.runs if run.probe and not run.round]
-    assert sorted(probes[:3]) == sorted(probes[3:6]) == sorted(OTHERS)
-    assert all(one.found.capped for one in results.searches)
-
-
 def test_an_arm_that_does_not_start_is_noted_and_the_others_go_on(options, monkeypatch):
     monkeypatch.setattr(Servers, "broken", ("in-tree-1e1p",))
     results = compare.compare(options)
     assert {run.arm for run in results.runs} == {*MAIN, *OTHERS} - {"in-tree-1e1p"}
     assert results.notes[0] == "in-tree-1e1p in round 2: in-tree-1e1p exited with status 1."
     assert not Servers.up and results.finished
-
-
-def test_an_arm_that_no_client_can_ask_is_stopped_and_the_others_go_on(options, monkeypatch):
-    monkeypatch.setattr(Servers, "unbearable", ("http://in-tree-1e1p",))
-    options.rounds = 1
-    results = compare.compare(options)
-    assert sorted(turns(results)[1]) == ["colocated", "epd-1e1p"]
-    assert results.notes == ["in-tree-1e1p in round 2: bench_serving has ended; see its log"]
 
 
 def test_what_was_run_is_not_run_again(options, monkeypatch):
@@ -176,10 +139,3 @@ def test_what_was_run_is_not_run_again(options, monkeypatch):
     again = compare.compare(options, compare.resumed(options))
     assert [sorted(one) for one in turns(again)] == [sorted(OTHERS), *3 * [sorted(MAIN)]]
     assert again.finished
-
-
-def test_without_time_nothing_is_begun(options):
-    options.minutes = 1e-9
-    results = compare.compare(options)
-    assert not results.starts and len(results.done) == 6
-    assert results.notes[0] == "round 1: no time for colocated, colocated-dp, epd-2e1p"

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import msgspec
 import pytest
-from ttft import MODEL, OWNERS, Profile, Sample, page, steps
+from ttft import OWNERS, Sample, steps
 
 # As SGLang reports the times of a request: seconds.
 META = {
@@ -74,34 +73,3 @@ def test_what_the_tower_does_for_the_request_is_no_queue() -> None:
     assert sum(found.values()) == pytest.approx(155)
     # Two in one batch count once.
     assert steps(sample("a", first, second, second, last)) == pytest.approx(found)
-
-
-def test_when_the_encoder_hears_of_it_is_its_own_affair() -> None:
-    late = item(100.010, 100.140)
-    assert steps(sample("a", late)) == steps(sample("a", item(100.010, 100.105)))
-
-
-def test_a_server_that_tells_no_times_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        steps(Sample("a", 1, False, 0.0, 1.0, {}, []))
-
-
-def test_the_page_is_made_of_what_is_saved() -> None:
-    samples = [
-        sample("colocated", apart=False),
-        sample("epd", item(100.010, 100.105)),
-        sample("epd", item(100.012, 100.105)),
-        sample("in-tree"),
-    ]
-    titles = {"colocated": "one server", "in-tree": "theirs", "epd": "ours"}
-    made = Profile("here", titles, ["python x"], samples)
-    profile = msgspec.json.decode(msgspec.json.encode(made), type=Profile)
-    assert profile == made
-    text = page(profile)
-    assert "| owner | one server | theirs | ours |" in text
-    assert "| prefill forward | 40.0 | 40.0 | 40.0 |" in text
-    assert "| planned, announced, sent to the encoder |  |  | 9.0 |" in text
-    assert "| **time to the first token** | 155.0 | 155.0 | 155.0 |" in text
-    assert "| of it beside tower and prefill | 115.0 | not told | 35.0 |" in text
-    assert set(MODEL) <= OWNERS.keys()
-    assert "store" not in text  # nobody spent any time there

@@ -1,7 +1,5 @@
 """Requests are a function of workload, scale, seed and number."""
 
-import base64
-import io
 import json
 from itertools import islice
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from comparison.clients import write_load
 from comparison.files import read_all
 from comparison.workloads import Request, Workload, requests
-from PIL import Image
 
 
 def count(text: str) -> int:
@@ -44,10 +41,6 @@ def images(request: Request) -> list[str]:
     return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
 
 
-def texts(request: Request) -> list[str]:
-    return [part["text"] for turn in request.turns for part in turn if part["type"] == "text"]
-
-
 @pytest.mark.parametrize("name", ["images", "chat", "repeats", "turns", "interference"])
 def test_the_same_for_a_seed_and_different_for_another(
     workloads: dict[str, Workload], name: str
@@ -68,40 +61,6 @@ def test_pictures_come_once_unless_a_workload_repeats_them(
     again = [url for request in take(workloads["repeats"], 40) for url in images(request)]
     pool = workloads["repeats"].small.repeats
     assert pool is not None and len(set(again)) <= pool.pool < len(again)
-
-
-def test_how_many_images_a_request_has(workloads: dict[str, Workload]) -> None:
-    counts = [len(images(request)) for request in take(workloads["images"], 300)]
-    assert set(counts) <= set(range(1, 9)) and max(counts) >= 7
-    assert sum(counts) / len(counts) == pytest.approx(4, abs=0.25)
-    even = [len(images(request)) for request in take(workloads["short_text"], 100)]
-    assert set(even) == {1, 2, 3, 4}
-
-
-def test_every_tenth_has_media(workloads: dict[str, Workload]) -> None:
-    kinds = [request.kind for request in take(workloads["interference"], 30)]
-    assert kinds.count("media") == 3
-    assert [number % 10 for number, kind in enumerate(kinds) if kind == "media"] == [5, 5, 5]
-    for request in take(workloads["interference"], 10):
-        assert bool(images(request)) == (request.kind == "media")
-
-
-def test_texts_have_the_tokens_that_are_asked_for(workloads: dict[str, Workload]) -> None:
-    for name in ("images", "long_text", "turns"):
-        workload = workloads[name]
-        for request in take(workload, 3):
-            assert len(request.turns) == workload.turns
-            assert {count(text) for text in texts(request)} == {workload.small.text_tokens}
-
-
-def test_pictures_are_of_the_sizes_that_are_named(workloads: dict[str, Workload]) -> None:
-    named = {(size.width, size.height) for size in workloads["chat"].small.sizes}
-    found = set()
-    for request in take(workloads["chat"], 60):
-        for url in images(request):
-            file = base64.b64decode(url.partition(",")[2])
-            found.add(Image.open(io.BytesIO(file)).size)
-    assert found == named
 
 
 def test_a_load_is_a_file_whose_digest_tells_its_bytes(

@@ -25,10 +25,6 @@ def add(cache: EmbeddingCache, key: bytes, rows: int = 1) -> Entry:
     return cache.add(key, layout(rows), embedding(rows))
 
 
-def keep(cache: EmbeddingCache, key: bytes, rows: int = 1) -> None:
-    cache.release(add(cache, key, rows))
-
-
 @pytest.fixture
 def evicted() -> list[bytes]:
     return []
@@ -51,41 +47,6 @@ def test_what_was_added_is_found(cache):
     assert cache.find(b"b") is None
 
 
-def test_least_recently_used_goes_first(cache, evicted):
-    for key in (b"a", b"b", b"c"):
-        keep(cache, key)
-    cache.release(cache.find(b"a"))
-    keep(cache, b"d")
-    assert evicted == [b"b"]
-    assert [entry.key for entry in cache.entries()] == [b"c", b"a", b"d"]
-
-
-def test_what_is_pinned_stays_whatever_it_takes(cache, evicted):
-    entries = [add(cache, bytes([n])) for n in range(5)]
-    assert (len(cache), cache.nbytes) == (5, 5 * WIDTH_BYTES)
-    assert cache.pinned_bytes == cache.nbytes
-    for entry in entries:
-        cache.release(entry)
-        cache.check_integrity()
-    assert evicted == [b"\0", b"\1"], "until the rest is within the capacity"
-    assert (cache.nbytes, cache.pinned_bytes) == (3 * WIDTH_BYTES, 0)
-
-
-def test_idle_entries_make_room_for_one_in_use(cache, evicted):
-    keep(cache, b"a")
-    keep(cache, b"b")
-    big = add(cache, b"big", rows=3)
-    assert evicted == [b"a", b"b"]
-    cache.release(big)
-    assert b"big" in cache
-
-
-def test_one_larger_than_the_cache_is_not_kept_once_idle(cache, evicted):
-    keep(cache, b"huge", rows=4)
-    assert evicted == [b"huge"]
-    assert cache.nbytes == 0
-
-
 def test_without_capacity_only_those_who_want_it_together_share(evicted):
     cache = EmbeddingCache(0)
     entry = add(cache, b"a")
@@ -97,44 +58,12 @@ def test_without_capacity_only_those_who_want_it_together_share(evicted):
     assert cache.nbytes == 0
 
 
-def test_a_key_is_there_once(cache):
-    entry = add(cache, b"a")
-    with pytest.raises(ValueError, match="there already"):
-        add(cache, b"a")
-    cache.release(entry)
-    assert cache.nbytes == WIDTH_BYTES
-
-
 def test_more_releases_than_pins_are_an_error(cache):
     entry = add(cache, b"a")
     cache.release(entry)
     with pytest.raises(ValueError, match="more often"):
         cache.release(entry)
     cache.check_integrity()
-
-
-def test_dropped_in_use_it_is_gone_for_others_and_stays_for_its_user(cache, evicted):
-    old = add(cache, b"a")
-    assert cache.drop(b"a")
-    assert cache.find(b"a") is None
-    assert cache.pinned_bytes == WIDTH_BYTES
-    new = add(cache, b"a")
-    assert cache.pinned_bytes == 2 * WIDTH_BYTES
-    cache.release(old)
-    cache.check_integrity()
-    assert cache.find(b"a") is new
-    assert not cache.drop(b"b")
-    assert not evicted, "nobody needed the room"
-
-
-def test_clear_forgets_everything(cache):
-    used = add(cache, b"a")
-    keep(cache, b"b")
-    assert cache.clear() == 2
-    assert (len(cache), cache.nbytes) == (0, WIDTH_BYTES)
-    cache.release(used)
-    assert cache.nbytes == 0
-    assert cache.clear() == 0
 
 
 def test_uses_count_those_who_were_given_it(cache):

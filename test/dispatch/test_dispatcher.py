@@ -117,13 +117,6 @@ async def test_items_are_spread_with_all_that_an_encoder_needs(start, dispatch):
         assert all(item.data == b"png" for item in request.items)
 
 
-async def test_the_policy_decides(start, dispatch):
-    encoders = [await start(), await start()]
-    await dispatch([encoder.url for encoder in encoders], 9, policy=shuffle)
-    assert sorted(encoders[0].items + encoders[1].items) == list(range(9))
-    assert {len(encoder.items) for encoder in encoders} == {4, 5}
-
-
 async def test_the_request_id_does_not_give_the_ticket_away(start, dispatch):
     encoders = [await start(), await start()]
     for _ in range(2):
@@ -397,11 +390,6 @@ async def test_a_deadline_that_has_passed_asks_nobody(start, dispatch):
 async def test_without_encoders_the_request_is_unavailable(dispatch):
     with pytest.raises(UnavailableError, match="no encoder is known"):
         await dispatch([], 2)
-
-
-async def test_with_only_dead_encoders_the_last_reason_is_told(dispatch, dead_url):
-    with pytest.raises(UnavailableError, match=dead_url):
-        await dispatch([dead_url], 2)
 
 
 async def test_a_reply_that_is_not_ours_is_tried_elsewhere(start, dispatch):

@@ -35,30 +35,6 @@ def urls(pool: Pool) -> list[str]:
     return [view.url for view in pool.snapshot().encoders]
 
 
-def test_an_encoder_may_be_asked_from_its_announcement_on(pool):
-    pool.add(A + "/")
-    assert urls(pool) == [A]
-    assert pool.state(A) is State.JOINING
-
-
-def test_one_failure_is_a_suspicion_two_are_the_end_and_one_answer_the_return(pool):
-    pool.add(A)
-    pool.heard(A, Report("ns"))
-    seen = []
-    for step in (
-        lambda: pool.failed(A, "silent"),
-        lambda: pool.failed(A, "silent"),
-        lambda: pool.failed(A, "silent"),
-        lambda: pool.heard(A, Report("ns")),
-        lambda: pool.failed(A, "silent"),
-        lambda: pool.heard(A, Report("ns", draining=True)),
-    ):
-        step()
-        seen.append(pool.state(A).value)
-    assert seen == ["suspect", "open", "open", "ready", "suspect", "draining"]
-    assert urls(pool) == []
-
-
 def test_a_failed_request_is_a_suspicion_however_often_it_happens(pool):
     asked = []
     pool.add(A)
@@ -68,18 +44,6 @@ def test_a_failed_request_is_a_suspicion_however_often_it_happens(pool):
         pool.doubt(A, "reset")
     assert pool.state(A) is State.SUSPECT
     assert asked == [A] * 5, "it is probed at once"
-
-
-def test_a_lease_ends_unless_it_is_renewed(pool, clock):
-    pool.register(A, "ns", 10)
-    clock.now += 9
-    pool.register(A, "ns", 10)
-    clock.now += 9
-    pool.expire()
-    assert pool.urls(LEASE) == [A]
-    clock.now += 1
-    pool.expire()
-    assert pool.urls() == [] and pool.state(A) is State.GONE
 
 
 def test_the_end_of_a_lease_leaves_who_is_named_by_a_flag_too(pool, clock):

@@ -30,7 +30,7 @@ from sglang_epd.media import MediaSource
 from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR, seal
-from sglang_epd.wire.http import CONTENT_TYPE, EncodeReply, ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
 from spans import said
 
 PATIENCE_S = 5.0
@@ -97,14 +97,6 @@ async def post(http, url, body, **headers) -> tuple[int, bytes, Mapping[str, str
         return response.status, await response.read(), response.headers
 
 
-async def test_a_request_is_encoded_and_answered(serve, http, fakes, asking):
-    status, body, headers = await post(http, await serve(), encode_body(asking(b"x", b"y")))
-    assert (status, headers["content-type"]) == (200, CONTENT_TYPE)
-    reply = decode_body(body, EncodeReply, MAX_BODY)
-    assert [outcome.state for outcome in reply.outcomes] == ["delivered", "delivered"]
-    assert len(fakes.payloads) == 2
-
-
 async def test_our_client_and_our_server_understand_each_other(serve, fakes, asking):
     url = await serve("secret")
     async with EncoderClient("secret") as client:
@@ -137,15 +129,6 @@ async def test_the_token_and_the_api_key_are_as_good(serve, http, asking, shown)
     headers = {"Authorization": f"Bearer {shown}"}
     status, _, _ = await post(http, url, encode_body(asking(b"x")), **headers)
     assert status == 200
-
-
-async def test_with_the_token_it_is(serve, http, asking):
-    url = await serve("secret")
-    headers = {"Authorization": "Bearer secret"}
-    status, _, _ = await post(http, url, encode_body(asking(b"x")), **headers)
-    assert status == 200
-    async with http.delete(f"{url}/v1/encode/r1", headers=headers) as response:
-        assert response.status == 404
 
 
 @pytest.mark.parametrize(
@@ -194,13 +177,6 @@ async def test_an_endless_body_is_not_read_to_its_end(serve, http, fakes):
     assert sent < MAX_BODY + (64 << 20)
 
 
-async def test_our_client_learns_that_its_body_is_too_large(serve, asking):
-    url = await serve()
-    async with EncoderClient() as client:
-        with pytest.raises(MediaTooLargeError):
-            await client.encode(url, asking(bytes(32 << 20)))
-
-
 @pytest.mark.parametrize(
     ("error", "status"), [(DuplicateError("live"), 409), (OverloadedError("full"), 503)]
 )
@@ -215,18 +191,6 @@ async def test_a_refusal_has_its_status_and_class(
     assert got == status
     assert decode_body(body, ErrorReply, MAX_BODY) == ErrorReply(error.code, error.message)
     assert count("refusals_total", code=error.code) == 1
-
-
-async def test_an_overloaded_encoder_says_when_to_come_again(
-    serve, http, service, asking, monkeypatch
-):
-    async def refuse(_request, _room, _span):
-        raise OverloadedError("full", retry_after_s=2.0)
-
-    monkeypatch.setattr(service, "encode", refuse)
-    status, _, headers = await post(http, await serve(), encode_body(asking(b"x")))
-    assert status == 503
-    assert int(headers["Retry-After"]) >= 1
 
 
 @pytest.mark.parametrize("stage", ["acquire", "preprocess", "offered", "forwarded", "delivered"])
@@ -295,17 +259,6 @@ async def test_health_info_status_and_metrics_need_no_token(serve, http, fakes, 
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain")
     assert 'sglang:epd_encoder_items_total{modality="IMAGE",outcome="delivered"} 1.0' in text
-
-
-async def test_the_health_probe_never_waits_for_the_work(serve, http, fakes, asking, idle):
-    url = await serve()
-    fakes.forwarded.hold()
-    call = asyncio.create_task(post(http, url, encode_body(asking(b"x"))))
-    await entered(fakes.forwarded)
-    async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(2)) as response:
-        assert response.status == 200
-    fakes.forwarded.go_on()
-    assert (await call)[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
@@ -430,13 +383,6 @@ async def test_where_no_item_fits_no_body_is_read(busy, service):
     assert " 503 " in await head_of_answer(url, "Content-Length: 100")
 
 
-async def test_an_id_that_is_live_is_a_conflict(busy, http, asking):
-    url, _ = busy
-    status, body, _ = await post(http, url, encode_body(asking(b"y", request_id="live")))
-    assert status == 409
-    assert decode_body(body, ErrorReply, MAX_BODY).code == DuplicateError.__name__
-
-
 async def test_while_it_drains_it_finishes_what_it_has_and_takes_nothing_new(
     busy, service, http, asking
 ):
@@ -453,17 +399,6 @@ async def test_while_it_drains_it_finishes_what_it_has_and_takes_nothing_new(
         status = await response.json()
     assert (status["state"], status["requests"]) == ("draining", 1)
     assert not call.done()
-
-
-async def test_a_reply_says_where_each_embedding_came_from_and_what_took_how_long(
-    serve, http, asking
-):
-    _, body, _ = await post(http, await serve(), encode_body(asking(b"x", b"x")))
-    first, second = decode_body(body, EncodeReply, MAX_BODY).outcomes
-    assert (first.source, second.source) == ("computed", "coalesced")
-    assert {"acquire", "wait", "preprocess", "queue", "forward", "grant", "deliver"} == set(
-        first.ms
-    )
 
 
 async def test_the_status_shows_queue_towers_and_cache_to_everybody(busy, http):

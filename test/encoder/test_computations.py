@@ -148,21 +148,6 @@ async def test_others_get_it_although_the_first_asker_left(tower, computations, 
         other.release()
 
 
-async def test_preparing_ends_with_the_last_asker_and_begins_anew_for_the_next(tower, ask):
-    tower.hold(prepare=True)
-    first, other = ask(b"x", "r1"), ask(b"x", "r2")
-    await until(lambda: tower.preparing)
-    first.release()
-    await settle()
-    assert tower.preparing
-    other.release()
-    second = ask(b"x", "r3")
-    await settle()
-    tower.go_on()
-    assert await value(second) == ord("x")
-    assert tower.preparations == [b"x", b"x"]
-
-
 @pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
 async def test_what_nobody_wants_any_more_is_not_run(tower, computations, ask, stage):
     tower.hold(prepare=stage != "ready", forward=True)
@@ -178,16 +163,6 @@ async def test_what_nobody_wants_any_more_is_not_run(tower, computations, ask, s
     await until(lambda: not states(computations))
     assert [b"x"] not in tower.batches
     assert not tower.in_memory
-
-
-async def test_what_was_running_when_its_asker_left_is_remembered(tower, computations, ask):
-    tower.hold(forward=True)
-    hold = ask(b"x")
-    await until(lambda: tower.running)
-    hold.release()
-    tower.go_on()
-    await until(lambda: not states(computations))
-    assert ask(b"x").source == "cached"
 
 
 # Stages and batches
@@ -287,16 +262,6 @@ async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(
     assert tower.preparations[-1] == small
     tower.go_on()
     await hold.embedding()
-
-
-async def test_small_items_may_have_every_place(tower, ask):
-    tower.hold(prepare=True)
-    holds = [ask(encoded(picture(64, 64 - n), "JPEG"), f"r{n}") for n in range(4)]
-    await settle()
-    assert tower.preparing == tower.preparers
-    tower.go_on()
-    for hold in holds:
-        await hold.embedding()
 
 
 async def test_a_tower_with_one_place_prepares_large_items_too(towers, ask):
@@ -572,15 +537,6 @@ async def test_a_hit_prepares_nothing(tower, ask, count):
     assert (await value(hit), hit.source) == (ord("x"), "cached")
     assert tower.preparations == [b"x"]
     assert count("lookups_total", source="cached") == 1
-
-
-async def test_without_capacity_nothing_is_kept(start, tower, ask):
-    computations = start(capacity=0)
-    first = ask(b"x", "r1", of=computations)
-    await value(first)
-    assert ask(b"x", "r2", of=computations).source == "cached", "while it is in use"
-    first.release()
-    await settle()
 
 
 async def test_without_capacity_nothing_is_remembered(start, tower, ask):

@@ -80,11 +80,6 @@ async def test_an_item_goes_through_its_stages(service, fakes, asking, count, at
     await at_rest()
 
 
-async def test_outcomes_come_in_the_order_of_the_items(service, asking):
-    reply = await service.encode(asking(b"1", b"2", b"3", b"4", b"5"))
-    assert [outcome.item for outcome in reply.outcomes] == [0, 1, 2, 3, 4]
-
-
 async def test_the_key_depends_on_content_options_and_namespace(service, fakes, asking):
     await service.encode(asking(b"same", b"same", b"other"))
     await service.encode(asking(b"same", detail="high"))
@@ -96,25 +91,6 @@ async def test_the_key_depends_on_content_options_and_namespace(service, fakes, 
         keys.setdefault(name, set()).add(offer.key)
     assert all(len(found) == 1 for found in keys.values())
     assert len(set.union(*keys.values())) == 4
-
-
-async def test_the_tower_does_one_batch_at_a_time(service, fakes, asking):
-    await service.encode(asking(*(bytes([n]) for n in range(8))))
-    assert len(fakes.forwarded.calls) == 8
-    assert fakes.most_at_once == 1
-
-
-async def test_a_burst_does_not_hold_all_its_pixels(service, fakes, asking):
-    fakes.forwarded.hold()
-    work = asyncio.create_task(service.encode(asking(*(bytes([n]) for n in range(8)))))
-    await entered(fakes.forwarded)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(fakes.acquire.calls) == 8
-    assert len(fakes.preprocess.calls) == PIXELS
-    fakes.forwarded.go_on()
-    assert len((await work).outcomes) == 8
-    assert len(fakes.preprocess.calls) == 8
 
 
 async def test_the_offer_is_out_before_the_forward_begins(service, fakes, asking):
@@ -227,29 +203,6 @@ async def test_an_offer_that_fails_before_the_turn_saves_the_forward(
     await at_rest()
 
 
-async def test_an_item_that_must_wait_makes_room_and_is_encoded_after_its_grant(
-    service, fakes, asking, at_rest
-):
-    fakes.forwarded.hold()
-    busy = asyncio.create_task(service.encode(asking(b"busy", request_id="r0")))
-    await entered(fakes.forwarded)
-    fakes.answers = {0: WAIT}
-    waits = asyncio.create_task(service.encode(asking(b"waits")))
-    await until(lambda: len(fakes.open) == 2 and fakes.open[1][1].waits)
-    other = asyncio.create_task(service.encode(asking(b"", b"other", request_id="r2")))
-    await until(lambda: fakes.discarded == [b"waits"])
-    fakes.answers = {}
-    fakes.forwarded.go_on()
-    await busy
-    await other
-    assert b"waits" not in fakes.forwarded.calls
-    fakes.grant(0)
-    assert (await waits).outcomes[0].state == "delivered"
-    assert fakes.preprocess.calls.count(b"waits") == 2
-    assert fakes.forwarded.calls.count(b"waits") == 1
-    await at_rest()
-
-
 async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(
     service, fakes, asking, at_rest
 ):
@@ -261,21 +214,6 @@ async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(
     fakes.forwarded.go_on()
     await work
     assert len(fakes.preprocess.calls) == len(fakes.forwarded.calls) == 2
-    await at_rest()
-
-
-async def test_an_embedding_that_was_made_before_the_wait_is_not_made_again(
-    service, fakes, asking, at_rest
-):
-    fakes.offered.hold()
-    fakes.answers[0] = WAIT
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await until(lambda: service.status()["cache"]["pinned_bytes"])
-    fakes.offered.go_on()
-    await until(lambda: fakes.open[0][1].waits)
-    fakes.grant(0)
-    assert (await work).outcomes[0].state == "delivered"
-    assert (fakes.preprocess.calls, fakes.forwarded.calls) == ([b"x"], [b"x"])
     await at_rest()
 
 
@@ -375,45 +313,6 @@ async def test_an_item_that_is_lost_to_another_encoder_is_declined(service, fake
     await at_rest()
 
 
-async def test_a_failing_tower_leaves_no_grant_behind(service, fakes, asking, at_rest):
-    fakes.forwarded.hold()
-    fakes.forwarded.failures[b"x"] = MediaError("no")
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await until(lambda: fakes.open and fakes.open[0][1].granted)
-    fakes.forwarded.go_on()
-    assert (await work).outcomes[0].code == "MediaError"
-    assert fakes.withdrawn == [0]
-    await at_rest()
-
-
-@pytest.mark.parametrize("waited", [False, True])
-async def test_a_cancelled_item_leaves_no_grant_behind(service, fakes, asking, at_rest, waited):
-    if waited:
-        fakes.offered.hold()  # until the embedding is there
-        fakes.answers[0] = WAIT
-    fakes.forwarded.hold()
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await entered(fakes.forwarded)
-    if waited:
-        fakes.offered.go_on()
-        await until(lambda: fakes.open[0][1].waits)
-        fakes.grant(0)
-    await until(lambda: fakes.open[0][1].granted)
-    assert service.cancel("r1")
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    assert fakes.withdrawn == [0]
-    await at_rest()
-
-
-async def test_the_deadline_leaves_no_grant_behind(service, fakes, asking, at_rest):
-    fakes.forwarded.hold()
-    (outcome,) = (await service.encode(asking(b"x", ttl_s=0.05))).outcomes
-    assert outcome.code == "DeadlineError"
-    assert fakes.withdrawn == [0]
-    await at_rest()
-
-
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_an_item_may_end_while_it_waits_for_memory(service, fakes, asking, at_rest, end):
     fakes.answers[0] = WAIT
@@ -486,21 +385,6 @@ async def test_a_request_is_cancelled_in_any_stage(service, fakes, asking, count
     assert outcome.state == "delivered"
 
 
-async def test_an_offer_does_not_outlive_its_cancelled_item(service, fakes, asking, at_rest):
-    fakes.offered.hold()
-    fakes.forwarded.hold()
-    before = asyncio.all_tasks()
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await entered(fakes.offered)
-    await entered(fakes.forwarded)
-    assert service.cancel("r1")
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    fakes.forwarded.go_on()
-    await until(lambda: asyncio.all_tasks() == before)
-    await at_rest()
-
-
 async def test_an_item_is_cancelled_while_it_waits_for_the_tower(service, fakes, asking, at_rest):
     fakes.forwarded.hold()
     first = asyncio.create_task(service.encode(asking(b"first")))
@@ -514,12 +398,6 @@ async def test_an_item_is_cancelled_while_it_waits_for_the_tower(service, fakes,
     assert (await first).outcomes[0].state == "delivered"
     assert fakes.forwarded.calls == [b"first"]
     await at_rest()
-
-
-async def test_there_is_nothing_to_cancel_before_and_after(service, asking):
-    assert not service.cancel("r1")
-    await service.encode(asking(b"x"))
-    assert not service.cancel("r1")
 
 
 async def test_an_id_is_live_once(service, fakes, asking, at_rest):
@@ -596,17 +474,6 @@ async def test_the_history_is_bounded(service, asking):
     assert recent[-1]["request_id"] == "r59"
 
 
-async def test_it_is_known_when_nothing_is_in_work(service, fakes, asking):
-    assert (service.idle, service.finished) == (True, 0)
-    fakes.forwarded.hold()
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await entered(fakes.forwarded)
-    assert not service.idle
-    fakes.forwarded.go_on()
-    await work
-    assert (service.idle, service.finished) == (True, 1)
-
-
 @pytest.fixture
 def fetching(asking):
     """A request whose media are fetched; a URL is its media's name here."""
@@ -667,18 +534,6 @@ async def test_a_hit_is_offered_without_being_prepared(service, fakes, asking):
     assert set(outcome.ms) == {"acquire", "grant", "deliver"}
     assert fakes.preprocess.calls == [b"x"]
     assert len(fakes.payloads) == 2
-
-
-@pytest.mark.parametrize("capacity", [1 << 20])
-async def test_an_embedding_may_be_dropped_while_it_is_delivered(service, fakes, asking, at_rest):
-    fakes.delivered.hold()
-    work = asyncio.create_task(service.encode(asking(b"x")))
-    await entered(fakes.delivered)
-    assert service.computations.cache.clear() == 1
-    fakes.delivered.go_on()
-    assert (await work).outcomes[0].state == "delivered"
-    assert service.computations.cache.nbytes == 0
-    await at_rest()
 
 
 async def test_a_draining_service_finishes_what_it_has(service, fakes, asking, at_rest):

@@ -70,14 +70,6 @@ async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, si
     assert len(cache) == 1
 
 
-async def test_content_that_changed_is_encoded(encode, fakes, site) -> None:
-    first = await encode()
-    site.body, site.etag = b"another", '"v2"'
-    again = await encode()
-    assert (again.source, again.key == first.key) == ("computed", False)
-    assert fakes.preprocess.calls == [BODY, b"another"]
-
-
 async def test_options_and_modality_make_another_embedding_of_one_content(
     encode, fakes, site
 ) -> None:
@@ -92,14 +84,6 @@ async def test_options_and_modality_make_another_embedding_of_one_content(
     assert fakes.preprocess.calls == [BODY] * 3
     assert (await encode(detail="high")).source == "cached"
     assert site.take() == [("/a", '"v1"')]
-
-
-async def test_an_embedding_that_was_dropped_is_made_again(encode, fakes, site, cache) -> None:
-    first = await encode()
-    cache.clear()
-    again = await encode()
-    assert (again.source, again.key) == ("computed", first.key)
-    assert site.take() == [("/a", "")] * 2
 
 
 async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, site) -> None:

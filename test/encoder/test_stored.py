@@ -15,7 +15,7 @@ from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.scheduling import Bounds
-from sglang_epd.errors import MediaError, UnavailableError
+from sglang_epd.errors import UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -150,17 +150,6 @@ async def test_many_askers_of_one_key_ask_the_store_once(backend, store, counts,
     assert count("lookups_total", source="coalesced") == 23
 
 
-async def test_the_cache_is_asked_first(backend, store, counts, computations, ask):
-    await put(store, counts, b"x", 7.0)
-    first = ask(b"x")
-    await value(first)
-    asked = len(backend.calls)
-    second = ask(b"x")
-    assert second.source == "cached"
-    assert await value(second) == 7.0
-    assert len(backend.calls) == asked
-
-
 async def test_those_who_leave_leave_nothing_behind(backend, store, counts, computations, ask):
     await put(store, counts, b"x", 7.0)
     backend.gate.clear()
@@ -172,24 +161,6 @@ async def test_those_who_leave_leave_nothing_behind(backend, store, counts, comp
     backend.gate.set()
     await until(lambda: not any(computations.status()["queue"].values()))
     assert len(computations.cache) == (1 if computations.cache.capacity_bytes else 0)
-
-
-async def test_who_comes_while_the_first_leaves_gets_it(backend, store, counts, ask):
-    await put(store, counts, b"x", 7.0)
-    backend.gate.clear()
-    first = ask(b"x", "r1")
-    await settle()
-    second = ask(b"x", "r2")
-    first.release()
-    backend.gate.set()
-    assert await value(second) == 7.0
-
-
-async def test_bad_media_fails_as_ever(towers, ask):
-    for tower in towers:
-        tower.bad_media[b"bad"] = MediaError("broken")
-    with pytest.raises(MediaError, match="broken"):
-        await ask(b"bad").embedding()
 
 
 @pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("a bug in a library")])
@@ -293,15 +264,6 @@ async def test_each_of_those_who_have_none_is_told(backend, computations, ask):
     assert {type(error) for error in told} == {MediaNeededError}
     assert len(set(map(id, told))) == 3
     assert not computations.at_hand(key_of(b"x"), looked=True)
-
-
-async def test_nobody_is_left_who_had_none(backend, computations, ask):
-    backend.gate.clear()
-    hold = ask(b"x", media=False)
-    await settle()
-    hold.release()
-    backend.gate.set()
-    await until(lambda: not any(computations.status()["queue"].values()))
 
 
 async def test_a_store_that_is_left_alone_is_not_asked_first(backend, computations, ask):

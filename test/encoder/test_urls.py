@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -102,17 +101,6 @@ async def test_a_stale_url_costs_one_conditional_request(ask: Asker, site: Site,
     assert counted() == {"missed": 1, "revalidated": 4, "fresh": 1}
 
 
-async def test_a_date_is_a_validator_too(ask: Asker, site: Site) -> None:
-    site.etag = ""
-    modified = formatdate(time.time() - 3600, usegmt=True)
-    site.headers = [("Last-Modified", modified)]
-    await ask()
-    assert site.take() == [("/a", "")]
-    site.answer = lambda _request: web.Response(status=304)
-    assert await ask() == KNOWN
-    assert site.take() == [("/a", modified)]
-
-
 async def test_content_that_changed_is_read(ask: Asker, site: Site, counted) -> None:
     await ask()
     site.take()
@@ -176,22 +164,6 @@ async def test_what_is_not_for_everybody_is_not_remembered(
     site.headers = [header]
     assert await ask() == KNOWN
     assert len(ask.reader.memory) == 0
-
-
-async def test_accept_encoding_may_vary(ask: Asker, site: Site) -> None:
-    site.headers = [("Vary", "Accept-Encoding"), ("Cache-Control", "max-age=60")]
-    await ask()
-    assert await ask() == KNOWN
-
-
-async def test_without_a_lifetime_and_a_validator_it_is_read_each_time(
-    ask: Asker, site: Site, counted
-) -> None:
-    site.etag = ""
-    for _ in range(2):
-        assert await ask() == WHOLE
-    assert site.take() == [("/a", "")] * 2
-    assert counted("url_uncacheable", "reason") == {"no_validator": 2}
 
 
 async def test_credentials_in_a_url_are_not_remembered(ask: Asker, site: Site, counted) -> None:
@@ -278,24 +250,6 @@ async def test_a_redirect_is_never_asked_whether_it_has_changed(ask: Asker, site
     assert site.take() == [("/a", ""), ("/b", '"v1"')]
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"Cache-Control": "no-store"},
-        {"Cache-Control": "private"},
-        {"Set-Cookie": "a=b"},
-        {"Vary": "Cookie"},
-    ],
-)
-async def test_a_redirect_may_forbid_it_too(ask: Asker, site: Site, header: dict[str, str]) -> None:
-    site.headers = [("Cache-Control", "max-age=60")]
-    _redirecting(site, fresh=True, **header)
-    for _ in range(2):
-        assert await ask() == WHOLE
-    assert site.take() == [("/a", ""), ("/b", "")] * 2
-    assert len(ask.reader.memory) == 0
-
-
 # What goes wrong
 
 
@@ -360,42 +314,6 @@ async def test_a_server_that_drips_ends_at_the_time_limit(metrics, site: Site) -
         assert len(set(map(id, answers))) == 5
         site.answer = None
         assert await ask() == KNOWN
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [("Cache-Control", "max-age=-60")],
-        [("Cache-Control", "max-age=60"), ("Cache-Control", "max-age=0")],
-        [("Cache-Control", "max-age=soon, public")],
-        [("Expires", "0")],
-        [("Expires", "whenever"), ("Last-Modified", "once")],
-        [("Date", "never"), ("Expires", formatdate(0, usegmt=True))],
-        [("Cache-Control", "max-age=60"), ("Age", "-1")],
-        [("Cache-Control", "max-age=60"), ("Age", "9" * 300)],
-    ],
-)
-async def test_nonsense_is_stale(ask: Asker, site: Site, headers: list[tuple[str, str]]) -> None:
-    site.headers = headers
-    await ask()
-    site.take()
-    assert await ask() == KNOWN
-    assert site.take() == [("/a", '"v1"')]
-
-
-async def test_a_giant_etag_is_neither_kept_nor_sent(ask: Asker, site: Site, counted) -> None:
-    site.etag = f'"{"x" * 6000}"'
-    for _ in range(2):
-        assert await ask() == WHOLE
-    assert site.take() == [("/a", "")] * 2
-    assert counted("url_uncacheable", "reason") == {"too_long": 2}
-
-
-async def test_a_very_long_lifetime(ask: Asker, site: Site) -> None:
-    site.headers = [("Cache-Control", f"max-age={'9' * 100}")]
-    await ask()
-    assert await ask() == KNOWN
-    assert len(site.take()) == 1
 
 
 # What may be read

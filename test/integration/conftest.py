@@ -7,38 +7,11 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
+from integration import order
 from integration.client import Client
 from integration.listener import QuietHandler, listening, url_of
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
-
-# Starting a topology takes most of a minute; what uses the same one, or is compared with the
-# same server, runs in a row. Files that are not named use "qwen2_5", or that and "qwen3".
-_QWEN3 = "[qwen3"
-_FAMILIES = "test_families"
-_ORDER = [
-    "",
-    "test_reuse",
-    "test_adaptive",
-    "test_budget",
-    "test_rival",
-    "test_store",
-    _QWEN3,
-    # Compared with what has been asked of either by now.
-    "test_backends",
-    "test_chaos",
-    "test_survival",
-    "test_trace",
-    "test_hub",
-    "test_towers",
-    "test_content",
-    "test_quantised",
-    "test_cli",
-    "test_audio",
-    "test_families",
-    # So many servers that nothing runs beside them.
-    "test_router",
-]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -50,17 +23,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 # After pytest's own sorting by fixtures.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
-
-
-def _place(item: pytest.Item) -> tuple[bool, int, str, bool]:
-    name = item.path.stem
-    unnamed = _QWEN3 if _QWEN3 in item.name else ""
-    # Ids begin with the family and the backend; the first of those has the reference.
-    family, *rest = item.name.partition("[")[2].split("-") if name == _FAMILIES else [""]
-    others = bool(rest) and rest[0] != "zmq_to_scheduler"
-    order = _ORDER.index(name if name in _ORDER else unnamed)
-    return "integration" in item.path.parts, order, family, others
+    here = [item for item in items if "integration" in item.path.parts]
+    items[:] = [item for item in items if "integration" not in item.path.parts]
+    items += sorted(here, key=lambda item: order.place(item.nodeid))
 
 
 @pytest.fixture(scope="session")

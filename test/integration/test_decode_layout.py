@@ -102,7 +102,11 @@ def router(topology: Topology) -> Client:
 
 @pytest.fixture
 def laid_out(topology: Topology) -> Callable[[str], float]:
-    """How many prompts the decode server has laid out in a way, since the test began."""
+    return _laid_out(topology)
+
+
+def _laid_out(topology: Topology) -> Callable[[str], float]:
+    """How many prompts the decode server has laid out in a way, since this was called."""
 
     def count(way: str) -> float:
         text = requests.get(f"{topology.urls['decode']}/metrics", timeout=20).text
@@ -179,8 +183,9 @@ def test_each_prompt_of_a_batch_has_its_own_layouts(
 
 
 def test_a_burst_is_answered_without_a_second_download(
-    router: Client, media: MediaServer, laid_out: Callable[[str], float]
+    qwen2_5: Topology, media: MediaServer
 ) -> None:
+    router, laid_out = Client(qwen2_5.urls["router"]), _laid_out(qwen2_5)
     messages = [one([f"{media.url}/0.png"]), two([f"{media.url}/0.png", f"{media.url}/1.png"])]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda n: router.answer(*messages[n % 2]), range(16)))
@@ -192,22 +197,23 @@ def test_a_burst_is_answered_without_a_second_download(
 
 
 def test_who_leaves_both_servers_is_waited_for_by_neither(
-    topology: Topology, router: Client, media: MediaServer, laid_out: Callable[[str], float]
+    qwen2_5: Topology, media: MediaServer
 ) -> None:
     """As a router does that gives a request up; the image would take longer than that."""
+    router, laid_out = Client(qwen2_5.urls["router"]), _laid_out(qwen2_5)
     media.slow_s = 60.0
     begin = time.monotonic()
     body = {
         "model": "default",
         "messages": one([f"{media.url}/0.png"]),
         "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": topology.ports["prefill bootstrap"],
+        "bootstrap_port": qwen2_5.ports["prefill bootstrap"],
         "bootstrap_room": 4711,
     }
 
     def ask_and_leave(role: str) -> None:
         with pytest.raises(requests.Timeout):
-            requests.post(f"{topology.urls[role]}/v1/chat/completions", json=body, timeout=1)
+            requests.post(f"{qwen2_5.urls[role]}/v1/chat/completions", json=body, timeout=1)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(ask_and_leave, ("prefill", "decode")))
@@ -216,7 +222,7 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
         time.sleep(0.2)
     media.slow_s = 0.0
     assert router.answer(*one([f"{media.url}/1.png"]))
-    topology.check_alive()
+    qwen2_5.check_alive()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
@@ -230,14 +236,14 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
     ids=["404", "forbidden", "unreadable"],
 )
 def test_a_bad_image_ends_on_both_servers(
-    topology: Topology,
-    router: Client,
+    qwen2_5: Topology,
     media: MediaServer,
     bad: str,
     status: int,
     reason: str,
     stream: bool,
 ) -> None:
+    router = Client(qwen2_5.urls["router"])
     good = f"{media.url}/0.png"
     url = f"{media.url}{bad}" if bad.startswith("/") else bad
     begin = time.monotonic()
@@ -253,4 +259,4 @@ def test_a_bad_image_ends_on_both_servers(
     assert reason in response.text
     assert media.asked["/0.png"] <= 1
     assert router.answer(user(image_part(good), text_part("And this?")))
-    topology.check_alive()
+    qwen2_5.check_alive()

@@ -96,6 +96,7 @@ def test_servers_start_offline_from_what_was_downloaded(
     assert not hub.fetched
 
 
+@pytest.mark.extended  # test_checkpoint.py compares what servers find of such a revision
 def test_a_revision_is_downloaded_into_a_folder(
     machine: Machine, online: dict[str, Any], tmp_path: Path, photographs: list[Image.Image]
 ) -> None:

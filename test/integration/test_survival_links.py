@@ -136,21 +136,3 @@ def test_a_cut_at_any_kind_of_message_costs_no_request(
     while _gauge(topology, "held_bytes") or _gauge(topology, "quarantined_blocks"):
         assert time.monotonic() < end, "memory is held for nobody"
         time.sleep(0.2)
-
-
-def test_a_link_that_freezes_for_a_while_costs_no_request(
-    topology: Topology, detour: Detour, message: dict
-) -> None:
-    language = Client(topology.urls["language"])
-    expected = language.generation(message)
-    link = _through(topology, detour, message)
-    link.freeze()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            waiting = [pool.submit(language.generation, message) for _ in range(6)]
-            time.sleep(3)
-            link.cut()
-            link.thaw()
-            assert max(one.result().distance(expected) for one in waiting) < 1e-3
-    finally:
-        link.thaw()

@@ -110,6 +110,7 @@ def test_a_video_is_not_taken_for_another_of_the_same_frames(
         assert actual.distance(expected) < TOLERANCE
 
 
+# What is wrong with a video is told before a family is asked.
 BAD = {
     "truncated": (400, "truncated"),
     "no index": (400, "truncated"),
@@ -123,7 +124,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_video_is_a_4xx_that_names_it(topology: Topology, coffee: bytes, kind: str) -> None:
+def test_a_bad_video_is_a_4xx_that_names_it(qwen2_5: Topology, coffee: bytes, kind: str) -> None:
     status, reason = BAD[kind]
     half = len(coffee) // 2
     bad = {
@@ -136,7 +137,7 @@ def test_a_bad_video_is_a_4xx_that_names_it(topology: Topology, coffee: bytes, k
         "too many frames": lambda: clips.encode(clips.still(32, 32, 20_000), 30.0),
         "frames too large": lambda: clips.encode(clips.still(4400, 2304, 2)),
     }[kind]()
-    language = Client(topology.urls["language"])
+    language = Client(qwen2_5.urls["language"])
     begin = time.monotonic()
     response = language.chat(user(video_part(coffee), video_part(bad), text_part("What?")))
     assert time.monotonic() - begin < 20.0
@@ -145,12 +146,12 @@ def test_a_bad_video_is_a_4xx_that_names_it(topology: Topology, coffee: bytes, k
     assert "video 2 of 2" in message
     assert reason in message
     assert language.answer(user(video_part(coffee), text_part("And this?")))
-    topology.check_alive()
+    qwen2_5.check_alive()
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_placeholders_and_videos_must_match(topology: Topology, coffee: bytes, count: int) -> None:
-    response = Client(topology.urls["language"]).generate(
+def test_placeholders_and_videos_must_match(qwen2_5: Topology, coffee: bytes, count: int) -> None:
+    response = Client(qwen2_5.urls["language"]).generate(
         text="<|vision_start|><|video_pad|><|vision_end|>" * count + "What?",
         video_data=[data_url(coffee, "video/mp4")],
         sampling_params={"max_new_tokens": 4, "temperature": 0},
@@ -159,8 +160,8 @@ def test_placeholders_and_videos_must_match(topology: Topology, coffee: bytes, c
     assert f"{count} video placeholders for 1 video items" in response.text
 
 
-def test_a_modality_that_the_model_does_not_take_is_told(topology: Topology) -> None:
-    response = Client(topology.urls["language"]).generate(
+def test_a_modality_that_the_model_does_not_take_is_told(qwen2_5: Topology) -> None:
+    response = Client(qwen2_5.urls["language"]).generate(
         text="What?",
         audio_data=[data_url(clips.audio(), "audio/wav")],
         sampling_params={"max_new_tokens": 4, "temperature": 0},

@@ -55,7 +55,7 @@ class Topology:
         flags: added to the command lines of a role, or of one server.
         own_env: added to one server's environment.
         forks: what servers are forks of; None starts each as a user does.
-        typed: roles that are started as a user does in any case.
+        typed: roles that are started as a user does, the first time.
         served_as: `--model-path`, where that is not the checkpoint's folder.
     """
 
@@ -108,7 +108,8 @@ class Topology:
         server.stop()
 
     def restart(self, *roles: str, **env: str) -> None:
-        """End servers, and start them anew, together, with more in their environment.
+        """End servers, and start them anew, together, with more in their environment; as forks
+        wherever that can be.
 
         Raises:
             ServerError: one does not end by itself, or not start.
@@ -117,16 +118,16 @@ class Topology:
             self.end(role)
         for role in roles:
             logs = self.servers[role].log_path.parent
-            self.servers[role] = self._server(role, logs, env)
+            self.servers[role] = self._server(role, logs, env, typed=False)
             self.servers[role].start()
         self._wait(list(roles))
 
     def _server(
-        self, role: str, logs: Path, more: Mapping[str, str] | None = None
+        self, role: str, logs: Path, more: Mapping[str, str] | None = None, *, typed: bool = True
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
         cache = {} if encoder else _NO_IMAGE_CACHE
-        forked = self.forks is not None and role not in self.typed
+        forked = self.forks is not None and not (typed and role in self.typed)
         make = partial(ForkedServer, self.forks) if forked else ServerProcess
         return make(
             role,
@@ -196,10 +197,13 @@ class Topology:
         stop_all(list(self.servers.values()))
 
     def check_alive(self) -> None:
-        """Every server still runs and answers."""
-        for role, server in self.servers.items():
+        """Every server still runs and answers; SGLang's take a second each for /health."""
+        for server in self.servers.values():
             server.check_running()
-            answer = requests.get(f"{self.urls[role]}/health", timeout=20)
+        urls = [f"{self.urls[role]}/health" for role in self.servers]
+        with ThreadPoolExecutor(len(urls)) as pool:
+            answers = list(pool.map(partial(requests.get, timeout=20), urls))
+        for role, answer in zip(self.servers, answers, strict=True):
             assert answer.status_code == 200, f"{role} answers /health with {answer.status_code}"
 
     def _wait(self, roles: list[str]) -> None:
@@ -403,7 +407,7 @@ _NOT_FORKED = {
     for family in FAMILIES.values()
     if "no NVIDIA driver" in " ".join(family.stopped)
 }
-# What fits in the memory of a small machine.
+# What fits twice in the memory of a small machine: two processes have servers of their own.
 _MOST_SERVERS = 6
 
 

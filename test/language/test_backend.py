@@ -148,48 +148,12 @@ def test_a_request_is_held_back_until_its_items_are_there(leader, claims, memory
     assert leader.pass_on([]) == []
 
 
-def test_whatever_does_not_wait_is_passed_on_as_it_came(leader, claims):
-    received = [text("a"), SimpleNamespace(), text("b"), object()]
-    assert leader.pass_on([*received[:2], request(), *received[2:]]) == received
-    assert len(leader.waiting) == 1
-
-
-def test_the_samples_of_a_request_wait_by_themselves(leader, claims, memory):
-    samples = [request() for _ in range(3)]
-    leader.pass_on(samples)
-    assert len(claims.claims) == 3
-    claims.settle(1, memory.land(1.0))
-    (passed,) = leader.pass_on([])
-    assert passed is samples[1]
-    assert len(leader.waiting) == 2
-
-
-def test_a_failure_is_passed_on_like_a_success(leader, claims):
-    leader.pass_on([request()])
-    claims.settle(0, error=DeadlineError("late"))
-    (passed,) = leader.pass_on([])
-    outcome = manifest.read_settled(passed.encoder_urls, SECRET)
-    assert (outcome.code, outcome.message) == ("DeadlineError", "late")
-
-
 def test_an_abort_in_the_same_tick_comes_after_the_request_that_it_ends(leader, claims, memory):
     """The scheduler looks for it among its own, where it must be by then."""
     waiting, abort = request(), SimpleNamespace(rid="rid", abort_all=False)
     leader.pass_on([waiting])
     claims.settle(0, memory.land(1.0))
     assert leader.pass_on([abort]) == [waiting, abort]
-
-
-def test_a_batch_whose_members_wait_is_taken_apart(leader):
-    members = [request("a"), text("b"), request("c")]
-    assert leader.pass_on([SimpleNamespace(batch=members)]) == [members[1]]
-    assert leader.waiting == [members[0], members[2]]
-
-
-@pytest.mark.parametrize("batch", [[], [text("a"), SimpleNamespace(rid="b")]])
-def test_any_other_batch_stays_together(leader, batch):
-    received = SimpleNamespace(batch=batch)
-    assert leader.pass_on([received]) == [received]
 
 
 FORGED = {
@@ -340,17 +304,6 @@ def test_an_abandoned_request_is_given_up_too(leader, claims, clock):
 
 
 # Every rank.
-
-
-def test_a_request_gets_its_inputs(backend, memory, assembled, filled):
-    first, second = memory.land(1.0), memory.land(2.0)
-    passed, other = request(carried=settled(first, second)), text()
-    assert backend().sort_out([other, passed]) == ([other, passed], [])
-    assert assembled.calls == [("rid", [first.key, second.key])]
-    assert passed.input_ids == array("q", [1, 2, 3])
-    for embedding, value in zip(passed.mm_inputs.embeddings, (1.0, 2.0), strict=True):
-        assert torch.equal(embedding, filled(value))
-        assert memory.holds(0, embedding)
 
 
 def test_the_memory_is_kept_for_as_long_as_any_view_of_it(backend, memory):

@@ -178,27 +178,12 @@ async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, co
     assert not dispatcher.runs
 
 
-async def test_what_cannot_be_announced_is_not_dispatched(frontend, dispatcher, control, idle):
-    control.expect_error = UnavailableError("the receiver does not read")
-    expect = frontend.start("rid", ITEMS, 1)
-    await idle()
-    assert control.told == [("fail", expect.ticket, control.expect_error)]
-    assert not dispatcher.runs
-
-
 async def test_a_cancelled_request_is_cancelled_everywhere(frontend, dispatcher, control, idle):
     expect = frontend.start("rid", ITEMS, 1)
     await dispatcher.started.wait()
     frontend.cancel("rid")
     await idle()
     assert control.told == [("expect", expect), ("cancel", expect.ticket)]
-
-
-async def test_a_request_that_is_cancelled_before_it_began_is_forgotten(frontend, dispatcher, idle):
-    frontend.start("rid", ITEMS, 1)
-    frontend.cancel("rid")
-    await idle()
-    assert not dispatcher.runs
 
 
 async def test_cancelling_what_is_not_live_does_nothing(frontend, dispatcher, control, idle):
@@ -335,21 +320,6 @@ async def test_the_end_of_each_request_is_told_once(frontend, dispatcher, ends, 
         ("cancelled", "RequestCancelledError"),
         ("cancelled later", "RequestCancelledError"),
     ]
-
-
-async def test_even_a_control_channel_that_breaks_is_an_end(
-    frontend, dispatcher, control, ends, idle, caplog
-):
-    async def broken(_ticket, _error):
-        raise OSError("gone")
-
-    control.fail = broken
-    dispatcher.error = UnavailableError("none")
-    dispatcher.go_on.set()
-    frontend.start("rid", ITEMS, 1)
-    await idle()
-    assert ends == [("rid", "EncodeError")]
-    assert "Could not end rid" in caplog.text
 
 
 def key_of(item: EncodeItem) -> bytes:

@@ -92,11 +92,6 @@ async def test_an_unheard_of_room_is_unknown(board, serve, client):
     assert not board._watchers
 
 
-async def test_a_request_whose_layouts_nobody_told_is_unknown(board, serve, client):
-    board.open(ROOM, TTL_S).learnt([None])
-    assert await client.ask("127.0.0.1", await serve(), ROOM) is None
-
-
 async def test_the_deadline_ends_the_question(board, serve):
     board.open(ROOM, TTL_S)
     impatient = LayoutClient("secret", 0.3)
@@ -200,18 +195,3 @@ async def test_cancelling_the_question_ends_it_there(serve, client):
     with pytest.raises(asyncio.CancelledError):
         await question
     await asyncio.wait_for(dropped.wait(), 5)
-
-
-async def test_connections_are_kept(board, serve, client, described):
-    board.open(ROOM, TTL_S).learnt([described()])
-    peers = set()
-    route = LayoutRoute(board, Trust(("secret",)))
-
-    async def handle(request):
-        peers.add(request.transport.get_extra_info("peername"))
-        return await route.handle(request)
-
-    port = await serve(handle)
-    for _ in range(3):
-        await client.ask("[127.0.0.1]", port, ROOM)
-    assert len(peers) == 1

@@ -211,41 +211,6 @@ def test_a_tree_that_promises_what_the_prefill_does_not_find_is_believed_once(wo
     assert world.gate.may_run(request, 0)
 
 
-def test_one_that_was_aborted_when_its_match_was_lost_is_not_brought_back(world):
-    world.tree.length = 2 * STRIDE
-    request = world.request("r")
-    world.scheduler.add(request, retracted=False)
-    world.tree.length = 0
-    world.prefill(request)
-    world.scheduler.remove(request)
-    world.gate.tidy()
-    assert not world.gate.holds("r")
-    assert (world.tree.held, len(world.leader.asked)) == (0, 1)
-
-
-def test_locks_yield_and_are_undone_once(world):
-    world.tree.length = 2 * STRIDE
-    requests = [world.request(f"r{number}") for number in range(3)]
-    for request in requests:
-        world.scheduler.add(request, retracted=False)
-    assert world.tree.held == 3
-    world.gate.let_go()
-    assert world.tree.held == 0
-    for request in requests:
-        assert world.prefill(request), "what was not evicted is still there"
-    world.gate.tidy()
-    assert world.tree.held == 0
-
-
-def test_locks_of_requests_that_were_aborted_in_the_queue_are_undone(world):
-    world.tree.length = 2 * STRIDE
-    request = world.request("r")
-    world.scheduler.add(request, retracted=False)
-    world.scheduler.queue.clear()
-    world.gate.tidy()
-    assert world.tree.held == 0
-
-
 def test_a_failure_ends_the_request_and_what_it_holds(world):
     world.tree.length = STRIDE
     request = world.request("r")

@@ -7,7 +7,6 @@ the rest of these tests.
 import ast
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -88,25 +87,6 @@ def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():
         ).args
     assert [one.arg for one in ours.args] == [one.arg for one in theirs.args]
     assert list(map(ast.unparse, ours.defaults)) == list(map(ast.unparse, theirs.defaults))
-
-
-def test_small_changes_do_what_they_say():
-    module = SimpleNamespace()
-    seams.name_device(module)
-    assert module.get_device_name() == module.get_device_name(0) == "cpu"
-    registered = {}
-    handlers = SimpleNamespace(
-        AttnForwardMethod=SimpleNamespace(MLA="absorbed", MHA="by heads"),
-        AttentionBackendRegistry=SimpleNamespace(register=registered.__setitem__),
-    )
-    seams.absorb_latents(handlers)
-    assert registered.keys() == {"torch_native"}
-    assert registered["torch_native"](object(), object()) == "absorbed"
-    video = SimpleNamespace(_is_cpu_engine=lambda: False, _cuda_backend_enabled=None)
-    seams.decode_on_cpu(video)
-    assert video._is_cpu_engine() and video._cuda_backend_enabled is False
-    seams.leave_frames(video)
-    assert video.is_cpu()
 
 
 def test_a_module_that_moved_does_not_go_unnoticed(monkeypatch, caplog):

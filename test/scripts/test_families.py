@@ -13,7 +13,7 @@ from checkpoints.families import FAMILIES, SPECS, family_of
 from checkpoints.family import AUDIO, IMAGE, VIDEO, Family
 from checkpoints.spec import Rule
 from checkpoints.weights import randomise
-from family_table import DOCS, NOT_MADE, add, modality_of, page
+from family_table import DOCS, NOT_MADE, add, page
 from sglang_epd.families import IN_TREE
 
 
@@ -68,56 +68,12 @@ RESULTS = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_results_are_read_and_told(tmp_path: Path) -> None:
-    file = tmp_path / "results.xml"
-    file.write_text(RESULTS)
-    before = {"one image": {"passed": False}, "one more image": {"passed": True, "distance": 4e-06}}
-    records = {"qwen3_vl": {"parity": {"mooncake": before}}}
-    add(records, file)
-    told = page(records)
-    assert "| Qwen3-VL | image | not run | not run | 2: 4e-06 | 1.5 |" in told
-    assert "| Qwen3-VL | video | not run | not run | **1 of 1 failed** |  |" in told
-    assert "- Qwen3-VL, video and image: because" in told
-    assert "| Qwen2-Audio | `Error: x` |" in told
-    assert "- Qwen2-Audio: sglang " in told
-
-
-def test_a_family_that_never_ran_is_told_with_what_its_file_says() -> None:
-    told = page({})
-    assert "- Qwen3-VL\n" in told
-    dots = next(line for line in told.splitlines() if "Dots3-Note" in line)
-    assert "said to stop at `_require_cuda(): RuntimeError" in dots
-    assert "not yet run" not in page({name: {"versions": {}} for name in FAMILIES})
-
-
-def test_what_failed_leaves_no_figure_of_a_former_run(tmp_path: Path) -> None:
-    file = tmp_path / "results.xml"
-    change = '<property name="change" value="1.5"/></properties>'
-    file.write_text(RESULTS.replace(change, "</properties><failure/>"))
-    records: dict = {
-        "qwen3_vl": {"depends": {"image": 1.5}},
-        "qwen2_audio": {"depends": {"audio": 1.5}, "parity": {"mooncake": {}}},
-    }
-    add(records, file)
-    assert records["qwen3_vl"]["depends"] == {"image": None}
-    assert " | **failed** |\n" in page(records)
-    assert records["qwen2_audio"].keys() == {"stopped", "versions"}
-
-
 def test_a_case_that_could_not_start_has_failed(tmp_path: Path) -> None:
     file = tmp_path / "results.xml"
     file.write_text(RESULTS.replace("<failure", "<error"))
     records: dict = {}
     add(records, file)
     assert records["qwen3_vl"]["parity"]["mooncake"]["one video"] == {"passed": False}
-
-
-@pytest.mark.parametrize(
-    ("case", "modality"),
-    [("two images", IMAGE), ("a sound twice", AUDIO), ("video and image", "mixed")],
-)
-def test_modality_of_a_case(case: str, modality: str) -> None:
-    assert modality_of(case) == modality
 
 
 class Model(nn.Module):

@@ -7,7 +7,6 @@ import json
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from jinja2.exceptions import TemplateError
 from PIL import Image
@@ -88,72 +87,6 @@ def test_weights_have_the_names_that_are_published(listener: Subject) -> None:
     file = Path(listener.model.name_or_path) / "model.safetensors"
     with safe_open(file, "pt") as weights:
         assert "language_model.model.embed_tokens.weight" in weights.keys()  # noqa: SIM118
-
-
-def test_prompt_of_several_turns(subject: Subject) -> None:
-    spelled = subject.processor.apply_chat_template(
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "This?"}]},
-            {"role": "assistant", "content": "A cat."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "And "},
-                    {"type": "image"},
-                    {"type": "video"},
-                ],
-            },
-        ],
-        add_generation_prompt=True,
-    )
-    assert spelled == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>This?<|im_end|>\n"
-        "<|im_start|>assistant\nA cat.<|im_end|>\n"
-        "<|im_start|>user\nAnd <|vision_start|><|image_pad|><|vision_end|>"
-        "<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_any_text_survives_the_tokenizer(subject: Subject) -> None:
-    tokenizer = subject.processor.tokenizer
-    text = "Grüße, 世界! 🚀\tx = {1: 'a'}\n\n  café"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_video_reaches_the_model(subject: Subject) -> None:
-    from transformers.video_utils import VideoMetadata
-
-    frames = np.zeros((8, 3, 112, 112), dtype=np.uint8)
-    metadata = VideoMetadata(total_num_frames=8, fps=2.0, frames_indices=list(range(8)))
-    inputs = subject.processor(
-        text="<|vision_start|><|video_pad|><|vision_end|>",
-        videos=[frames],
-        video_metadata=[metadata],
-        return_tensors="pt",
-    )
-    time, height, width = inputs["video_grid_thw"][0].tolist()
-    assert time == 4
-    pads = int((inputs["input_ids"] == subject.processor.video_token_id).sum())
-    assert pads == time * height * width // 4
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "embeddings"),
-    [(28, 28, 1), (32, 32, 1), (28, 336, 12), (448, 448, 256), (1920, 1080, None)],
-)
-def test_sizes_are_kept_up_to_the_limit(
-    subject: Subject, width: int, height: int, embeddings: int | None
-) -> None:
-    inputs = subject.prompt([Image.new("RGB", (width, height))])
-    tokens = int((inputs["input_ids"] == subject.processor.image_token_id).sum())
-    unit = 2 * subject.processor.image_processor.patch_size
-    if embeddings is None:
-        assert 1150 <= tokens <= 1280
-    else:
-        assert tokens == embeddings or tokens == round(width / unit) * round(height / unit)
 
 
 @pytest.mark.parametrize("name", TINY)

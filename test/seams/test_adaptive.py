@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     MediaError,
-    MediaForbiddenError,
     NamespaceError,
     OverloadedError,
     RequestCancelledError,
@@ -183,19 +181,6 @@ async def build(views, monkeypatch):
     return run
 
 
-async def test_what_is_worth_it_goes_to_encoders(build):
-    manager = build()
-    prompt = Prompt(images=["1000", "1000"])
-    manager.dispatch(prompt)
-    assert prompt.need_wait_for_mm_inputs is True
-    asyncio.get_running_loop().call_later(0.05, manager.frontend.on_end, "rid", None)
-    tokenized = await manager.tokenize(prompt)
-    assert tokenized.prompt.image_data == [b"1000", b"1000"], "as the user sent them"
-    assert not manager.images.read_items
-    assert manager.counted() == {("remote", "cost"): 1}
-    assert not manager.seam._running
-
-
 async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     manager = build(min_patches=100.0)
     manager.places = 2
@@ -209,17 +194,6 @@ async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     assert keys == [bytes(32), bytes([1]) * 32]
     assert tokenized.mm_inputs.padded_input_ids is None, "a prompt of the old names"
     assert manager.counted() == {("local", "small"): 1}
-
-
-async def test_content_hashes_are_not_left_to_be_compared_with_pixels(build):
-    manager = build(min_patches=100.0)
-    right = f"sha256:{hashlib.sha256(b'10').hexdigest()}"
-    prompt = Prompt(images=["10"], mm_content_hashes=[right])
-    manager.dispatch(prompt)
-    await manager.tokenize(prompt)
-    assert prompt.mm_content_hashes is None
-    with pytest.raises(ValueError, match="image 1 of 1: the content hash does not match"):
-        manager.dispatch(Prompt(images=["20"], mm_content_hashes=[right]))
 
 
 async def test_a_batch_goes_one_way(build):
@@ -237,13 +211,6 @@ async def test_a_batch_goes_one_way(build):
     for rid in "ac":
         manager.frontend.on_end(rid, None)
     await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
-
-
-async def test_text_is_left_alone(build):
-    manager = build()
-    prompt = Prompt(images=[])
-    assert (await manager.tokenize(prompt)).prompt is prompt
-    assert not manager.counted()
 
 
 @pytest.mark.parametrize("media", [{"video_data": [b"9"]}, {"audio_data": [b"9"]}])
@@ -375,33 +342,6 @@ async def test_it_can_be_cancelled_while_it_waits(build):
     assert manager.frontend.cancelled == ["rid"]
 
 
-@pytest.mark.parametrize(
-    ("error", "stream", "status"),
-    [
-        (MediaForbiddenError("image 1 of 1: no"), False, 403),
-        (MediaForbiddenError("image 1 of 1: no"), True, 400),
-        (MediaError("image 1 of 1: no"), False, 400),
-    ],
-)
-async def test_what_is_wrong_with_an_image_is_said_as_ever(build, error, stream, status):
-    manager = build(encode=False)
-    manager.images.error = error
-    prompt = Prompt(stream=stream)
-    manager.dispatch(prompt)
-    # SGLang answers a ValueError with 400, in a stream, too.
-    kind = ValueError if status == 400 else HTTPException
-    with pytest.raises(kind, match="image 1 of 1: no") as raised:
-        await manager.tokenize(prompt)
-    assert getattr(raised.value, "status_code", 400) == status
-
-
-async def test_media_that_cannot_be_planned_are_the_users_fault(build):
-    manager = build()
-    with pytest.raises(ValueError, match="image 1 of 1"):
-        manager.dispatch(Prompt(image_data=["not base64!"]))
-    assert not manager.counted()
-
-
 async def test_a_prompt_with_fewer_placeholders_is_the_users_fault(build):
     """SGLang would answer as if the image were not there."""
     manager = build(encode=False)
@@ -410,17 +350,6 @@ async def test_a_prompt_with_fewer_placeholders_is_the_users_fault(build):
     manager.dispatch(prompt)
     with pytest.raises(ValueError, match="placeholders do not match"):
         await manager.tokenize(prompt)
-
-
-async def test_who_names_encoders_gets_them_if_they_can_be_asked(build, views):
-    manager = build(chosen=(URL,), min_patches=1e9)
-    prompt = Prompt()
-    manager.dispatch(prompt)
-    assert prompt.need_wait_for_mm_inputs is True
-    views.append(View("http://other:1", State.READY, rate=1e9))
-    views[0] = View(URL, State.SUSPECT)
-    manager.dispatch(Prompt())
-    assert manager.counted() == {("remote", "chosen"): 1, ("local", "no_encoder"): 1}
 
 
 async def test_a_change_is_logged_once(build, views, caplog):

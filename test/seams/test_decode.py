@@ -10,11 +10,7 @@ from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 
 from sglang_epd.errors import (
-    EncodeError,
     MediaError,
-    MediaTooLargeError,
-    RequestCancelledError,
-    UnavailableError,
 )
 from sglang_epd.language.layout_route import authorization
 from sglang_epd.observability.language import DecodeMetrics
@@ -126,20 +122,6 @@ def counted(registry):
     return value
 
 
-async def test_a_prompt_is_laid_out_by_what_its_prefill_knows(process, prefill, counted):
-    output = await process(Request())
-    assert prefill.asked == [("prefill", 8998, 7)]
-    assert output.input_ids == [1, 2]
-    (item,) = output.mm_items
-    assert (item.identity, item.precomputed_embeddings) == (IMAGE.key, None)
-    assert counted("known") == 1
-
-
-async def test_a_bootstrap_port_that_is_not_said_is_the_servers_own(process, prefill):
-    await process(Request(bootstrap_port=None))
-    assert prefill.asked == [("prefill", 1234, 7)]
-
-
 async def test_what_the_prefill_does_not_know_sglang_finds_out(process, prefill, counted):
     prefill.answer = None
     assert await process(Request()) == "own"
@@ -172,28 +154,6 @@ async def test_a_prompt_that_does_not_match_its_media_is_refused(process, counte
     assert refused.value.status_code == 400
     assert "placeholders do not match" in refused.value.detail
     assert counted("failed") == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (MediaTooLargeError("x"), 413),
-        (UnavailableError("x"), 503),
-        (EncodeError("x"), 500),
-        (RequestCancelledError("x"), 400),
-    ],
-)
-async def test_a_request_that_failed_at_its_prefill_fails_here(process, prefill, error, status):
-    prefill.answer = error
-    with pytest.raises(HTTPException) as refused:
-        await process(Request())
-    assert (refused.value.status_code, refused.value.detail) == (status, "x")
-
-
-async def test_a_stream_fails_as_sglangs_streams_do(process, prefill):
-    prefill.answer = MediaTooLargeError("too large")
-    with pytest.raises(ValueError, match="too large"):
-        await process(Request(stream=True))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_epd.seams import prefix
-from sglang_epd.seams.prefix import RadixTree, SchedulerQueue, release_sent
+from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
 
 
 @dataclass
@@ -45,15 +45,6 @@ def gate(monkeypatch):
 
 def request(rid: str = "r", **more: Any) -> SimpleNamespace:
     return SimpleNamespace(rid=rid, prefix_len=7, **more)
-
-
-@pytest.mark.parametrize("passes", [True, False])
-def test_a_request_is_queued_if_the_gate_lets_it_pass(gate, passes):
-    gate.passes = passes
-    queued = []
-    prefix.add_request(lambda *args: queued.append(args), "scheduler", request(), True)
-    assert gate.told == [("admit", "r", True)]
-    assert [args[2] for args in queued] == [True] * passes
 
 
 def test_a_request_that_lost_its_match_is_passed_over(sglang, gate):
@@ -99,23 +90,6 @@ def test_nobody_is_retracted_for_the_sake_of_a_lock(gate, answers, locks, asked,
     assert prefix.check_memory(original, "batch", selected_indices=[1]) is enough
     assert calls == [[1]] * asked
     assert (("let_go",) in gate.told) == (asked == 2)
-
-
-def test_nothing_is_locked_when_the_tree_is_emptied(gate):
-    def original(scheduler: Any, empty_cache: bool = True) -> bool:
-        assert gate.told == [("let_go",)]
-        return True
-
-    assert prefix.flush(original, "scheduler", empty_cache=False)
-
-
-def test_a_scheduler_without_a_gate_is_as_sglang_has_it(monkeypatch):
-    monkeypatch.setattr(prefix.Installed, "gate", None)
-    seen = []
-    prefix.add_request(lambda *args: seen.append(args), "scheduler", "req", True)
-    assert seen == [("scheduler", "req", True)]
-    for hook in (prefix.add_one, prefix.check_memory, prefix.flush):
-        assert hook(lambda *args, **options: (args, options), 1, 2, a=3) == ((1, 2), {"a": 3})
 
 
 class FakeCache:
@@ -208,84 +182,9 @@ def queue(scheduler, gate):
     return queue
 
 
-def test_requests_come_back_the_way_they_came(scheduler, queue, gate):
-    queue.add(request(), retracted=True)
-    assert scheduler.calls == [("add", "r", True)]
-    bootstrapped = request("p", disagg_kv_sender="sender")
-    queue.add(bootstrapped, retracted=False)
-    assert scheduler.waiting_queue == [bootstrapped]
-    gate.passes = False
-    queue.add(request("q", disagg_kv_sender="sender"), retracted=False)
-    assert scheduler.waiting_queue == [bootstrapped]
-    assert scheduler.calls == [("add", "r", True)], "its decode server is waiting already"
-
-
 def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):
     one, twin = request("one"), request("one")
     scheduler.waiting_queue = [twin, one]
     assert queue.remove(one)
     assert scheduler.waiting_queue[0] is twin
     assert not queue.remove(one)
-
-
-def test_those_that_wait_to_be_bootstrapped_wait_too(scheduler, queue):
-    scheduler.waiting_queue = [request("one")]
-    assert set(queue.waiting()) == {"one"}
-    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[request("two")])
-    assert set(queue.waiting()) == {"one", "two"}
-
-
-def test_what_a_failed_request_holds_is_given_back(scheduler, queue):
-    queue.discard(request("one"))
-    queue.discard(request("two", disagg_kv_sender="sender"))
-    assert scheduler.calls == [
-        ("release", "one"),
-        ("release", "two"),
-        ("release sender", "two"),
-    ]
-
-
-@pytest.fixture
-def inputs(sglang, hooked, monkeypatch):
-    """Makes SGLang's inputs of a request with two items, in a language server's scheduler."""
-    hooked("MultimodalInputs.release_features")
-    monkeypatch.setattr(prefix.Installed, "gate", object())
-    batch = sglang("managers.schedule_batch")
-
-    def make():
-        made = batch.MultimodalInputs(mm_items=[])
-        for _ in range(2):
-            item = batch.MultimodalDataItem(modality=batch.Modality.IMAGE)
-            item.feature = item.precomputed_embeddings = object()
-            made.mm_items.append(item)
-        return made
-
-    return make
-
-
-def held(inputs) -> int:
-    return sum(item.precomputed_embeddings is not None for item in inputs.mm_items)
-
-
-def test_they_go_with_the_features(inputs):
-    one = inputs()
-    one.release_features()
-    assert held(one) == 0
-
-
-def test_another_server_keeps_them(inputs, monkeypatch):
-    monkeypatch.setattr(prefix.Installed, "gate", None)
-    one = inputs()
-    release_sent([SimpleNamespace(multimodal_inputs=one, session=None)], None)
-    assert all(item.feature is not None for item in one.mm_items)
-    one.release_features()
-    assert held(one) == 2
-
-
-def test_a_prefill_server_drops_what_it_has_sent_but_not_a_sessions(inputs):
-    sent = SimpleNamespace(multimodal_inputs=inputs(), session=None)
-    kept = SimpleNamespace(multimodal_inputs=inputs(), session=object())
-    text = SimpleNamespace(multimodal_inputs=None, session=None)
-    release_sent([sent, kept, text], None, rids_to_check=None)
-    assert held(sent.multimodal_inputs) == 0
-    assert held(kept.multimodal_inputs) == 2

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
-from sglang_epd.machine import share_mb
 from sglang_epd.observability import language
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
@@ -46,10 +44,6 @@ def places(**widths: int) -> list[Ranks]:
     ]
 
 
-def test_a_single_scheduler_leads_itself():
-    assert ranks(parallel()) == Ranks(0, 1, leads=True, first_in_group=0, group=1)
-
-
 LAYOUTS = {
     "tp": ({"tp_size": 4}, [(0, 4)]),
     "dp": ({"dp_size": 3}, [(0, 1), (1, 1), (2, 1)]),
@@ -80,12 +74,6 @@ def test_each_group_has_one_leader_which_claims_for_all_of_it(widths, groups):
 
 def test_without_a_data_parallel_controller_there_is_no_replica_number():
     assert ranks(parallel(1, None, tp_size=2)) == ranks(parallel(1, 0, tp_size=2))
-
-
-def test_the_replica_number_does_not_count_twice_under_dp_attention():
-    """There the controller numbers the groups inside the one replica."""
-    counted = ranks(parallel(3, 1, tp_size=4, attn_dp_size=2))
-    assert counted == ranks(parallel(3, None, tp_size=4, attn_dp_size=2))
 
 
 def test_the_places_are_those_that_sglang_gives(sglang):
@@ -170,24 +158,6 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     }
 
 
-def test_without_settings_the_defaults_hold(start, monkeypatch):
-    for name in ("RECEIVE_BUDGET_MB", "EMBEDDING_CACHE_MB", "GRANT_TIMEOUT_S"):
-        monkeypatch.delenv(f"SGLANG_EPD_{name}", raising=False)
-    made = start()
-    assert made.options["budget_bytes"] == share_mb() << 20
-    assert made.options["cache_bytes"] == made.options["budget_bytes"] // 2
-    assert made.options["grant_ttl_s"] == Settings().grant_timeout_s
-
-
-@pytest.mark.parametrize(("kept", "expected"), [(None, 4), ("0", 0), ("9", 9)])
-def test_half_of_the_budget_is_for_what_may_come_again(start, monkeypatch, kept, expected):
-    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "8")
-    monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
-    if kept is not None:
-        monkeypatch.setenv("SGLANG_EPD_EMBEDDING_CACHE_MB", kept)
-    assert start().options["cache_bytes"] == expected << 20
-
-
 def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "8")
     monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
@@ -198,10 +168,6 @@ def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplo
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "SGLANG_EMBEDDING_POOL_SIZE_MB (instead: SGLANG_EPD_RECEIVE" in warning.message
     assert "--trust-mm-content-hashes" in warning.message
-
-
-def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
-    assert type(start(enable_metrics=True).options["tally"]) is language.PrometheusTally
 
 
 def has_mooncake(monkeypatch, sglang, engine: object) -> None:

@@ -82,22 +82,6 @@ def test_a_rank_that_takes_nothing_in_says_so_still(seam, follower):
     assert pull(seam, []) == []
 
 
-def test_a_rank_that_does_not_lead_waits_for_nothing(follower):
-    assert follower.waiting_list == []
-    requests = [request("w")]
-    assert follower.pass_on(requests) == requests
-    follower.abort_waiting_requests(SimpleNamespace(rid="w", abort_all=False))
-
-
-@pytest.mark.parametrize("which", ["seam", "follower"])
-def test_every_rank_sorts_out_what_was_broadcast(which, request):
-    seam = request.getfixturevalue(which)
-    good, bad = SimpleNamespace(rid="good"), SimpleNamespace(rid="bad")
-    ready, failed = seam.process_waiting_requests([bad, good])
-    assert ready == [good]
-    assert failed == [("abort bad", "no", HTTPStatus.BAD_REQUEST)]
-
-
 @pytest.mark.parametrize(
     ("rid", "abort_all", "abandoned"),
     [("a", False, ["a", "ab"]), ("b", False, ["b"]), ("", True, ["a", "ab", "b"])],
@@ -106,7 +90,3 @@ def test_an_abort_gives_up_the_requests_that_it_names(seam, leader, rid, abort_a
     leader.waiting = [request("a"), request("ab"), request("b")]
     seam.abort_waiting_requests(SimpleNamespace(rid=rid, abort_all=abort_all))
     assert leader.abandoned == abandoned
-
-
-def test_an_idle_scheduler_is_woken():
-    assert SchedulerSeam.wakes_idle_scheduler

@@ -19,9 +19,8 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from sglang_epd.language import manifest, reading
+from sglang_epd.language import reading
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.language.planner import plan
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
@@ -122,15 +121,6 @@ async def seam(frontend, collector, monkeypatch):
     return seam
 
 
-def test_a_request_carries_its_manifest_to_the_scheduler(seam, frontend):
-    request = Request(images=[b"1", b"2"])
-    assert seam.send_encode_request(request) is None
-    assert frontend.started == [("rid", [b"1", b"2"], 1)]
-    assert request.need_wait_for_mm_inputs is True
-    expect = manifest.read_expect(request.encoder_urls, rundir.secret())
-    assert expect == Expect("ticket of rid", 2, 1, 60.0)
-
-
 async def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     request = Request(images=[b"1", b"2"])
     live = {"rid": SimpleNamespace(obj=request)}
@@ -142,11 +132,6 @@ async def test_items_are_sent_for_again_while_their_request_is_live(seam, fronte
     with pytest.raises(RequestCancelledError):
         await seam.send_again("rid", expect)
     assert len(frontend.sent_again) == 1
-
-
-def test_each_sample_and_the_warm_up_wait_for_the_items(seam, frontend):
-    seam.send_encode_request(Request(images=[b"1"], parallel_sample_num=3))
-    assert frontend.started[0][2] == 4
 
 
 def test_each_prompt_of_a_batch_is_a_request(seam, frontend):
@@ -285,28 +270,6 @@ async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(sea
     assert [data for _, (data,), _ in frontend.sent_again] == [request.image_data[0]]
 
 
-def test_what_was_planned_for_a_decision_is_not_planned_again(frontend, collector, monkeypatch):
-    monkeypatch.setenv("SGLANG_EPD_RUN_ID", "")
-    monkeypatch.setenv("SGLANG_EPD_RUN_SECRET", "")
-    rundir.draw_run_id()
-    plans = []
-    seam = TokenizerSeam(frontend, collector, 60.0, plan=lambda prompt: plans.append(prompt) or [])
-    decided = plan(Request(images=[b"1"]))
-    seam.adaptive = SimpleNamespace(planned={"rid": decided}.get)
-    seam.send_encode_request(Request(images=[b"1"]))
-    assert (plans, frontend.started) == ([], [("rid", [b"1"], 1)])
-    seam.send_encode_request(Request("other", [b"1"]))
-    assert len(plans) == 1
-
-
-def test_an_aborted_request_is_cancelled_at_the_encoders(seam, frontend):
-    seam.cancel("rid")
-    seam.cancel(rid="rid2")
-    seam.cancel("")
-    seam.cancel(abort_all=True)
-    assert frontend.cancelled == ["rid", "rid2", "all of them"]
-
-
 def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     seam, frontend, hooked, sglang
 ):
@@ -437,14 +400,6 @@ async def test_an_error_is_answered_with_its_status(receive, collector, kind, st
     with pytest.raises(HTTPException) as raised:
         await receive(Request(images=[b"1"]))
     assert (raised.value.status_code, raised.value.detail) == (status, "what went wrong")
-
-
-async def test_media_that_cannot_be_read_are_the_users_fault(receive, frontend):
-    with pytest.raises(HTTPException) as raised:
-        await receive(Request(images=["not base64!"]))
-    assert raised.value.status_code == 400
-    assert "image 1 of 1" in raised.value.detail
-    assert not frontend.started
 
 
 async def test_the_tokenizers_items_have_rooms_too(receive, seam, frontend, collector):

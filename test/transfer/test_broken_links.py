@@ -14,7 +14,7 @@ import torch
 
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from sglang_epd.transfer.sender import GrantLostError, Sender
 from sglang_epd.wire import messages as wire
 from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler
 from transfer.links import Link
@@ -148,44 +148,6 @@ async def test_an_encoder_that_writes_keeps_its_memory_when_it_is_asked(
         await sender.close()
 
 
-async def test_a_large_payload_is_sent_again_from_its_beginning(start_receiver, connect_scheduler):
-    receiver = start_receiver(budget_bytes=16 << 20)
-    scheduler = await asyncio.to_thread(connect_scheduler)
-    scheduler.expecting()
-    embedding = torch.randn(1 << 18, 8)
-    layout = wire.Layout("IMAGE", wire.TensorSpec("float32", tuple(embedding.shape)), [])
-    offer = wire.Offer("t", 0, KEY, layout, embedding.nbytes)
-    sender, link = Sender(share_memory=False, checksum=True, dead_s=DEAD_S), Link(receiver.endpoint)
-    try:
-        async with sender.offer(link.endpoint, offer) as offered:
-            decision = await offered.decided
-            link.cut_in(5 << 20)
-            with pytest.raises(GrantLostError):
-                await sender.deliver(link.endpoint, decision, embedding, PATIENCE_S)
-        async with sender.offer(link.endpoint, offer) as offered:
-            decision = await asyncio.wait_for(offered.decided, PATIENCE_S)
-            assert isinstance(decision, Granted)
-            way = await sender.deliver(link.endpoint, decision, embedding, PATIENCE_S)
-    finally:
-        await sender.close()
-        link.close()
-    assert way == "inline"
-    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], embedding)
-
-
-async def test_a_link_that_freezes_is_left_and_what_it_lets_go_late_does_no_harm(
-    receiver, link, sender, scheduler
-):
-    scheduler.expecting()
-    link.freeze()
-    asking = asyncio.create_task(encoded(sender, link.endpoint))
-    await asyncio.sleep(3 * DEAD_S)
-    link.thaw()
-    assert await asking in {"inline", "shared", "duplicate"}
-    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
-    await nothing_held(receiver)
-
-
 async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
     receiver, link, sender, scheduler
 ):
@@ -245,14 +207,3 @@ async def test_a_receiver_that_stands_still_for_longer_than_its_connections_live
         await soon(lambda: not process.state()["held"])
         assert not process.state()["quarantined"]
         scheduler.close()
-
-
-async def test_a_break_before_each_item_loses_none(receiver, link, sender, scheduler):
-    for number in range(20):
-        scheduler.expecting(f"r{number}", f"t{number}")
-        link.cut()
-        outcome = await asyncio.wait_for(encode(sender, link.endpoint, f"t{number}"), PATIENCE_S)
-        assert outcome in {"inline", "shared", "duplicate"}
-    settled = await asyncio.to_thread(scheduler.settle, 20)
-    assert not any(one.code for one in settled)
-    assert len(receiver._ledger) == 0

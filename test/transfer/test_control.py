@@ -56,19 +56,9 @@ async def until_free(receiver) -> None:
     await asyncio.to_thread(until, lambda: not receiver._reservations.held_bytes)
 
 
-async def test_the_endpoint_is_the_receivers(receiver, control):
-    assert await control.endpoint(PATIENCE_S) == receiver.endpoint
-
-
 async def test_the_endpoint_is_asked_once(receiver, control):
     first = await asyncio.gather(*(control.endpoint(PATIENCE_S) for _ in range(5)))
     assert {*first, await control.endpoint(0.0)} == {receiver.endpoint}
-
-
-async def test_the_arena_is_mapped_once(receiver, control):
-    arena = await control.arena(PATIENCE_S)
-    assert arena.address == receiver._arena.address
-    assert await control.arena(0.0) is arena
 
 
 async def test_all_who_ask_in_vain_are_told_within_their_own_time(control):

@@ -650,78 +650,6 @@ def test_nothing_comes_back_from_a_final_state():
     assert set(TRANSITIONS) == set(ItemState)
 
 
-def test_items_are_handed_over_in_their_order_and_with_their_identity(ledger):
-    expect = opened(ledger, items=2)
-    ledger.claim("r", claiming("r", expect), 0.0)
-    second, first = deliver(ledger, 1), deliver(ledger, 0)
-    (outcome,) = ledger.take_outcomes()
-    assert [item.offset for item in outcome.items] == [first.offset, second.offset]
-    assert all((item.key, item.layout) == (KEY, LAYOUT) for item in outcome.items)
-    assert ledger.take_outcomes() == []
-
-
-def test_every_sample_of_a_request_gets_the_items(books, ledger):
-    expect = opened(ledger, consumers=3)
-    ledger.claim("warm-up", claiming("warm-up", expect), 0.0)
-    block = deliver(ledger)
-    books.drops[block.slot, 0] += 1  # the warm-up is over before the samples come
-    books.reservations.reclaim(1.0)
-    for name in ("sample 1", "sample 2"):
-        ledger.claim(name, claiming(name, expect), 2.0)
-    outcomes = ledger.take_outcomes()
-    assert [outcome.claimant for outcome in outcomes] == ["warm-up", "sample 1", "sample 2"]
-    assert all(outcome.items == outcomes[0].items for outcome in outcomes)
-    assert len(ledger) == 0
-    assert books.reservations.held_bytes == PAGE
-    books.drops[block.slot, 0] += 2
-    books.reservations.reclaim(3.0)
-    assert books.reservations.held_bytes == 0
-
-
-def test_a_claim_may_overtake_its_expectation(ledger):
-    expect = wire.Expect("t", 1, 1, 10.0)
-    ledger.claim("r", claiming("r", expect), 0.0)
-    ledger.expect(expect, 5.0)
-    deliver(ledger)
-    assert [outcome.error for outcome in ledger.take_outcomes()] == [None]
-
-
-def test_a_late_expectation_does_not_open_an_ended_ticket_again(ledger):
-    expect = opened(ledger)
-    ledger.cancel("t", 0.0)
-    ledger.expect(expect, 1.0)
-    assert len(ledger) == 0
-
-
-def test_word_of_the_end_may_overtake_the_announcement(ledger):
-    ledger.fail("t", EncodeError("no encoder could"), 0.0)
-    expect = opened(ledger)
-    ledger.claim("r", claiming("r", expect), 0.0)
-    assert len(ledger) == 0
-    (outcome,) = ledger.take_outcomes()
-    assert str(outcome.error) == "no encoder could"
-    assert ledger.offer(offer("t", 0), 0.0).reason == wire.DECLINE_CANCELLED
-
-
-def test_the_second_of_two_grants_is_the_good_one(books, ledger):
-    opened(ledger)
-    old, new = granted(ledger), granted(ledger)
-    assert not ledger.fill(wire.Payload("t", 0, old.grant), 0.0)
-    assert ledger.fill(wire.Payload("t", 0, new.grant), 0.0)
-    assert books.reservations.held_bytes == PAGE
-
-
-def test_an_encoder_that_writes_by_itself_keeps_its_memory_until_it_says_so(books, ledger):
-    opened(ledger)
-    old, new = granted(ledger, landing="shared"), granted(ledger, landing="shared")
-    assert old.offset != new.offset
-    assert books.reservations.quarantined == 1
-    assert ledger.granted(wire.Payload("t", 0, old.grant)) is None
-    assert not ledger.fill(wire.Payload("t", 0, old.grant), 0.0)
-    assert books.reservations.quarantined == 0
-    assert ledger.granted(wire.Payload("t", 0, new.grant)) is new
-
-
 def test_an_encoder_that_renews_its_own_offer_is_not_in_its_own_way(books, ledger):
     opened(ledger)
     renewal = wire.Offer("t", 0, KEY, LAYOUT, PAGE, renewal=True)
@@ -733,42 +661,6 @@ def test_an_encoder_that_renews_its_own_offer_is_not_in_its_own_way(books, ledge
     assert ledger.offer(renewal, 0.0, peer=b"one").grant not in (old.grant, new.grant)
     assert books.reservations.in_doubt == [new]
     ledger.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("happened", "reason"),
-    [
-        (lambda ledger: ledger.cancel("t", 0.0), wire.DECLINE_CANCELLED),
-        (lambda ledger: ledger.fail("t", EncodeError("x"), 0.0), wire.DECLINE_CANCELLED),
-        (lambda ledger: ledger.expire(11.0), wire.DECLINE_CANCELLED),
-        (deliver, wire.DECLINE_DUPLICATE),
-    ],
-)
-def test_an_encoder_is_told_why_it_is_declined(ledger, happened, reason):
-    opened(ledger)
-    happened(ledger)
-    assert ledger.offer(offer("t", 0), 0.0) == wire.Decline("t", 0, reason)
-
-
-@pytest.mark.parametrize(
-    ("refused", "reason"),
-    [
-        (offer("another", 0), wire.DECLINE_UNKNOWN),
-        (offer("t", 1), wire.DECLINE_UNKNOWN),
-        (offer("t", 0, PAGES + 1), wire.DECLINE_TOO_LARGE),
-    ],
-)
-def test_what_was_never_asked_for_is_declined(ledger, refused, reason):
-    opened(ledger)
-    assert ledger.offer(refused, 0.0).reason == reason
-
-
-def test_a_request_of_more_than_the_memory_is_declined_at_once(ledger):
-    opened(ledger, items=2)
-    granted(ledger, 0, pages=PAGES // 2)
-    answer = ledger.offer(offer("t", 1, PAGES // 2 + 1), 0.0)
-    assert answer == wire.Decline("t", 1, wire.DECLINE_TOO_LARGE)
-    granted(ledger, 1, pages=PAGES // 2)
 
 
 def test_an_item_offered_again_counts_once(ledger):
@@ -839,17 +731,17 @@ def test_a_request_with_items_to_come_leaves_room_for_others(ledger):
     assert ledger.offer(offer("second", 0, PAGES // 2 + 1), 0.0) == wire.Wait("second", 0)
 
 
-def test_a_grant_that_expires_leaves_the_item_open(books, ledger):
-    opened(ledger)
-    old = granted(ledger)
-    ledger.expire(GRANT_TTL_S - 0.1)
-    assert ledger.granted(wire.Payload("t", 0, old.grant)) is old
-    news = ledger.news
-    ledger.expire(GRANT_TTL_S)
-    assert ledger.news > news
-    assert not ledger.fill(wire.Payload("t", 0, old.grant), GRANT_TTL_S)
-    assert books.reservations.held_bytes == 0
+def test_items_of_a_request_that_has_had_them_are_duplicates(ledger):
+    expect = opened(ledger)
+    ledger.claim("r", claiming("r", expect), 0.0)
     deliver(ledger)
+    assert len(ledger) == 0
+    assert ledger.offer(offer("t", 0), 0.0) == wire.Decline("t", 0, wire.DECLINE_DUPLICATE)
+
+
+def test_no_grant_outlives_its_request(ledger):
+    opened(ledger, ttl_s=1.0)
+    assert granted(ledger).until == 1.0
 
 
 def test_a_revoked_grant_is_news_though_nothing_is_free(ledger):
@@ -859,38 +751,6 @@ def test_a_revoked_grant_is_news_though_nothing_is_free(ledger):
     news = ledger.news
     ledger.expire(GRANT_TTL_S)
     assert ledger.news > news
-
-
-def test_no_grant_outlives_its_request(ledger):
-    opened(ledger, ttl_s=1.0)
-    assert granted(ledger).until == 1.0
-
-
-def test_a_withdrawn_grant_leaves_the_item_open(books, ledger):
-    opened(ledger)
-    block = granted(ledger, landing="shared")
-    assert ledger.withdraw(wire.Withdraw("t", 0, block.grant))
-    assert books.reservations.held_bytes == 0
-    assert not ledger.withdraw(wire.Withdraw("t", 0, block.grant))
-    deliver(ledger)
-
-
-def test_whoever_comes_after_a_failure_is_told_the_same(ledger):
-    expect = opened(ledger, consumers=2)
-    ledger.claim("early", claiming("early", expect), 0.0)
-    ledger.fail("t", EncodeError("no encoder could"), 0.0)
-    for name in ("late", "uninvited"):
-        ledger.claim(name, claiming(name, expect), 1.0)
-    assert [(o.claimant, str(o.error)) for o in ledger.take_outcomes()] == [
-        (name, "no encoder could") for name in ("early", "late", "uninvited")
-    ]
-
-
-def test_a_failure_releases_what_had_been_received(books, ledger):
-    opened(ledger, items=2)
-    deliver(ledger)
-    ledger.fail("t", EncodeError("x"), 0.0)
-    assert books.reservations.held_bytes == 0
 
 
 def test_the_deadline_error_counts_what_is_missing(ledger):
@@ -930,15 +790,6 @@ def test_only_requests_that_miss_something_count_as_expired():
     assert ledger._tally.counts["expired_requests", ""] == 1
 
 
-def test_more_claims_than_announced_are_refused(ledger):
-    expect = opened(ledger)
-    ledger.claim("r", claiming("r", expect), 0.0)
-    ledger.claim("uninvited", claiming("uninvited", expect), 0.0)
-    (refused,) = ledger.take_outcomes()
-    assert refused.claimant == "uninvited"
-    assert isinstance(refused.error, ProtocolError)
-
-
 def test_a_claimant_asks_once(ledger):
     expect = opened(ledger, consumers=2)
     for _ in range(2):
@@ -948,18 +799,6 @@ def test_a_claimant_asks_once(ledger):
     deliver(ledger)
     (taken,) = ledger.take_outcomes()
     assert taken.error is None
-
-
-def test_abandoning_one_sample_leaves_the_others(ledger):
-    expect = opened(ledger, consumers=2)
-    for name in ("a", "b"):
-        ledger.claim(name, claiming(name, expect), 0.0)
-    ledger.abandon("a", 0.0)
-    deliver(ledger)
-    outcomes = {outcome.claimant: outcome.error for outcome in ledger.take_outcomes()}
-    assert isinstance(outcomes["a"], RequestCancelledError)
-    assert outcomes["b"] is None
-    assert len(ledger) == 0
 
 
 def test_only_so_many_ended_tickets_are_remembered():

@@ -67,18 +67,6 @@ def test_nothing_comes_back_from_the_final_state():
     assert not TRANSITIONS[BlockState.FREE]
 
 
-def test_blocks_do_not_overlap_and_numbers_are_not_used_again(memory):
-    blocks = [memory.reservations.grant(PAGE - 1) for _ in range(4)]
-    assert sorted(block.offset for block in blocks) == [0, PAGE, 2 * PAGE, 3 * PAGE]
-    assert len({block.slot for block in blocks}) == 4
-    assert memory.reservations.grant(1) is None
-    memory.reservations.free(blocks[2])
-    again = memory.reservations.grant(1)
-    assert again.offset == blocks[2].offset
-    assert again.grant not in {block.grant for block in blocks}
-    memory.reservations.check_integrity()
-
-
 def test_there_are_as_many_blocks_as_slots():
     memory = Memory(pages=4, slots=2)
     first, _ = memory.reservations.grant(1), memory.reservations.grant(1)
@@ -93,24 +81,6 @@ def test_what_is_freed_is_news(memory):
     assert memory.reservations.freed > before
 
 
-def test_a_revoked_grant_of_a_payload_on_the_channel_is_free_at_once(memory):
-    block = memory.reservations.grant(PAGE)
-    memory.reservations.revoke(block, 0.0)
-    assert memory.reservations.held_bytes == 0
-    assert memory.reservations.quarantined == 0
-
-
-def test_memory_that_an_encoder_may_write_to_is_not_reused(memory):
-    block = memory.shared(nbytes=4 * PAGE)
-    memory.reservations.revoke(block, 10.0)
-    assert memory.reservations.quarantined == 1
-    memory.reservations.reclaim(10.0 + QUARANTINE_S - 0.1)
-    assert memory.reservations.grant(1) is None
-    memory.reservations.check_integrity()
-    memory.reservations.reclaim(10.0 + QUARANTINE_S)
-    assert (memory.reservations.quarantined, memory.reservations.held_bytes) == (0, 0)
-
-
 def test_memory_of_an_encoder_that_is_seen_to_live_is_kept_for_as_long_as_it_does(memory):
     memory.seen = True
     block = memory.shared()
@@ -122,31 +92,12 @@ def test_memory_of_an_encoder_that_is_seen_to_live_is_kept_for_as_long_as_it_doe
     assert block.state is BlockState.FREE
 
 
-def test_quarantine_ends_when_the_encoder_is_gone(memory):
-    one, other = memory.shared(process="one"), memory.shared(process="other")
-    for block in (one, other):
-        memory.reservations.revoke(block, 0.0)
-    memory.dead.add("one")
-    memory.reservations.reclaim(0.0)
-    assert one.state is BlockState.FREE
-    assert other.state is BlockState.QUARANTINED
-
-
 def test_an_encoder_without_a_name_is_given_the_whole_time(memory):
     block = memory.shared(process="")
     memory.dead.add("")
     memory.reservations.revoke(block, 0.0)
     memory.reservations.reclaim(QUARANTINE_S - 1)
     assert block.state is BlockState.QUARANTINED
-
-
-def test_quarantine_ends_when_the_encoder_says_that_it_is_done(memory):
-    block = memory.shared()
-    memory.reservations.revoke(block, 0.0)
-    memory.reservations.settle_late(block.grant, "t")
-    assert memory.reservations.held_bytes == 0
-    memory.reservations.settle_late(block.grant, "t")  # said twice
-    memory.reservations.check_integrity()
 
 
 def test_nobody_ends_the_quarantine_of_anothers_grant(memory):
@@ -164,18 +115,6 @@ def test_a_live_grant_is_not_ended_by_a_late_word(memory):
     assert block.state is BlockState.GRANTED
 
 
-def test_a_block_is_free_when_each_of_its_readers_has_dropped_it(memory):
-    block = memory.filled()
-    memory.reservations.hand(block, 1, 2)
-    memory.reservations.close(block)
-    for reader in (1, 2):
-        memory.reservations.reclaim(0.0)
-        assert block.state is BlockState.HANDED
-        memory.counts[block.slot, reader] += 1
-    memory.reservations.reclaim(0.0)
-    assert block.state is BlockState.FREE
-
-
 def test_a_block_that_somebody_else_may_be_handed_stays(memory):
     block = memory.filled()
     memory.reservations.hand(block, 0, 1)
@@ -189,26 +128,6 @@ def test_a_block_that_somebody_else_may_be_handed_stays(memory):
     memory.counts[block.slot, 0] += 1
     memory.reservations.reclaim(0.0)
     assert block.state is BlockState.FREE
-
-
-def test_a_block_that_nobody_was_handed_is_free_when_it_is_closed(memory):
-    block = memory.filled()
-    memory.reservations.close(block)
-    assert memory.reservations.held_bytes == 0
-
-
-def test_a_slot_counts_from_nothing_when_it_is_used_again():
-    memory = Memory(slots=1)
-    for _ in range(3):
-        block = memory.filled()
-        memory.reservations.hand(block, 0, 1)
-        memory.reservations.close(block)
-        memory.reservations.reclaim(0.0)
-        assert block.state is BlockState.HANDED
-        memory.counts[block.slot, 0] += 1
-        memory.reservations.reclaim(0.0)
-        assert block.state is BlockState.FREE
-    assert len(memory.reservations) == 0
 
 
 @pytest.mark.parametrize("twice", ["free", "fill", "revoke"])

@@ -17,7 +17,7 @@ from sglang_epd.transfer import host
 from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
+from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
 from sglang_epd.wire import messages as wire
 from transfer.conftest import BUDGET, PATIENCE_S, until
 
@@ -148,14 +148,6 @@ async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], embedding)
 
 
-async def test_a_decline_comes_back(receiver, sender):
-    async with sender.offer(receiver.endpoint, offer()) as offered:
-        assert await offered.decided == wire.Decline("t", 0, wire.DECLINE_UNKNOWN)
-        assert not await offered.answered
-        assert offered.granted is None
-        assert not offered.waits
-
-
 async def test_an_offer_that_has_to_wait_says_so_first(receiver, connect, sender, scheduler):
     scheduler.expecting("a", "a")
     scheduler.expecting()
@@ -173,16 +165,6 @@ async def test_an_offer_that_has_to_wait_says_so_first(receiver, connect, sender
         assert not offered.waits
         await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
-
-
-async def test_a_grant_that_nobody_used_is_given_back(receiver, sender, scheduler):
-    scheduler.expecting()
-    async with sender.offer(receiver.endpoint, offer()) as offered:
-        await offered.decided
-        assert receiver._reservations.held_bytes
-    await soon(lambda: not receiver._reservations.held_bytes)
-    assert receiver.tally.counts["withdrawals", ""] == 1
-    assert await deliver(sender, receiver.endpoint) == "shared"
 
 
 async def test_a_sender_that_was_cancelled_while_it_waited_gives_its_grant_back(
@@ -403,14 +385,6 @@ async def test_a_question_about_a_grant_that_nobody_knows_is_answered_and_no_ans
         assert (await offered.decided).message == INLINE
 
 
-async def test_a_declined_offer_gives_nothing_back(sender, router):
-    async with sender.offer(router.endpoint, offer()) as offered:
-        await router.receive()
-        await router.say(wire.Decline("t", 0, "unknown"))
-        await offered.decided
-    assert await router.silent()
-
-
 async def test_what_is_no_answer_is_passed_over(sender, router):
     async with sender.offer(router.endpoint, offer()) as offered:
         await router.receive()
@@ -512,16 +486,6 @@ async def test_a_cancelled_wait_leaves_no_decision(sender, router):
         assert await router.receive() == wire.Withdraw("t", 0, 7)
 
 
-async def test_what_failed_is_neither_granted_nor_waits():
-    offered = Offered()
-    offered.fail(UnavailableError("gone"))
-    offered.answer(INLINE)
-    assert offered.granted is None
-    assert not offered.waits
-    with pytest.raises(UnavailableError):
-        await offered.decided
-
-
 async def test_closing_ends_the_open_questions_at_once(router):
     sender = Sender()
 
@@ -540,15 +504,6 @@ async def test_closing_ends_the_open_questions_at_once(router):
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [UnavailableError] * 3
     assert time.monotonic() - started < 1
-
-
-async def test_a_grant_held_over_the_end_of_the_sender_does_no_harm(router):
-    sender = Sender()
-    async with sender.offer(router.endpoint, offer()) as offered:
-        await router.receive()
-        await router.say(INLINE)
-        await offered.decided
-        await sender.close()
 
 
 async def test_unused_connections_are_closed_and_used_ones_are_not(sender, router, monkeypatch):

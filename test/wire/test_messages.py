@@ -69,23 +69,6 @@ def test_random_bytes_are_refused(body):
 
 
 @given(any_message, st.data())
-def test_a_mutated_frame_is_refused_or_read(message, data):
-    frame = bytearray(wire.encode_message(message))
-    for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.integers(0, len(frame) - 1))
-        kind = data.draw(st.sampled_from(("flip", "cut", "insert")))
-        if kind == "flip":
-            frame[place] = data.draw(st.integers(0, 255))
-        elif kind == "cut":
-            del frame[place : place + data.draw(st.integers(1, 4))]
-        else:
-            frame[place:place] = data.draw(st.binary(min_size=1, max_size=4))
-        if not frame:
-            break
-    refuse_or_decode(bytes(frame))
-
-
-@given(any_message, st.data())
 def test_a_field_of_another_type_is_refused(message, data):
     body = body_of(message)
     field = data.draw(st.sampled_from(sorted(body)))

@@ -3,6 +3,7 @@ that of one server."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import threading
@@ -212,7 +213,8 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
     }
 
     def ask_and_leave(role: str) -> None:
-        with pytest.raises(requests.Timeout):
+        # The decode server may hear that the prefill server was left, and answer before it is.
+        with contextlib.suppress(requests.Timeout):
             requests.post(f"{qwen2_5.urls[role]}/v1/chat/completions", json=body, timeout=1)
 
     with ThreadPoolExecutor(2) as pool:

@@ -116,7 +116,8 @@ def test_urls_that_are_dear_to_read_silence_no_encoder(
         finally:
             done.set()
         probing.result(timeout=60)
-    assert max(waits) < 1.0
+    # Other tests' servers start meanwhile.
+    assert max(waits) < 3.0
     assert _moves(language) == before
     assert _status(qwen2_5)["bytes"] == 0
 

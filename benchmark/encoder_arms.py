@@ -30,7 +30,7 @@ import zmq
 
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.wire import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -424,9 +424,9 @@ class _OurAsker:
 
 def _language_server(pipe: Connection) -> None:
     """Claims the tickets it is told, looks at each embedding where it landed, lets it go."""
-    from sglang_epd.transfer.claims import Claims
+    from sglang_epd.transfer.control import Claims
     from sglang_epd.transfer.receiver import Receiver
-    from sglang_epd.wire import Expect, Settled
+    from sglang_epd.wire.messages import Expect, Settled
 
     control = Path(tempfile.mkdtemp(prefix="sglang-epd-bench-")) / "control"
     receiver = Receiver(HOST, HOST, control, budget_bytes=_BUDGET_BYTES)

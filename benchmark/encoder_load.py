@@ -32,8 +32,7 @@ from pictures import bomb, jpeg, truncated
 from encoder import RESULTS, write
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerError
-from sglang_epd.wire import EncodeReply
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import CONTENT_TYPE, EncodeReply, ErrorReply, decode_body, encode_body
 
 BOUND = 64
 # Nothing here takes longer than its media may; what does is said to hang.

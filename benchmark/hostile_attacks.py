@@ -28,7 +28,7 @@ import aiohttp
 import hostile_media as media
 from hostile_media import data_url, fresh
 
-from sglang_epd.wire import Layout, Offer, TensorSpec, encode_message
+from sglang_epd.wire.messages import Layout, Offer, TensorSpec, encode_message
 
 BYTES_PER_S = 10e6
 REQUESTS_PER_S = 20.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import pickle
 import secrets
 import socket
@@ -34,12 +35,12 @@ import torch
 import zmq
 from pages import machine
 
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, Sender
 from sglang_epd.transfer.writers import RemoteWriter
-from sglang_epd.wire import Expect, Laid, Layout, Offer, Settled, TensorSpec
+from sglang_epd.wire.messages import Expect, Laid, Layout, Offer, Settled, TensorSpec
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -85,7 +86,7 @@ class RawMooncake:
     """One blocking write from registered memory into registered memory."""
 
     def __init__(self, largest: int) -> None:
-        self._engine = MooncakeEngine(HOST, "tcp")
+        self._engine = _mooncake()
         self._child = Child(_mooncake_receiver, largest)
         self._session, self._address = self._child.get()
         self._source = np.zeros(largest, np.uint8)
@@ -128,9 +129,7 @@ class Ours:
         self._landing = landing
         self._child = Child(_our_receiver, largest, landing)
         self._endpoint = self._child.get()
-        remote = (
-            RemoteWriter(MooncakeEngine(HOST, "tcp"), staged=False) if landing == "remote" else None
-        )
+        remote = RemoteWriter(_mooncake()) if landing == "remote" else None
         self._loop = asyncio.new_event_loop()
         self._sender = self._loop.run_until_complete(self._open(remote))
 
@@ -186,8 +185,19 @@ def _socket_receiver(pipe: Connection, largest: int) -> None:
         pipe.send(time.monotonic())
 
 
+def _mooncake() -> MooncakeEngine:
+    """Mooncake over TCP, started as SGLang does."""
+    from mooncake.engine import TransferEngine
+
+    os.environ |= {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "WARNING"}
+    raw = TransferEngine()
+    if code := raw.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
+        raise RuntimeError(f"Mooncake does not start (code {code})")
+    return MooncakeEngine(HOST, raw)
+
+
 def _mooncake_receiver(pipe: Connection, largest: int) -> None:
-    engine = MooncakeEngine(HOST, "tcp")
+    engine = _mooncake()
     target = np.zeros(largest, np.uint8)
     engine.register(target.ctypes.data, largest)
     pipe.send((engine.session, int(target.ctypes.data)))
@@ -214,7 +224,7 @@ def _in_tree_receiver(pipe: Connection, largest: int) -> None:
 
 def _our_receiver(pipe: Connection, largest: int, landing: str) -> None:
     path = Path(tempfile.mkdtemp(prefix="sglang-epd-bench-")) / "control"
-    engine = MooncakeEngine(HOST, "tcp") if landing == "remote" else None
+    engine = _mooncake() if landing == "remote" else None
     receiver = Receiver(HOST, HOST, path, budget_bytes=2 * largest, engine=engine)
     receiver.start()
     claims = Claims(path)

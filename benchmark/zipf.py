@@ -44,8 +44,7 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import Policy, Work, policy, rendezvous
 from sglang_epd.dispatch.pool import Attempt, Pool, Report, Snapshot
-from sglang_epd.wire import Layout
-from sglang_epd.wire.messages import TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 IMAGES = 200
 EXPONENT = 1.1

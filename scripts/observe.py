@@ -54,7 +54,7 @@ from observing.picture import draw
 from sglang_epd.cli.processes import free_port
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs" / "observed"
-_COMMAND = [sys.executable, "-m", "sglang_epd.cli"]
+_COMMAND = [sys.executable, "-m", "sglang_epd.cli.main"]
 _COLUMNS = 118
 _READY_S = 420.0
 _LOAD_S = 30.0

@@ -23,13 +23,15 @@ from typer.core import TyperGroup
 from sglang_epd import config
 from sglang_epd.cli.main import app
 from sglang_epd.config import Settings
-from sglang_epd.observability.decisions import DecisionMetrics, HeaderMetrics
-from sglang_epd.observability.decode import DecodeMetrics
-from sglang_epd.observability.dispatch import PrometheusDispatchTally
-from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.receiver import PrometheusTally
-from sglang_epd.observability.store import StoreMetrics
-from sglang_epd.observability.weights import WEIGHTS_BYTES
+from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
+from sglang_epd.observability.language import (
+    DecisionMetrics,
+    DecodeMetrics,
+    DispatchMetrics,
+    HeaderMetrics,
+    ReceiverMetrics,
+    weights_bytes,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -146,14 +148,12 @@ def metrics() -> dict[str, list[Any]]:
     """The metrics of each kind of server, as the objects that count."""
     encoder, language, decode = EncoderMetrics().registry, CollectorRegistry(), CollectorRegistry()
     StoreMetrics(encoder)
-    PrometheusDispatchTally("", language)
-    DecisionMetrics(language)
-    HeaderMetrics(language)
-    PrometheusTally(language)
+    for metrics in (DispatchMetrics, DecisionMetrics, HeaderMetrics, ReceiverMetrics):
+        metrics(language)
     DecodeMetrics(decode)
     return {
         "Encoders": _metrics_of(encoder),
-        "Language and prefill servers": [*_metrics_of(language), WEIGHTS_BYTES],
+        "Language and prefill servers": [*_metrics_of(language), weights_bytes()],
         "Decode servers": _metrics_of(decode),
     }
 

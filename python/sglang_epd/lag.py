@@ -1,7 +1,7 @@
-"""How late an event loop is: what stops it is not seen by anything that runs in it.
+"""How late an event loop is.
 
 A loop that decodes, hashes or waits for the interpreter's lock answers nobody meanwhile: no
-probe, no offer, no `/health`. A timer that fires late says so afterwards.
+probe, no offer, no `/health`. A timer that fires late shows it afterwards.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS, Checkpoint, Tensor, tensors
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.wire import MAJOR
+from sglang_epd.wire.envelope import MAJOR
 
 logger = logging.getLogger(__name__)
 

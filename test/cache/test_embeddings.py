@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.cache.embeddings import Entry
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 WIDTH_BYTES = 16
 

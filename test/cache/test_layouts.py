@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_epd.cache import LayoutCache
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 
 def layout(rows: int, times: int = 0) -> Layout:

@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from integration.listener import QuietHandler, listening, url_of
-from sglang_epd.cli.checks import machine, software
+from sglang_epd.cli.checks import Finding, Verdict, machine, ok, software
 from sglang_epd.cli.checks.checkpoint import checkpoint
-from sglang_epd.cli.checks.finding import Finding, Verdict, ok
 from sglang_epd.cli.checks.servers import _namespaces, servers
 from sglang_epd.cli.main import app
 from sglang_epd.cli.probes import target
@@ -223,8 +222,8 @@ def test_a_model_of_the_hubs_cache(tmp_path, folder):
 def of_hub(model: str, cache: Path, offline: str) -> list[dict[str, str]]:
     """What is found of a model, in a process that reads the hub's settings anew."""
     code = "import json, sys; from sglang_epd.cli.checks.checkpoint import checkpoint;"
-    code += "from sglang_epd.cli.doctor import _as_json;"
-    code += f"print(json.dumps([_as_json(found) for found in checkpoint({model!r})]))"
+    code += "from dataclasses import asdict;"
+    code += f"print(json.dumps([asdict(found) for found in checkpoint({model!r})]))"
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": offline}
     told = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,8 +10,14 @@ from aiohttp import web
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.errors import EpdError
-from sglang_epd.wire import EncodeReply, EncodeRequest, ItemOutcome
-from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import (
+    EncodeReply,
+    EncodeRequest,
+    ErrorReply,
+    ItemOutcome,
+    decode_body,
+    encode_body,
+)
 
 Answer = Callable[[EncodeRequest], Awaitable[web.Response]]
 

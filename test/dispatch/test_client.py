@@ -19,8 +19,16 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.trust import Trust
-from sglang_epd.wire import MAJOR, EncodeItem, EncodeReply, EncodeRequest, ItemOutcome, ReplyTo
-from sglang_epd.wire.http import CONTENT_TYPE, encode_body
+from sglang_epd.wire.envelope import MAJOR
+from sglang_epd.wire.http import (
+    CONTENT_TYPE,
+    EncodeItem,
+    EncodeReply,
+    EncodeRequest,
+    ItemOutcome,
+    ReplyTo,
+    encode_body,
+)
 
 
 def asking(ttl_s: float = 5.0, items: int = 1) -> EncodeRequest:

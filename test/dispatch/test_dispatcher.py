@@ -23,21 +23,22 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
-from sglang_epd.wire import (
+from sglang_epd.wire.http import (
     EncodeItem,
     EncodeReply,
+    ErrorReply,
     ItemLayout,
     ItemOutcome,
-    Layout,
     ReplyTo,
-    TensorSpec,
+    encode_body,
 )
-from sglang_epd.wire.http import ErrorReply, encode_body
 from sglang_epd.wire.messages import (
     DECLINE_CANCELLED,
     DECLINE_DUPLICATE,
     DECLINE_TOO_LARGE,
     DECLINE_UNKNOWN,
+    Layout,
+    TensorSpec,
 )
 
 REPLY_TO = ReplyTo("tcp://127.0.0.1:1", "the-secret-ticket")

@@ -12,7 +12,7 @@ from sglang_epd.dispatch.policies import Work
 from sglang_epd.dispatch.pool import Pool, Report
 from sglang_epd.errors import EncodeError, EpdError, MediaError
 from sglang_epd.spans import OFF
-from sglang_epd.wire import EncodeItem, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import EncodeItem, ItemOutcome, ReplyTo
 from spans import is_part_of, said
 
 

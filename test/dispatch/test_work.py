@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from media.samples import encoded, picture
 from sglang_epd.dispatch.work import Costs, describe
-from sglang_epd.wire import EncodeItem, ItemLayout, Layout
-from sglang_epd.wire.messages import TensorSpec
+from sglang_epd.wire.http import EncodeItem, ItemLayout
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 URL = "https://example.org/a.jpg"
 

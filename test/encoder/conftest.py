@@ -23,19 +23,8 @@ from sglang_epd.media import FetchedMedia, MediaFetcher, MediaLimits, MediaSourc
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
-from sglang_epd.wire import (
-    Decline,
-    EncodeItem,
-    EncodeReply,
-    EncodeRequest,
-    Grant,
-    Inline,
-    Layout,
-    Offer,
-    ReplyTo,
-    TensorSpec,
-    Wait,
-)
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
+from sglang_epd.wire.messages import Decline, Grant, Inline, Layout, Offer, TensorSpec, Wait
 
 NAMESPACE = "Model/float32/0123456789abcdef"
 ROWS, WIDTH = 3, 4
@@ -238,7 +227,7 @@ def capacity() -> int:
 
 @pytest.fixture
 def cache(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache:
-    return EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
+    return EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from sglang_epd.families import Family
 from sglang_epd.families.expansion import EXPANSION, read
 from sglang_epd.families.proof import adapt
 from sglang_epd.media import MediaLimits
-from sglang_epd.wire import Layout, TensorSpec
 from sglang_epd.wire.http import decode_body, encode_body
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 
 def png(width: int, height: int) -> bytes:

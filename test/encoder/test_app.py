@@ -29,8 +29,8 @@ from sglang_epd.errors import (
 from sglang_epd.media import MediaSource
 from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
-from sglang_epd.wire import MAJOR, EncodeReply, seal
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+from sglang_epd.wire.envelope import MAJOR, seal
+from sglang_epd.wire.http import CONTENT_TYPE, EncodeReply, ErrorReply, decode_body, encode_body
 from spans import said
 
 PATIENCE_S = 5.0

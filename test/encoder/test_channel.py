@@ -5,7 +5,7 @@ import torch
 
 from sglang_epd.encoder.channel import read_tensor, write_tensor
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import TensorSpec
+from sglang_epd.wire.messages import TensorSpec
 
 
 def test_a_file_of_another_size_is_refused():

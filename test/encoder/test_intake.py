@@ -15,7 +15,7 @@ from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.intake import Intake
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.media import FetchingThread, MediaFetcher, MediaLimits
-from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo
+from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 
 MIB = 1 << 20
 BOUND = 8

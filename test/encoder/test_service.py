@@ -18,8 +18,7 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
-from sglang_epd.wire import Decline, Wait
-from sglang_epd.wire.messages import DECLINE_CANCELLED, DECLINE_DUPLICATE, KEY_BYTES
+from sglang_epd.wire.messages import DECLINE_CANCELLED, DECLINE_DUPLICATE, KEY_BYTES, Decline, Wait
 
 WAIT = Wait("the-secret-ticket", 0)
 DECLINE = Decline("the-secret-ticket", 1, DECLINE_CANCELLED)

@@ -14,7 +14,7 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
-from sglang_epd.wire import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
 from store.fakes import Counts, FakeBackend, written
 
 NAMESPACE = "Model/float32/0123456789abcdef"

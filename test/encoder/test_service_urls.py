@@ -12,7 +12,8 @@ from aiohttp import web
 from encoder.site import BODY, Site
 from sglang_epd.encoder import computations as module
 from sglang_epd.errors import OverloadedError
-from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo, Wait
+from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
+from sglang_epd.wire.messages import Wait
 
 PATIENCE_S = 5.0
 NAMESPACE = "Model/float32/0123456789abcdef"

@@ -8,8 +8,7 @@ import pytest
 
 from sglang_epd import spans
 from sglang_epd.errors import MediaError, NamespaceError
-from sglang_epd.wire import Decline
-from sglang_epd.wire.messages import DECLINE_CANCELLED
+from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline
 from spans import is_part_of, said
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

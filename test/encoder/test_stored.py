@@ -18,7 +18,7 @@ from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.errors import MediaError, UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 from store.fakes import Counts, FakeBackend, written
 
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (1, WIDTH)), [[1, 1, 1]])

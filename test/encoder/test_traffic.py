@@ -22,18 +22,8 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
 from sglang_epd.media import FetchedMedia, MediaSource, RoomFor, digest
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
-from sglang_epd.wire import (
-    Decline,
-    EncodeItem,
-    EncodeRequest,
-    Grant,
-    Inline,
-    ItemOutcome,
-    Offer,
-    ReplyTo,
-    Wait,
-)
-from sglang_epd.wire.messages import DECLINE_CANCELLED
+from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
+from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline, Grant, Inline, Offer, Wait
 
 REQUESTS = 300
 MEDIA = [b"%c%d" % (97 + n % 3, n) for n in range(60)]

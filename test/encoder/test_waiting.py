@@ -13,11 +13,12 @@ import torch
 
 from sglang_epd.errors import EncodeError
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Offered, Sender
-from sglang_epd.wire import Expect, Offer, ReplyTo, Settled
+from sglang_epd.wire.http import ReplyTo
+from sglang_epd.wire.messages import Expect, Offer, Settled
 
 PATIENCE_S = 5.0
 

@@ -23,7 +23,7 @@ import torch
 from sglang_epd.encoder.tower import TowerLostError
 from sglang_epd.encoder.workers import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.wire import TensorSpec
+from sglang_epd.wire.messages import TensorSpec
 
 HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

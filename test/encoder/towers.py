@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_epd.encoder.tower import Prepared, TowerLostError
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 WIDTH = 4
 ROW_BYTES = 4 * WIDTH

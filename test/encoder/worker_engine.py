@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -80,7 +80,8 @@ def equal(ours: Any, theirs: Any) -> bool:
 def compare(adapter: Any, prepare: Any, case: tuple[str, list[int], list[int]]) -> dict[str, Any]:
     from sglang.srt.managers.schedule_batch import Modality
 
-    from sglang_epd.language.assembly import ReceivedItem, assemble
+    from sglang_epd.language.assembly import assemble
+    from sglang_epd.transfer.arena import ReceivedItem
 
     text, shown, told = case
     images = [pictures()[number] for number in shown]

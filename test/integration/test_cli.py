@@ -23,7 +23,7 @@ from integration.topology import START_TIMEOUT_S, Machine, checkpoint
 from sglang_epd.cli.processes import free_port
 
 pytestmark = pytest.mark.extended
-COMMAND = [sys.executable, "-m", "sglang_epd.cli"]
+COMMAND = [sys.executable, "-m", "sglang_epd.cli.main"]
 # An encoder that was killed, while it is started again.
 AWAY = ("down", "starting")
 ROLES = ["encoder", "encoder", "prefill", "decode", "router"]

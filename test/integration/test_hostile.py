@@ -16,7 +16,7 @@ from integration.client import Client, data_url, image_part, text_part, user
 from integration.hostile import dear_to_read, flood_the_payload_port
 from integration.topology import Topology
 from sglang_epd.language import manifest
-from sglang_epd.wire import Expect
+from sglang_epd.wire.messages import Expect
 
 Photographs = list[Image.Image]
 

@@ -17,8 +17,7 @@ from PIL import Image
 from integration.client import Client, data_url, image_part, text_part, user
 from integration.listener import QuietHandler, listening, url_of
 from integration.topology import TOKEN, Machine, Topology
-from sglang_epd.wire import EncodeRequest, ReplyTo
-from sglang_epd.wire.http import decode_body, encode_body
+from sglang_epd.wire.http import EncodeRequest, ReplyTo, decode_body, encode_body
 from transfer.links import Link
 
 _ALLOWED = {"Authorization": f"Bearer {TOKEN}"}

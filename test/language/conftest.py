@@ -8,7 +8,8 @@ import torch
 
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.extents import ALIGNMENT
-from sglang_epd.wire import ItemLayout, Landed, Layout, TensorSpec
+from sglang_epd.wire.http import ItemLayout
+from sglang_epd.wire.messages import Landed, Layout, TensorSpec
 
 READERS = 3
 ROWS, WIDTH = 2, 4

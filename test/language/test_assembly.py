@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.language.assembly import ReceivedItem, assemble, lay_out
-from sglang_epd.wire import ItemLayout, Layout, TensorSpec
+from sglang_epd.language.assembly import assemble, lay_out
+from sglang_epd.transfer.arena import ReceivedItem
+from sglang_epd.wire.http import ItemLayout
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 MODALITIES = {member.name: member for member in Modality}

@@ -20,7 +20,7 @@ from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
 from sglang_epd.spans import OFF
-from sglang_epd.wire import Expect, Laid, Landed, Layout, Settled, TensorSpec
+from sglang_epd.wire.messages import Expect, Laid, Landed, Layout, Settled, TensorSpec
 from spans import said
 
 SECRET = bytes(range(32))
@@ -279,11 +279,10 @@ def test_an_abandoned_request_leaves_no_trace(leader, claims):
     leader.abandon(lambda rid: True)
     assert len(claims.abandoned) == 1
     assert not leader.waiting
-    assert not leader._abandoned
-    assert not leader._until
+    assert not leader._open
 
 
-LIMIT_S = EXPECT.ttl_s + backend_module._GRACE_S
+LIMIT_S = EXPECT.ttl_s + backend_module.GRACE_S
 
 
 def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backend, clock, caplog):
@@ -307,7 +306,7 @@ def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backe
         ("abort first", HTTPStatus.SERVICE_UNAVAILABLE),
         ("abort second", HTTPStatus.SERVICE_UNAVAILABLE),
     ]
-    assert not leader._until
+    assert not leader._open
 
 
 def test_what_settles_after_it_was_given_up_is_only_logged(leader, claims, memory, clock, caplog):
@@ -337,7 +336,7 @@ def test_an_abandoned_request_is_given_up_too(leader, claims, clock):
     clock.now += LIMIT_S
     (passed,) = leader.pass_on([])
     assert manifest.read_settled(passed.encoder_urls, SECRET).code
-    assert not leader._abandoned
+    assert not leader._open
 
 
 # Every rank.

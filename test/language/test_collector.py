@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from sglang_epd.errors import DeadlineError, UnavailableError
-from sglang_epd.language.collector import Collector
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Settled
+from sglang_epd.transfer.control import Control
+from sglang_epd.wire.messages import Expect, Settled
 
 EXPECT = Expect("ticket", 2, 1, 60.0)
 
 
-class FakeControl:
+class FakeControl(Control):
     """Settles a claim when the test says so."""
 
     def __init__(self, arena: Arena) -> None:
@@ -40,7 +40,7 @@ async def control(memory):
 
 @pytest.fixture
 def collect(control):
-    return lambda: asyncio.create_task(Collector(control).collect(EXPECT))
+    return lambda: asyncio.create_task(control.collect(EXPECT))
 
 
 async def test_the_items_are_read_where_they_landed(control, collect, memory, filled):

@@ -19,17 +19,8 @@ from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.spans import OFF
 from sglang_epd.tally import Tally
-from sglang_epd.wire import (
-    EncodeItem,
-    Expect,
-    ItemLayout,
-    Layout,
-    LayoutReply,
-    Needed,
-    ReplyTo,
-    TensorSpec,
-)
-from sglang_epd.wire.http import decode_body
+from sglang_epd.wire.http import EncodeItem, ItemLayout, LayoutReply, ReplyTo, decode_body
+from sglang_epd.wire.messages import Expect, Layout, Needed, TensorSpec
 from spans import said
 
 ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]

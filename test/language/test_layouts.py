@@ -7,8 +7,7 @@ import pytest
 from sglang_epd.errors import DeadlineError, MediaError
 from sglang_epd.language import layouts
 from sglang_epd.language.layouts import Board
-from sglang_epd.wire import LayoutReply
-from sglang_epd.wire.http import ErrorReply, decode_body
+from sglang_epd.wire.http import ErrorReply, LayoutReply, decode_body
 
 TTL_S = 100.0
 

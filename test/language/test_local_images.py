@@ -18,7 +18,7 @@ from sglang_epd.errors import (
 from sglang_epd.language.local_images import LocalImages
 from sglang_epd.media import MediaLimits, digest
 from sglang_epd.namespace import embedding_key
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 
 def png(width: int = 8, height: int = 6, mode: str = "RGBA") -> bytes:

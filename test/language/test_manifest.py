@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.language import manifest
-from sglang_epd.wire import (
+from sglang_epd.wire.messages import (
+    MAX_HEADER_BYTES,
+    MAX_ITEMS,
     Cancel,
     Expect,
     Landed,
@@ -19,7 +21,6 @@ from sglang_epd.wire import (
     TensorSpec,
     encode_message,
 )
-from sglang_epd.wire.messages import MAX_HEADER_BYTES, MAX_ITEMS
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 3, 2, 60.0)

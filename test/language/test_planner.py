@@ -18,8 +18,7 @@ from sglang_epd.language import planner
 from sglang_epd.language.planner import content_key, plan
 from sglang_epd.media import digest
 from sglang_epd.namespace import embedding_key
-from sglang_epd.wire import EncodeItem, EncodeRequest, ReplyTo
-from sglang_epd.wire.http import decode_body, encode_body
+from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo, decode_body, encode_body
 from sglang_epd.wire.messages import MAX_ITEMS
 
 URL = "http://example.com/cat.png"

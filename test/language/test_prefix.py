@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_epd.errors import DeadlineError
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.prefix import Gate, Resting, bare_items, end, mark
-from sglang_epd.wire import Expect, Landed, Layout, Settled, TensorSpec
+from sglang_epd.wire.messages import Expect, Landed, Layout, Settled, TensorSpec
 
 ROWS, WIDTH = 2, 4
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 2, 4]])

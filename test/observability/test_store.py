@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
 from store.fakes import FakeBackend, image, key_of, until
@@ -15,7 +14,7 @@ async def test_what_a_store_did_can_be_read_in_the_encoders_metrics():
     observer = StoreMetrics(metrics.registry)
     backend = FakeBackend()
     url = StoreUrl.parse("file:///nowhere")
-    store = SharedStore(backend, url, token="", timeout_s=5.0, observer=observer)
+    store = SharedStore(backend, url, token="", timeout_s=5.0, observer=observer.observe)
     observer.watch(store)
 
     def value(name: str, **labels: str) -> float:
@@ -55,7 +54,7 @@ def test_nothing_is_shown_of_a_store_that_is_not_there():
 @pytest.mark.parametrize("outcome", ["dropped", "too_large"])
 def test_what_was_not_asked_of_the_store_has_no_duration(outcome: str):
     metrics = EncoderMetrics()
-    StoreMetrics(metrics.registry).wrote(outcome, 0.0, 100)
+    StoreMetrics(metrics.registry).observe("write", outcome, 0.0, 100)
     name = "sglang:epd_encoder_store_"
     get = metrics.registry.get_sample_value
     assert get(f"{name}writes_total", {"outcome": outcome}) == 1

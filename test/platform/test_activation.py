@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sglang_epd import platform
-from sglang_epd.platform import accelerators
 
 
 @pytest.fixture
@@ -58,9 +57,9 @@ def test_register_does_nothing_where_the_platform_steps_aside(monkeypatch):
 
 def test_musa_and_hpu_packages_count_as_accelerators(bare_machine):
     bare_machine.setattr(
-        accelerators.importlib.util, "find_spec", lambda name: name == "habana_frameworks" or None
+        platform.importlib.util, "find_spec", lambda name: name == "habana_frameworks" or None
     )
-    assert accelerators.accelerator_present()
+    assert platform.accelerator_present()
 
 
 def test_registering_imports_nothing_that_fixes_state_early():

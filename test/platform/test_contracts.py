@@ -7,6 +7,7 @@ the rest of these tests.
 import ast
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,17 +90,23 @@ def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():
     assert list(map(ast.unparse, ours.defaults)) == list(map(ast.unparse, theirs.defaults))
 
 
-def test_every_seam_has_a_contract_here():
-    assert set(seams._CHANGES) == {
-        "sglang.srt.layers.attention.torch_native_backend",
-        "sglang.srt.layers.attention.vision",
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.disaggregation.mooncake.conn",
-        "sglang.srt.utils.video_decoder",
-        "sglang.srt.multimodal.processors.qwen_vl",
-        "sglang.kernels.ops.gemm.fp8_kernel",
-        "sglang.srt.models.deepseek_common.attention_backend_handler",
-    }
+def test_small_changes_do_what_they_say():
+    module = SimpleNamespace()
+    seams.name_device(module)
+    assert module.get_device_name() == module.get_device_name(0) == "cpu"
+    registered = {}
+    handlers = SimpleNamespace(
+        AttnForwardMethod=SimpleNamespace(MLA="absorbed", MHA="by heads"),
+        AttentionBackendRegistry=SimpleNamespace(register=registered.__setitem__),
+    )
+    seams.absorb_latents(handlers)
+    assert registered.keys() == {"torch_native"}
+    assert registered["torch_native"](object(), object()) == "absorbed"
+    video = SimpleNamespace(_is_cpu_engine=lambda: False, _cuda_backend_enabled=None)
+    seams.decode_on_cpu(video)
+    assert video._is_cpu_engine() and video._cuda_backend_enabled is False
+    seams.leave_frames(video)
+    assert video.is_cpu()
 
 
 def test_a_module_that_moved_does_not_go_unnoticed(monkeypatch, caplog):

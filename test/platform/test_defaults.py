@@ -1,13 +1,13 @@
 """Defaults are set where the user chose nothing, and only there."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_epd.platform import budget, defaults, disaggregation, threads
-from sglang_epd.platform.dtype import choose_dtype
+from sglang_epd.platform import defaults, threads
 
 UNSET = {
     "attention_backend": None,
@@ -41,7 +41,7 @@ def clean_environment(monkeypatch):
     for name in ("MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "SGLANG_CPU_OMP_THREADS_BIND"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(disaggregation, "has_rdma_device", lambda: False)
+    monkeypatch.setattr(defaults, "has_rdma_device", lambda: False)
 
 
 def arguments(**chosen: Any) -> SimpleNamespace:
@@ -72,8 +72,8 @@ def test_everything_is_chosen_for_a_user_who_chose_nothing(model_config):
     assert args.sleep_on_idle
     assert args.dtype == "float32"
     assert model_config.dtype == torch.float32
-    assert args.max_running_requests == budget.MAX_RUNNING_REQUESTS
-    assert budget.MIN_TOKENS <= args.max_total_tokens <= budget.MAX_TOKENS
+    assert args.max_running_requests == defaults.MAX_RUNNING_REQUESTS
+    assert defaults.MIN_TOKENS <= args.max_total_tokens <= defaults.MAX_TOKENS
 
 
 def test_what_the_user_chose_stays(model_config):
@@ -109,7 +109,7 @@ def test_another_device_is_left_alone(model_config):
     ],
 )
 def test_dtype(checkpoint, native, expected):
-    assert choose_dtype(checkpoint, native_bfloat16=native) == expected
+    assert defaults.choose_dtype(checkpoint, native_bfloat16=native) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_checkpoint_dtype(model_config, declared, expected):
 def test_kv_budget_leaves_room_for_other_servers():
     gib = 1 << 30
     per_token = 36 * 2 * 256 * 4  # Qwen2.5-VL-3B in float32: 72 KiB
-    assert budget.kv_tokens(24 * gib, per_token) * per_token <= 2 * gib
-    assert budget.kv_tokens(8 * gib, per_token) * per_token <= gib
-    assert budget.kv_tokens(24 * gib, 64) == budget.MAX_TOKENS
-    assert budget.kv_tokens(0, per_token) == budget.MIN_TOKENS
+    assert defaults.kv_tokens(24 * gib, per_token) * per_token <= 2 * gib
+    assert defaults.kv_tokens(8 * gib, per_token) * per_token <= gib
+    assert defaults.kv_tokens(24 * gib, 64) == defaults.MAX_TOKENS
+    assert defaults.kv_tokens(0, per_token) == defaults.MIN_TOKENS
 
 
 def test_kv_bytes_per_token(model_config):
@@ -143,8 +143,8 @@ def test_kv_bytes_per_token(model_config):
 def test_prefill_and_decode_go_over_tcp(model_config):
     args = arguments(disaggregation_mode="decode")
     defaults.apply_defaults(args)
-    assert disaggregation.os.environ["MC_FORCE_TCP"] == "1"
-    assert disaggregation.os.environ["MOONCAKE_PROTOCOL"] == "tcp"
+    assert os.environ["MC_FORCE_TCP"] == "1"
+    assert os.environ["MOONCAKE_PROTOCOL"] == "tcp"
     assert args.disaggregation_decode_retraction_backup == "cpu_tensor"
 
 
@@ -152,14 +152,14 @@ def test_a_chosen_protocol_and_backup_stay(model_config, monkeypatch):
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "efa")
     args = arguments(disaggregation_mode="decode", disaggregation_decode_retraction_backup="none")
     defaults.apply_defaults(args)
-    assert disaggregation.os.environ["MOONCAKE_PROTOCOL"] == "efa"
+    assert os.environ["MOONCAKE_PROTOCOL"] == "efa"
     assert args.disaggregation_decode_retraction_backup == "none"
 
 
 def test_no_tcp_where_there_is_rdma(model_config, monkeypatch):
-    monkeypatch.setattr(disaggregation, "has_rdma_device", lambda: True)
+    monkeypatch.setattr(defaults, "has_rdma_device", lambda: True)
     defaults.apply_defaults(arguments(disaggregation_mode="prefill"))
-    assert "MC_FORCE_TCP" not in disaggregation.os.environ
+    assert "MC_FORCE_TCP" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_each_rank_has_cores_of_its_own(cores, ranks, expected):
 
 def test_one_rank_is_not_bound(model_config):
     threads.choose_binding(ranks=1)
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in threads.os.environ
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
 
 
 def test_an_encoders_workers_are_not_bound(model_config):
     defaults.apply_defaults(arguments(encoder_only=True, tp_size=64))
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in threads.os.environ
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ

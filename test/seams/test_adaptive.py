@@ -23,7 +23,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.language.local_images import LocalImage
-from sglang_epd.observability.decisions import DecisionMetrics
+from sglang_epd.observability.language import DecisionMetrics
 from sglang_epd.seams import adaptive, headers
 from sglang_epd.seams.adaptive import Adaptive
 

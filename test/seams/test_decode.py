@@ -17,11 +17,11 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.language.layout_route import authorization
-from sglang_epd.observability.decode import DecodeMetrics
+from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
 from sglang_epd.seams.decode import DecodePrompts
-from sglang_epd.wire import ItemLayout, Layout, LayoutReply, TensorSpec
-from sglang_epd.wire.http import encode_body
+from sglang_epd.wire.http import ItemLayout, LayoutReply, encode_body
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 IMAGE = ItemLayout(b"k" * 32, Layout("IMAGE", TensorSpec("float32", (4, 8)), [[1, 4, 4]]))

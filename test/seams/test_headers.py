@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
 
 from sglang_epd.errors import EncoderChoiceError
-from sglang_epd.observability.decisions import HeaderMetrics
+from sglang_epd.observability.language import HeaderMetrics
 from sglang_epd.seams import headers
 from sglang_epd.seams.headers import HEADER, EncoderHeader
 
@@ -38,7 +38,7 @@ def choose(metrics):
 
 
 def unknown(metrics) -> float:
-    return metrics.unknown._value.get()
+    return metrics.unknown_encoders._value.get()
 
 
 @pytest.mark.parametrize(

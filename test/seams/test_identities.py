@@ -14,7 +14,7 @@ from sglang_epd.errors import ConfigError, MediaError
 from sglang_epd.language.planner import content_key
 from sglang_epd.seams import identities
 from sglang_epd.seams.identities import REQUEST_OPTIONS, ByContent, name_items, plan_without_options
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 NAMESPACE = "Model/float32/0123456789abcdef"
 SETTING = "SGLANG_EPD_CONTENT_IDENTITY"

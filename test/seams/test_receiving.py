@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
-from sglang_epd.observability import receiver as observability
+from sglang_epd.observability import language
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
 from sglang_epd.tally import Tally
@@ -124,7 +127,8 @@ def start(sglang, monkeypatch):
     monkeypatch.setattr(receiving, "Receiver", FakeReceiver)
     monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
-    monkeypatch.setattr(observability, "PrometheusTally", CountingTally)
+    apart = partial(language.ReceiverMetrics, CollectorRegistry())
+    monkeypatch.setattr(language, "ReceiverMetrics", apart)
     context = sglang("runtime_context")
 
     def start(
@@ -145,10 +149,6 @@ def start(sglang, monkeypatch):
         return FakeReceiver.made[-1]
 
     return start
-
-
-class CountingTally(Tally):
-    pass
 
 
 def test_the_receiver_has_this_servers_settings(start, monkeypatch):
@@ -201,22 +201,31 @@ def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplo
 
 
 def test_it_counts_for_prometheus_where_the_server_has_metrics(start):
-    assert type(start(enable_metrics=True).options["tally"]) is CountingTally
+    assert type(start(enable_metrics=True).options["tally"]) is language.PrometheusTally
+
+
+def has_mooncake(monkeypatch, sglang, engine: object) -> None:
+    """SGLang's Mooncake, in a process where it has started `engine`."""
+    name = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
+    monkeypatch.setattr(importlib.import_module(name), "_mooncake_transfer_engine", engine)
+    flags = SimpleNamespace(base_gpu_id=0)
+    monkeypatch.setattr(sglang("runtime_context"), "get_device", lambda: flags)
+    monkeypatch.setattr(
+        f"{name}.maybe_init_shared_mooncake_transfer_engine", lambda *, gpu_id: None
+    )
 
 
 def test_it_is_written_to_through_the_engine_that_sglang_started(start, sglang, monkeypatch):
     started = SimpleNamespace(
         hostname="10.0.0.1", engine=SimpleNamespace(get_rpc_port=lambda: 12345)
     )
-    module = sglang("distributed.parallel_state")
-    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: started)
+    has_mooncake(monkeypatch, sglang, started)
     engine = start(encoder_transfer_backend="mooncake").options["engine"]
     assert engine.session == "10.0.0.1:12345"
 
 
 def test_without_an_engine_of_sglangs_the_mooncake_backend_is_refused(start, sglang, monkeypatch):
-    module = sglang("distributed.parallel_state")
-    monkeypatch.setattr(module, "get_mooncake_transfer_engine", lambda: None)
+    has_mooncake(monkeypatch, sglang, None)
     with pytest.raises(ConfigError, match="--encoder-transfer-backend mooncake"):
         start(encoder_transfer_backend="mooncake")
 

@@ -20,15 +20,15 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.language import manifest, reading
-from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import plan
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import (
     TokenizerSeam,
 )
-from sglang_epd.wire import Expect, Layout, LayoutReply, TensorSpec
-from sglang_epd.wire.http import decode_body
+from sglang_epd.transfer.arena import ReceivedItem
+from sglang_epd.wire.http import LayoutReply, decode_body
+from sglang_epd.wire.messages import Expect, Layout, TensorSpec
 
 
 class FakeFrontend:

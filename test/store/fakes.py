@@ -11,7 +11,8 @@ import torch
 
 from sglang_epd.store import SharedStore
 from sglang_epd.store.entry import Sealer
-from sglang_epd.wire import Layout, tensor_spec
+from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import tensor_spec
 
 Open = Callable[..., Awaitable[SharedStore]]
 
@@ -33,14 +34,9 @@ class Counts:
     def __init__(self) -> None:
         self.reads: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
-        self.seconds: list[float] = []
 
-    def read(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.reads[outcome] += 1
-        self.seconds.append(seconds)
-
-    def wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self.writes[outcome] += 1
+    def __call__(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        (self.reads if direction == "read" else self.writes)[outcome] += 1
 
 
 class FakeBackend:

@@ -1,86 +1,91 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_epd.store.breaker import Breaker, State
+from sglang_epd.store.backend import OversizedError, StoreError
+from sglang_epd.store.breaker import Breaker, LeftAloneError, State
 
 
-def breaker() -> Breaker:
-    return Breaker(failures=3, first_pause_s=1.0, longest_pause_s=4.0)
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def fail(one: Breaker, now: float, times: int = 1) -> None:
-    for _ in range(times):
-        assert one.admits(now)
-        one.failed(now)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_failures_in_a_row_open_it_and_a_success_between_them_does_not():
-    one = breaker()
+@pytest.fixture
+def one(clock: Clock) -> Breaker:
+    return Breaker("reads", clock)
+
+
+async def ask(one: Breaker, error: Exception | None = None, timeout_s: float = 5.0) -> str:
+    """One call, which ends at once; how it ended."""
+
+    async def call() -> None:
+        if error is not None:
+            raise error
+
+    try:
+        await one.ask(call(), timeout_s)
+    except LeftAloneError:
+        return "left alone"
+    except StoreError:
+        return "failed"
+    return "answered"
+
+
+async def opened(one: Breaker) -> None:
     for _ in range(5):
-        fail(one, 0.0, 2)
-        assert one.admits(0.0)
-        one.succeeded()
-    assert one.state is State.CLOSED
-    fail(one, 0.0, 3)
+        assert await ask(one, StoreError()) == "failed"
     assert one.state is State.OPEN
-    assert one.blocks(0.999) and not one.blocks(1.0)
-    assert not one.admits(0.999)
 
 
-def test_after_the_pause_one_call_is_tried_and_the_others_are_not():
-    one = breaker()
-    fail(one, 0.0, 3)
-    assert one.admits(1.0)
-    assert one.state is State.HALF_OPEN
-    assert not one.admits(1.0)
-    one.succeeded()
+async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not(one, clock):
+    for answer in (None, OversizedError()):
+        for _ in range(4):
+            assert await ask(one, StoreError()) == "failed"
+        await ask(one, answer)
+        assert one.state is State.CLOSED
+    await opened(one)
+    clock.now = 0.999
+    assert one.blocks
+    assert await ask(one) == "left alone"
+    clock.now = 1.0
+    assert not one.blocks
+    assert await ask(one) == "answered"
     assert one.state is State.CLOSED
-    assert one.admits(1.0) and one.admits(1.0)
 
 
-def test_the_pause_doubles_up_to_a_bound_and_begins_anew_after_a_success():
-    one, now, pauses = breaker(), 0.0, []
-    fail(one, now, 3)
-    for _ in range(4):
-        began = now
-        while not one.admits(now):
-            now += 0.25
-        pauses.append(now - began)
-        one.failed(now)
-    assert pauses == [1.0, 2.0, 4.0, 4.0]
-    now += 4.0
-    assert one.admits(now)
-    one.succeeded()
-    fail(one, now, 3)
-    assert one.admits(now + 1.0)
+async def test_the_pause_doubles_up_to_a_bound_and_begins_anew_after_a_success(one, clock):
+    await opened(one)
+    pauses = []
+    for _ in range(7):
+        began = clock.now
+        while await ask(one, RuntimeError()) == "left alone":
+            clock.now += 0.5
+        pauses.append(clock.now - began)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    clock.now += 30.0
+    assert await ask(one) == "answered"
+    await opened(one)
+    clock.now += 1.0
+    assert await ask(one) == "answered"
 
 
-def test_a_probe_whose_caller_left_makes_room_for_the_next():
-    one = breaker()
-    fail(one, 0.0, 3)
-    assert one.admits(1.0)
-    one.left_open()
-    assert one.state is State.HALF_OPEN
-    assert one.admits(1.0)
-
-
-def test_calls_of_before_that_end_late_change_nothing_of_an_open_one():
-    one = breaker()
-    assert one.admits(0.0)
-    fail(one, 0.0, 3)
-    one.succeeded()
-    one.failed(0.5)
+async def test_no_answer_in_time_is_a_failure(one):
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            await one.ask(asyncio.sleep(60), 0.001)
     assert one.state is State.OPEN
-    assert not one.admits(0.9)
-    assert one.admits(1.0)
-
-
-def test_a_step_that_is_not_in_the_table_raises():
-    with pytest.raises(RuntimeError, match="HALF_OPEN"):
-        breaker()._enter(State.HALF_OPEN)
 
 
 class Calls(RuleBasedStateMachine):
@@ -89,35 +94,69 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = breaker()
-        self.now = 0.0
-        self.out = 0
-        self.probes = 0
+        self.loop = asyncio.new_event_loop()
+        self.clock = Clock()
+        self.one = Breaker("reads", self.clock)
+        self.out: list[tuple[asyncio.Task[None], asyncio.Future[None], bool]] = []
 
-    @rule(seconds=st.floats(0, 5))
+    def teardown(self) -> None:
+        while self.out:
+            self._end(len(self.out) - 1, "cancelled")
+        self.loop.close()
+
+    @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
-        self.now += seconds
+        self.clock.now += seconds
 
     @rule()
     def call(self) -> None:
-        before = self.one.state
-        if self.one.admits(self.now):
-            self.out += 1
-            assert before is not State.OPEN or self.one.state is State.HALF_OPEN
+        before, blocked = self.one.state, self.one.blocks
+        asked = self.loop.create_future()
+
+        async def answer() -> None:
+            await asked
+
+        task = self.loop.create_task(self.one.ask(answer(), 1e6))
+        self._step()
+        assert task.done() == blocked
+        if blocked:
+            assert isinstance(task.exception(), LeftAloneError)
+        else:
+            self.out.append((task, asked, before is State.OPEN))
 
     @precondition(lambda self: self.out)
-    @rule(how=st.sampled_from(("succeeded", "failed", "left_open")))
-    def end(self, how: str) -> None:
-        self.out -= 1
-        if how == "failed":
-            self.one.failed(self.now)
-        else:
-            getattr(self.one, how)()
+    @rule(index=st.integers(0, 1000), how=st.sampled_from(("answered", "failed", "cancelled")))
+    def end(self, index: int, how: str) -> None:
+        before = self.one.state
+        probe = self._end(index % len(self.out), how)
+        if not probe and before is not State.CLOSED:
+            assert self.one.state is before, "a call of before says nothing new"
+        elif probe:
+            assert self.one.state is (State.CLOSED if how == "answered" else State.OPEN)
 
     @invariant()
     def it_comes_back(self) -> None:
+        probes = [probe for _, _, probe in self.out if probe]
+        assert len(probes) == (self.one.state is State.HALF_OPEN)
         if self.one.state is State.OPEN:
-            assert self.one._open_until - self.now <= 4.0
+            assert self.one._open_until - self.clock.now <= 30.0
+
+    def _end(self, index: int, how: str) -> bool:
+        task, asked, probe = self.out.pop(index)
+        if how == "cancelled":
+            task.cancel()
+        elif how == "failed":
+            asked.set_exception(StoreError("down"))
+        else:
+            asked.set_result(None)
+        self.loop.run_until_complete(asyncio.wait([task]))
+        assert task.cancelled() == (how == "cancelled")
+        assert how == "cancelled" or (task.exception() is None) == (how == "answered")
+        return probe
+
+    def _step(self) -> None:
+        for _ in range(3):
+            self.loop.run_until_complete(asyncio.sleep(0))
 
 
 TestCalls = Calls.TestCase

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sglang_epd.store import shared
-from sglang_epd.wire import Layout, TensorSpec, tensor_spec
+from sglang_epd.wire.messages import Layout, TensorSpec
+from sglang_epd.wire.tensors import tensor_spec
 from store.fakes import Counts, Open, image, key_of, written
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,7 +144,7 @@ async def test_a_corrupt_entry_is_a_miss_and_written_anew(url: str, open_at: Ope
     assert await store.find(bad, "IMAGE") is None
     assert counts.reads["corrupt"] == 1
     store.keep(bad, layout, embedding)
-    await written(counts, 2)
-    assert counts.writes == {"written": 2}
+    await written(counts, 3)
+    assert counts.writes == {"written": 2, "removed": 1}
     found = await store.find(bad, "IMAGE")
     assert found is not None and torch.equal(found.embedding, embedding)

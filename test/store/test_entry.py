@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Sealer
-from sglang_epd.wire import Layout, TensorSpec, tensor_spec
+from sglang_epd.wire.messages import Layout, TensorSpec
+from sglang_epd.wire.tensors import tensor_spec
 from store.fakes import image, key_of, sealed
 
 KEY = key_of(1)

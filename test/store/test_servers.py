@@ -302,11 +302,8 @@ async def test_many_read_large_embeddings_from_mooncake_at_a_time(
 _ENDS = """
 import asyncio, os, signal, sys
 from sglang_epd.store import open_store
-class Nobody:
-    def read(self, *a): pass
-    def wrote(self, *a): pass
 async def main():
-    store = open_store(sys.argv[1], token="", timeout_s=0.2, observer=Nobody())
+    store = open_store(sys.argv[1], token="", timeout_s=0.2, observer=lambda *_: None)
     await store.connect()
     os.kill(int(sys.argv[2]), signal.SIGSTOP)
     print(await store.find(bytes(32), "IMAGE"), flush=True)

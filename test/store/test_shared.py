@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sglang_epd.store import shared, writing
+from sglang_epd.store import shared
 from sglang_epd.store.backend import OversizedError, StoreError
 from sglang_epd.store.breaker import State
 from store.fakes import Counts, image, key_of, sealed, until, written
@@ -115,11 +115,10 @@ async def test_writes_past_the_queue_are_dropped_and_counted(fake, backend, coun
 async def test_one_key_waits_once(fake, backend, counts: Counts):
     store = fake()
     backend.gate.clear()
-    first = key_of(256)  # of the writer that is held up
-    store.keep(first, LAYOUT, EMBEDDING)
-    await until(lambda: backend.calls)
     for _ in range(5):
-        store.keep(key_of(512), LAYOUT, EMBEDDING)
+        store.keep(key_of(1), LAYOUT, EMBEDDING)
+        store.keep(key_of(2), LAYOUT, EMBEDDING)
+        await asyncio.sleep(0)
     assert store.queued_bytes == 2 * NBYTES
     backend.gate.set()
     await written(counts, 2)
@@ -127,7 +126,7 @@ async def test_one_key_waits_once(fake, backend, counts: Counts):
 
 
 async def test_a_write_that_hangs_is_given_up(fake, backend, counts, monkeypatch):
-    monkeypatch.setattr(writing, "_CALL_S", 0.02)
+    monkeypatch.setattr(shared, "_WRITE_S", 0.02)
     store = fake()
     backend.gate.clear()
     store.keep(key_of(1), LAYOUT, EMBEDDING)
@@ -139,7 +138,7 @@ async def test_a_write_that_hangs_is_given_up(fake, backend, counts, monkeypatch
 async def test_what_cannot_be_sealed_ends_no_writer(fake, backend, counts: Counts):
     store = fake()
     store.keep(key_of(1), LAYOUT, EMBEDDING[:1])
-    store.keep(key_of(1 + 256), LAYOUT, EMBEDDING)
+    store.keep(key_of(2), LAYOUT, EMBEDDING)
     await written(counts, 2)
     assert counts.writes == {"error": 1, "written": 1}
 
@@ -150,10 +149,25 @@ async def test_a_corrupt_entry_is_removed_before_it_is_written_anew(fake, backen
     backend.held[name] = b"nonsense"
     assert await store.find(key_of(1), "IMAGE") is None
     store.keep(key_of(1), LAYOUT, EMBEDDING)
-    await written(counts)
+    await written(counts, 2)
     assert [call for call in backend.calls if call[0] != "get"] == [("remove", name), ("put", name)]
     assert await store.find(key_of(1), "IMAGE") is not None
     assert counts.reads == {"corrupt": 1, "hit": 1}
+    assert counts.writes == {"removed": 1, "written": 1}
+
+
+async def test_a_corrupt_entry_that_cannot_be_removed_costs_the_bound(fake, backend, counts):
+    store = fake(timeout_s=0.1)
+    backend.held[store._name(key_of(1))] = b"nonsense"
+
+    async def hang(_name: str) -> None:
+        await asyncio.sleep(60)
+
+    backend.remove = hang
+    async with asyncio.timeout(5):
+        assert await store.find(key_of(1), "IMAGE") is None
+    assert counts.reads == {"corrupt": 1}
+    assert counts.writes == {"timeout": 1}
 
 
 async def test_what_is_too_large_to_read_says_nothing_about_the_store(fake, backend, counts):

@@ -6,13 +6,14 @@ import pytest
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.store import StoreUrl
+from sglang_epd.store.url import FolderBounds, MooncakeOptions
 
 
 def test_a_folder():
     url = StoreUrl.parse("file:///mnt/with%20space?ttl_s=60&max_item_mb=4&max_mb=100&queue_mb=8")
     assert (url.kind, url.folder) == ("file", Path("/mnt/with space"))
-    assert (url.ttl_s, url.max_item_bytes) == (60.0, 4 << 20)
-    assert (url.max_bytes, url.queue_bytes) == (100 << 20, 8 << 20)
+    assert url.bounds == FolderBounds(ttl_s=60, max_item_mb=4, queue_mb=8, max_mb=100)
+    assert url.max_item_bytes == 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -22,15 +23,14 @@ def test_redis_and_valkey(scheme: str, tls: bool):
     url = StoreUrl.parse(f"{scheme}://me:p%40ss@cache.internal:6380/3?namespace=team-a")
     assert (url.kind, url.tls, url.host, url.port) == ("redis", tls, "cache.internal", 6380)
     assert (url.database, url.username, url.password) == (3, "me", "p@ss")
-    assert url.namespace == "team-a"
+    assert url.bounds.namespace == "team-a"
     assert StoreUrl.parse(f"{scheme}://cache").port == 6379
 
 
 def test_mooncake():
     url = StoreUrl.parse("mooncake://master:50051?protocol=rdma&device=mlx5_0&segment_mb=512")
     assert (url.kind, url.host, url.port) == ("mooncake", "master", 50051)
-    assert url.options["protocol"] == "rdma"
-    assert url.options["segment_mb"] == "512"
+    assert url.bounds == MooncakeOptions(protocol="rdma", device="mlx5_0", segment_mb=512)
 
 
 @pytest.mark.parametrize("secret", ["hunter2", "p%40ss"])
@@ -71,6 +71,8 @@ def test_a_password_is_never_shown(secret: str):
         ("file:///mnt?ttl_s=١", "ttl_s"),
         ("file:///mnt?ttl_s=1&ttl_s=2", "twice"),
         ("file:///mnt?ttl_s", "parameters"),
+        ("file:///mnt?what=1", "what.*max_mb"),
+        ("mooncake://master:1?segment_mb=-1", "segment_mb"),
         ("file:///mnt?namespace=..", "namespace"),
         ("file:///mnt?namespace=a/b", "namespace"),
         ("file:///mnt?namespace=", "namespace"),

@@ -10,13 +10,13 @@ import pytest
 import torch
 import zmq
 
-from sglang_epd import wire
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer import gate
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame
 
 PATIENCE_S = 10.0
@@ -63,11 +63,11 @@ class Peer:
         item: int = 0,
         layout: wire.Layout = LAYOUT,
         process: str = "",
-        remote: bool = False,
+        engine: str = "",
     ) -> wire.Message:
         nbytes = spec_bytes(layout.embedding)
         key = bytes([item]) * 32
-        return self.ask(wire.Offer(ticket, item, key, layout, nbytes, process, remote))
+        return self.ask(wire.Offer(ticket, item, key, layout, nbytes, process, engine))
 
     def grant(self, ticket: str = "t", item: int = 0, **more: object) -> wire.Grant:
         answer = self.offer(ticket, item, **more)
@@ -107,7 +107,7 @@ class Scheduler:
         while True:
             assert self.claims.socket.poll(PATIENCE_S * 1e3), "no answer"
             frame = self.claims.socket.recv()
-            message = wire.decode_message(frame, wire.messages.MAX_CONTROL_BYTES)
+            message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
             if isinstance(message, wire.Welcome):
                 return
             self._settled.append(message)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_epd import wire
 from sglang_epd.errors import ProtocolError
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer.arena import _NAME, Address, Arena
 from sglang_epd.transfer.extents import ALIGNMENT
+from sglang_epd.wire import messages as wire
 
 NBYTES = 64 * ALIGNMENT
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_epd import wire
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from sglang_epd.wire import messages as wire
 from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler
 from transfer.links import Link
 from transfer.receiver_process import receiver_process

@@ -29,18 +29,11 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import FetchedMedia, MediaSource, RoomFor, digest
 from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
-from sglang_epd.wire import (
-    EncodeItem,
-    EncodeReply,
-    EncodeRequest,
-    Expect,
-    Layout,
-    ReplyTo,
-    TensorSpec,
-)
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
+from sglang_epd.wire.messages import Expect, Layout, TensorSpec
 
 MIB = 1 << 20
 BUDGET = 64 * MIB

@@ -6,9 +6,9 @@ import pytest
 import torch
 import zmq
 
-from sglang_epd import wire
 from sglang_epd.errors import ProtocolError, UnavailableError
-from sglang_epd.transfer.claims import Claims
+from sglang_epd.transfer.control import Claims
+from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, PATIENCE_S, until
 
 EXPECT = wire.Expect("t", 1, 1, 60.0)

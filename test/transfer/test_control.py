@@ -8,11 +8,10 @@ import pytest
 import torch
 import zmq
 
-from sglang_epd import wire
 from sglang_epd.errors import EncodeError, UnavailableError
 from sglang_epd.transfer import control as control_module
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import messages
+from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, PATIENCE_S, until
 
 EXPECT = wire.Expect("t", 1, 1, 60.0)
@@ -107,7 +106,7 @@ async def test_a_cancelled_request_takes_nothing_more(scheduler, control, encode
     await control.cancel("t")
     (settled,) = await asyncio.to_thread(scheduler.settle)
     assert settled.code == "RequestCancelledError"
-    assert encoder.offer().reason == messages.DECLINE_CANCELLED
+    assert encoder.offer().reason == wire.DECLINE_CANCELLED
 
 
 async def test_items_can_be_claimed_here_too(receiver, control, encoder):
@@ -141,7 +140,7 @@ async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder
     with pytest.raises(asyncio.CancelledError):
         await claim
     await asyncio.to_thread(until, lambda: not len(receiver._ledger))
-    assert encoder.offer().reason == messages.DECLINE_CANCELLED
+    assert encoder.offer().reason == wire.DECLINE_CANCELLED
     await control.expect(wire.Expect("next", 1, 1, 60.0))
     await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
     assert not control._claims
@@ -177,7 +176,7 @@ async def test_items_that_came_after_all_are_given_back(
 
 async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, monkeypatch):
     """As where the receiver's thread is dead: the deadline was the receiver's to keep."""
-    monkeypatch.setattr(control_module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(control_module, "GRACE_S", 0.05)
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await control.claim(wire.Expect("t", 1, 1, 0.05), 0)

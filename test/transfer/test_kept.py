@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from sglang_epd import wire
 from sglang_epd.errors import EncodeError
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.blocks import Block, BlockState
+from sglang_epd.transfer.entries import ItemState
 from sglang_epd.transfer.extents import ALIGNMENT
+from sglang_epd.transfer.ledger import _LAYOUTS_S as LAYOUTS_S
+from sglang_epd.transfer.ledger import _PREFIX_S as PREFIX_S
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import Block, BlockState, Reservations
-from sglang_epd.wire import messages
+from sglang_epd.transfer.reservations import Reservations
+from sglang_epd.wire import messages as wire
 
 PAGE = ALIGNMENT
 PAGES = 8
@@ -146,8 +156,8 @@ def test_an_offer_of_what_is_here_is_declined_and_needs_no_bytes():
     books = Books()
     expect = books.expect("u", "?")
     books.serve("t", "a")
-    assert books.offer("u", 0, "a") == wire.Decline("u", 0, messages.DECLINE_CACHED)
-    assert books.offer("u", 0, "a") == wire.Decline("u", 0, messages.DECLINE_CACHED)
+    assert books.offer("u", 0, "a") == wire.Decline("u", 0, wire.DECLINE_CACHED)
+    assert books.offer("u", 0, "a") == wire.Decline("u", 0, wire.DECLINE_CACHED)
     (landed,) = books.claim(expect)
     assert landed[0].key == key("a")
     assert books.tally.counts["grants", ""] == 1
@@ -163,7 +173,7 @@ def test_an_offer_that_waits_is_declined_when_another_request_has_received_the_s
     block = next(iter(books.reservations._blocks.values()))
     books.ledger.fill(wire.Payload("t", 0, block.grant), 0.0)
     assert books.ledger.news > before, "the receiver asks again"
-    assert books.offer("u", 0, "a", pages=2) == wire.Decline("u", 0, messages.DECLINE_CACHED)
+    assert books.offer("u", 0, "a", pages=2) == wire.Decline("u", 0, wire.DECLINE_CACHED)
     assert books.claim(waiting)
     books.ledger.check_integrity()
 
@@ -343,13 +353,25 @@ def test_an_item_that_was_here_before_waits_for_the_prefix_cache_and_may_be_cove
     again = wire.Claim("d", expect, 0, READERS, covered=(0,), prefix=True)
     books.ledger.claim("d", again, 0.0)
     assert books.ledger.news > before
-    assert offered(books, "t", 0, "a") == wire.Decline("t", 0, messages.DECLINE_COVERED)
+    assert offered(books, "t", 0, "a") == wire.Decline("t", 0, wire.DECLINE_COVERED)
     assert books.ledger.fill(wire.Payload("t", 1, block.grant), 0.0)
     (landed,) = books.settled()
     assert [bool(item) for item in landed] == [False, True]
     books.drop(landed[1])
     books.ledger.check_integrity()
     assert books.reservations.held_bytes == 0
+
+
+def test_the_layout_of_an_item_that_is_here_is_known():
+    books = Books()
+    books.serve("before", "b")
+    books.ledger._see(key("a"))
+    expect = books.expect("t", "??")
+    books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
+    assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    assert offered(books, "t", 1, "b") == wire.Decline("t", 1, wire.DECLINE_CACHED)
+    (outcome,) = books.ledger.take_outcomes()
+    assert outcome.laid == ((key("a"), LAYOUT), (key("b"), LAYOUT))
 
 
 def test_a_claim_may_come_after_the_offers():
@@ -377,6 +399,7 @@ def test_nobody_waits_long_for_a_prefix_cache_nor_where_there_is_none():
     expect = books.expect("t", "?")
     books.ledger.claim("c", wire.Claim("c", expect, 0, READERS, prefix=True), 0.0)
     assert isinstance(offered(books, "t", 0, "a"), wire.Wait)
+    assert isinstance(offered(books, "t", 0, "a", 4.0), wire.Wait), "it may be in a forward pass"
     books.ledger.expire(6.0)
     assert isinstance(offered(books, "t", 0, "a", 6.0), Block), "the scheduler is long in coming"
     books = Books(kept_pages=0)
@@ -399,82 +422,206 @@ def test_a_request_that_ends_while_the_prefix_cache_is_asked_is_told_so():
     books.ledger.check_integrity()
 
 
+@dataclass
+class Told:
+    """The model of a request: what it was announced as, and what came of it since."""
+
+    expect: wire.Expect
+    letters: str
+    # What its tokenizer was told to have encoded and has not delivered.
+    wanted: set[int]
+    # What a claim has not covered; of layouts that are known nothing, before the first claim.
+    needs: set[int]
+    decided: bool
+    known: set[int] = field(default_factory=set)
+    # Since when an item that was here before waits, and since when its claimant is asked.
+    since: float | None = None
+    asked: float | None = None
+    closed: bool = False
+    claim: wire.Claim | None = None
+
+    def hopes(self, now: float) -> bool:
+        """Whether an offer of an item that was here before waits."""
+        if self.closed or self.since is None:
+            return False
+        return now < (self.since + LAYOUTS_S if self.asked is None else self.asked + PREFIX_S)
+
+
 class KeptMachine(RuleBasedStateMachine):
     """Requests of few items over a small memory, in any order: what they get is theirs,
     and every byte comes back."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.books = Books(kept_pages=5)
+    @initialize(kept_pages=st.sampled_from((0, 5)), before=st.sets(st.sampled_from("abc")))
+    def begin(self, kept_pages: int, before: set[str]) -> None:
+        self.kept_pages = kept_pages
+        self.books = Books(kept_pages)
+        self.ledger = self.books.ledger
         self.now = 0.0
         self.names = itertools.count()
-        self.open: dict[str, tuple[wire.Expect, str]] = {}
-        self.claimed: dict[object, str] = {}
-        # What each ticket's tokenizer was told to have encoded and has not delivered.
-        self.wanted: dict[str, set[int]] = {}
-        self.reading: list[tuple[wire.Landed, ...]] = []
+        self.open: dict[str, Told] = {}
+        self.reading: list[tuple[wire.Landed | None, ...]] = []
         self.contents: dict[int, bytes] = {}
+        for letter in sorted(before):
+            self.ledger._see(key(letter))
+
+    def claimed(self) -> dict[str, str]:
+        claims = ((told.claim, ticket) for ticket, told in self.open.items())
+        return {claim.claim: ticket for claim, ticket in claims if claim is not None}
 
     def look(self) -> None:
+        ended = set()
         for ticket, items, over in self.books.needed():
             if over:
-                self.wanted.pop(ticket, None)
-            elif ticket in self.wanted:
-                self.wanted[ticket] |= set(items)
-        for outcome in self.books.ledger.take_outcomes():
-            ticket = self.claimed.pop(outcome.claimant)
-            _, letters = self.open.pop(ticket)
+                ended.add(ticket)
+            elif ticket in self.open:
+                told = self.open[ticket]
+                assert told.decided and set(items) <= told.needs, "nobody needs it"
+                assert not told.wanted & set(items), "it was asked for before"
+                told.wanted |= set(items)
+        for outcome in self.ledger.take_outcomes():
+            ticket = self.claimed()[outcome.claimant]
+            told = self.open[ticket]
+            if outcome.laid:
+                assert self.may_ask(ticket), "asked without need, too late, or twice"
+                assert outcome.laid == tuple((key(one), LAYOUT) for one in told.letters)
+                told.asked, told.claim = self.now, None
+                continue
+            del self.open[ticket]
             if outcome.error is None:
-                assert [item.key for item in outcome.items] == [key(one) for one in letters]
-                for item in outcome.items:
+                covered = told.claim.covered
+                expected = [
+                    None if number in covered else key(one)
+                    for number, one in enumerate(told.letters)
+                ]
+                assert [item and item.key for item in outcome.items] == expected
+                for item in filter(None, outcome.items):
                     assert self.contents[item.offset] == item.key, "somebody else's bytes"
-                self.reading.append(outcome.items)
+                self.reading.append(tuple(filter(None, outcome.items)))
+        for ticket in ended & self.open.keys():
+            assert self.open[ticket].claim is None, "a claim ended without a word"
+            del self.open[ticket]
+        for ticket in self.open:
+            assert not self.may_ask(ticket), "its prefix cache should have been asked"
 
-    @rule(letters=st.text("abcdef", min_size=1, max_size=4), known=st.booleans())
-    def announce(self, letters: str, known: bool) -> None:
+    def may_ask(self, ticket: str) -> bool:
+        """Whether its claimant is to look into its prefix cache, now."""
+        told = self.open[ticket]
+        items = self.ledger._entries[ticket].items
+        cached = {n for n, item in enumerate(items) if item.state is ItemState.CACHED}
+        complete = len(told.known | cached) == len(items)
+        waits = told.since is not None and told.asked is None and not told.closed
+        return bool(waits and complete and told.claim is not None and told.claim.prefix)
+
+    @rule(
+        letters=st.text("abcd", min_size=1, max_size=3),
+        known=st.sampled_from(("nothing", "nothing", "keys", "layouts")),
+    )
+    def announce(self, letters: str, known: str) -> None:
         ticket = f"t{next(self.names)}"
-        self.wanted[ticket] = set() if known else set(range(len(letters)))
-        expect = self.books.expect(ticket, letters if known else "?" * len(letters))
-        self.open[ticket] = expect, letters
+        every = set(range(len(letters)))
+        laid_out = known == "layouts"
+        keys = tuple(b"" if known == "nothing" else key(letter) for letter in letters)
+        expect = wire.Expect(
+            ticket, len(letters), 1, 100.0, keys, (LAYOUT,) * len(letters) if laid_out else ()
+        )
+        wanted = every if known == "nothing" else set()
+        self.open[ticket] = Told(
+            expect, letters, set(wanted), set() if laid_out else every, not laid_out
+        )
+        self.ledger.expect(expect, self.now, watcher=b"tokenizer")
         self.look()
 
-    @precondition(lambda self: self.open.keys() - self.claimed.values())
-    @rule(data=st.data())
-    def claim(self, data: st.DataObject) -> None:
-        unclaimed = sorted(self.open.keys() - self.claimed.values())
+    @precondition(lambda self: any(told.claim is None for told in self.open.values()))
+    @rule(data=st.data(), prefix=st.sampled_from((True, True, False)))
+    def claim(self, data: st.DataObject, prefix: bool) -> None:
+        unclaimed = sorted(ticket for ticket, told in self.open.items() if told.claim is None)
         ticket = data.draw(st.sampled_from(unclaimed))
+        told = self.open[ticket]
+        numbers = st.integers(0, len(told.letters) - 1)
+        asked = told.asked is not None and not told.closed
+        looked = asked or not told.decided
+        covered = data.draw(st.sets(numbers, min_size=int(asked))) if looked else set()
+        needs = set(range(len(told.letters))) - covered
+        told.needs = needs if asked else told.needs | needs
+        told.decided, told.closed = True, told.closed or looked
         name = f"c{next(self.names)}"
-        self.claimed[name] = ticket
-        message = wire.Claim(name, self.open[ticket][0], 0, READERS)
-        self.books.ledger.claim(name, message, self.now)
+        told.claim = wire.Claim(name, told.expect, 0, READERS, tuple(sorted(covered)), prefix)
+        self.ledger.claim(name, told.claim, self.now)
         self.look()
-
-    @precondition(lambda self: any(self.wanted.values()))
-    @rule(data=st.data(), pages=st.integers(1, 3))
-    def deliver(self, data: st.DataObject, pages: int) -> None:
-        ticket = data.draw(st.sampled_from(sorted(t for t, items in self.wanted.items() if items)))
-        item = data.draw(st.sampled_from(sorted(self.wanted[ticket])))
-        letter = self.open[ticket][1][item]
-        # One key has one size.
-        answer = self.books.offer(ticket, item, letter, 1 + ord(letter) % 2)
-        if isinstance(answer, Block):
-            self.contents[answer.offset] = key(letter)
-            assert self.books.ledger.fill(wire.Payload(ticket, item, answer.grant), self.now)
-        if not isinstance(answer, wire.Wait):
-            self.wanted[ticket].discard(item)
-        self.look()
+        for item in covered if ticket in self.open else ():
+            self.offer(ticket, item)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.open)))
-        claimed = ticket in self.claimed.values()
-        self.books.ledger.fail(ticket, EncodeError("no"), self.now)
-        if not claimed:
-            self.books.ledger.cancel(ticket, self.now)
-            del self.open[ticket]
-            self.wanted.pop(ticket, None)
+    @rule(data=st.data(), anything=st.booleans())
+    def deliver(self, data: st.DataObject, anything: bool) -> None:
+        """An encoder offers what it was asked for; now and then what it was not."""
+        offers = [
+            (ticket, number)
+            for ticket, told in sorted(self.open.items())
+            for number in (range(len(told.letters)) if anything else sorted(told.wanted))
+        ]
+        if offers:
+            self.offer(*data.draw(st.sampled_from(offers)))
+
+    def offer(self, ticket: str, item: int) -> None:
+        told = self.open[ticket]
+        letter = told.letters[item]
+        entry = self.ledger._entries[ticket]
+        seen = key(letter) in self.ledger._seen
+        planned = entry.items[item].state is ItemState.PLANNED
+        needless = planned and told.decided and item not in told.needs
+        # One key has one size.
+        offer = wire.Offer(ticket, item, key(letter), LAYOUT, (1 + ord(letter) % 2) * PAGE)
+        answer = self.ledger.offer(offer, self.now)
+        covered = wire.Decline(ticket, item, wire.DECLINE_COVERED)
+        assert (answer == covered) == needless, "somebody needs it, or nobody"
+        if not isinstance(answer, wire.Decline):
+            told.known.add(item)
+            if told.since is None and not told.closed and seen and told.decided:
+                told.since = self.now
+            hopes = seen and (told.hopes(self.now) or self.may_ask(ticket))
+            assert isinstance(answer, wire.Wait) or not hopes, "the prefix cache may have it"
+            assert hopes or isinstance(answer, Block) or item in entry.waiting
+        if isinstance(answer, Block):
+            self.contents[answer.offset] = key(letter)
+            assert self.ledger.fill(wire.Payload(ticket, item, answer.grant), self.now)
+        if not isinstance(answer, wire.Wait):
+            told.wanted.discard(item)
         self.look()
+
+    @rule(seconds=st.sampled_from((0.1, 0.2, 0.5, 2.0, 5.0, 20.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        before = self.ledger.news
+        overdue = [
+            told
+            for told in self.open.values()
+            if told.since is not None and not told.closed and not told.hopes(self.now)
+        ]
+        self.ledger.expire(self.now)
+        for told in overdue:
+            # Its claimant may answer yet, where it was asked.
+            told.closed = told.asked is None
+        if any(told.asked is None or told.closed for told in overdue):
+            assert self.ledger.news > before, "offers that waited are not looked at again"
+        self.look()
+        for ticket in [ticket for ticket, told in self.open.items() if told.asked is not None]:
+            for item in sorted(self.open[ticket].wanted) if ticket in self.open else ():
+                self.offer(ticket, item)
+
+    @precondition(lambda self: len(self.open) > 2)
+    @rule(data=st.data(), how=st.sampled_from(("fail", "cancel", "abandon")))
+    def end(self, data: st.DataObject, how: str) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.open)))
+        claim = self.open[ticket].claim
+        if how == "fail":
+            self.ledger.fail(ticket, EncodeError("no"), self.now)
+        if how == "cancel" or claim is None:
+            self.ledger.cancel(ticket, self.now)
+        elif how == "abandon":
+            self.ledger.abandon(claim.claim, self.now)
+        self.look()
+        assert ticket not in self.open
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -484,24 +631,26 @@ class KeptMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_add_up(self) -> None:
-        self.books.ledger.check_integrity()
-        assert self.books.reservations.kept_bytes <= 5 * PAGE
+        self.ledger.check_integrity()
+        assert self.ledger._entries.keys() == self.open.keys()
+        assert self.books.reservations.kept_bytes <= self.kept_pages * PAGE
 
     @invariant()
     def what_is_not_here_was_asked_for(self) -> None:
-        for ticket in self.claimed.values():
-            assert self.wanted.get(ticket), "a request waits for what nobody was told to send"
+        for told in self.open.values():
+            if told.claim is not None:
+                assert told.wanted, "a request waits for what nobody was told to send"
 
     def teardown(self) -> None:
         for ticket in list(self.open):
-            self.books.ledger.cancel(ticket, self.now)
-        self.books.ledger.take_outcomes()
+            self.ledger.cancel(ticket, self.now)
+        self.ledger.take_outcomes()
         for items in self.reading:
             self.books.drop(*items)
         self.books.reservations.reclaim(self.now)
         assert len(self.books.reservations) == 0
         assert self.books.reservations.held_bytes == 0, "bytes leaked"
-        self.books.ledger.check_integrity()
+        self.ledger.check_integrity()
 
 
 TestKept = KeptMachine.TestCase

@@ -16,18 +16,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_epd import wire
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.transfer.entries import TRANSITIONS, Item, ItemState
+from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.entries import PLANS, TRANSITIONS, Entry, Item, ItemState, Plan
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import QUARANTINE_S, Block, Reservations
-from sglang_epd.wire import messages
+from sglang_epd.transfer.reservations import QUARANTINE_S, Reservations
+from sglang_epd.wire import messages as wire
 
 PAGE = ALIGNMENT
 PAGES = 8
@@ -186,18 +186,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def refusal(self, ticket: Ticket, item: int, pages: int) -> str | None:
         if not ticket.opened:
-            return messages.DECLINE_UNKNOWN
+            return wire.DECLINE_UNKNOWN
         if ticket.error is not None:
-            return messages.DECLINE_CANCELLED
+            return wire.DECLINE_CANCELLED
         if ticket.ended:
-            return messages.DECLINE_DUPLICATE
+            return wire.DECLINE_DUPLICATE
         if item >= ticket.expect.items:
-            return messages.DECLINE_UNKNOWN
+            return wire.DECLINE_UNKNOWN
         if item in ticket.received:
-            return messages.DECLINE_DUPLICATE
+            return wire.DECLINE_DUPLICATE
         held = {**ticket.live, **ticket.received}
         others = sum(self.memory[held[other]].block.nbytes for other in held if other != item)
-        return messages.DECLINE_TOO_LARGE if others + pages * PAGE > PAGES * PAGE else None
+        return wire.DECLINE_TOO_LARGE if others + pages * PAGE > PAGES * PAGE else None
 
     # What happens.
 
@@ -632,6 +632,18 @@ def test_only_the_transitions_of_the_table_are_possible(before, after):
         assert item.state is before
 
 
+@pytest.mark.parametrize("before", Plan)
+@pytest.mark.parametrize("after", Plan)
+def test_a_plan_goes_as_its_table_says(before, after):
+    entry = Entry(age=0, items=[], consumers=1, deadline=1.0, plan=before)
+    if after in PLANS[before]:
+        entry.go(after)
+        assert entry.plan is after
+    else:
+        with pytest.raises(AssertionError, match=f"{before.value} to {after.value}"):
+            entry.go(after)
+
+
 def test_nothing_comes_back_from_a_final_state():
     assert not TRANSITIONS[ItemState.FAILED]
     assert not TRANSITIONS[ItemState.CANCELLED]
@@ -688,7 +700,7 @@ def test_word_of_the_end_may_overtake_the_announcement(ledger):
     assert len(ledger) == 0
     (outcome,) = ledger.take_outcomes()
     assert str(outcome.error) == "no encoder could"
-    assert ledger.offer(offer("t", 0), 0.0).reason == messages.DECLINE_CANCELLED
+    assert ledger.offer(offer("t", 0), 0.0).reason == wire.DECLINE_CANCELLED
 
 
 def test_the_second_of_two_grants_is_the_good_one(books, ledger):
@@ -714,7 +726,7 @@ def test_an_encoder_that_renews_its_own_offer_is_not_in_its_own_way(books, ledge
     opened(ledger)
     renewal = wire.Offer("t", 0, KEY, LAYOUT, PAGE, renewal=True)
     old = ledger.offer(offer("t", 0), 0.0, peer=b"one")
-    assert ledger.offer(renewal, 0.0, peer=b"another").reason == messages.DECLINE_DUPLICATE
+    assert ledger.offer(renewal, 0.0, peer=b"another").reason == wire.DECLINE_DUPLICATE
     new = ledger.offer(renewal, 0.0, landing="shared", peer=b"one")
     assert new.grant != old.grant
     assert books.reservations.held_bytes == PAGE
@@ -726,10 +738,10 @@ def test_an_encoder_that_renews_its_own_offer_is_not_in_its_own_way(books, ledge
 @pytest.mark.parametrize(
     ("happened", "reason"),
     [
-        (lambda ledger: ledger.cancel("t", 0.0), messages.DECLINE_CANCELLED),
-        (lambda ledger: ledger.fail("t", EncodeError("x"), 0.0), messages.DECLINE_CANCELLED),
-        (lambda ledger: ledger.expire(11.0), messages.DECLINE_CANCELLED),
-        (deliver, messages.DECLINE_DUPLICATE),
+        (lambda ledger: ledger.cancel("t", 0.0), wire.DECLINE_CANCELLED),
+        (lambda ledger: ledger.fail("t", EncodeError("x"), 0.0), wire.DECLINE_CANCELLED),
+        (lambda ledger: ledger.expire(11.0), wire.DECLINE_CANCELLED),
+        (deliver, wire.DECLINE_DUPLICATE),
     ],
 )
 def test_an_encoder_is_told_why_it_is_declined(ledger, happened, reason):
@@ -741,9 +753,9 @@ def test_an_encoder_is_told_why_it_is_declined(ledger, happened, reason):
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        (offer("another", 0), messages.DECLINE_UNKNOWN),
-        (offer("t", 1), messages.DECLINE_UNKNOWN),
-        (offer("t", 0, PAGES + 1), messages.DECLINE_TOO_LARGE),
+        (offer("another", 0), wire.DECLINE_UNKNOWN),
+        (offer("t", 1), wire.DECLINE_UNKNOWN),
+        (offer("t", 0, PAGES + 1), wire.DECLINE_TOO_LARGE),
     ],
 )
 def test_what_was_never_asked_for_is_declined(ledger, refused, reason):
@@ -755,7 +767,7 @@ def test_a_request_of_more_than_the_memory_is_declined_at_once(ledger):
     opened(ledger, items=2)
     granted(ledger, 0, pages=PAGES // 2)
     answer = ledger.offer(offer("t", 1, PAGES // 2 + 1), 0.0)
-    assert answer == wire.Decline("t", 1, messages.DECLINE_TOO_LARGE)
+    assert answer == wire.Decline("t", 1, wire.DECLINE_TOO_LARGE)
     granted(ledger, 1, pages=PAGES // 2)
 
 
@@ -957,7 +969,7 @@ def test_only_so_many_ended_tickets_are_remembered():
         ledger.cancel(f"t{number}", 0.0)
     ledger.check_integrity()
     reasons = [ledger.offer(offer(f"t{number}", 0), 0.0).reason for number in range(10)]
-    assert reasons == [messages.DECLINE_UNKNOWN] * 7 + [messages.DECLINE_CANCELLED] * 3
+    assert reasons == [wire.DECLINE_UNKNOWN] * 7 + [wire.DECLINE_CANCELLED] * 3
 
 
 def test_books_that_do_not_add_up_are_noticed(ledger):

@@ -31,12 +31,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sglang_epd import wire
 from sglang_epd.errors import EpdError
 from sglang_epd.transfer import host
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import GrantLostError, Sender
+from sglang_epd.wire import messages as wire
 from transfer.conftest import READERS, Scheduler
 from transfer.links import Link
 

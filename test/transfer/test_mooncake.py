@@ -10,14 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from sglang_epd.errors import ConfigError, UnavailableError
-from sglang_epd.transfer import mooncake
 from sglang_epd.transfer.mooncake import MooncakeEngine
 
 PATIENCE_S = 5.0
@@ -34,9 +32,18 @@ class Buffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
+def started() -> MooncakeEngine:
+    """Mooncake over TCP, started as SGLang does."""
+    from mooncake.engine import TransferEngine
+
+    raw = TransferEngine()
+    assert raw.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return MooncakeEngine("127.0.0.1", raw)
+
+
 def receive() -> None:
     """The receiver process: registers a buffer, then does what its stdin says."""
-    engine = MooncakeEngine("127.0.0.1")
+    engine = started()
     fd = os.memfd_create("receiver")
     os.ftruncate(fd, NBYTES)
     buffer = Buffer(NBYTES, fd)
@@ -51,9 +58,8 @@ def receive() -> None:
                 engine.register(buffer.address, NBYTES)
                 print("done", flush=True)
             case ["unregister"]:
-                engine.unregister(buffer.address)
+                assert engine._engine.unregister_memory(buffer.address) == 0
                 print("done", flush=True)
-    engine.close()
 
 
 class Peer:
@@ -108,13 +114,10 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine(quiet: None) -> Iterator[MooncakeEngine]:
+def engine(quiet: None) -> MooncakeEngine:
     """One for all tests here: ending an engine takes a second."""
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    engine = MooncakeEngine("127.0.0.1")
-    yield engine
-    engine.close()
-    engine.close()
+    return started()
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,13 @@ def deaf() -> Iterator[str]:
 
 def thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
+
+
+def unfinished(engine: MooncakeEngine) -> int:
+    """Writes that timed out and are still under way."""
+    with engine._lock:
+        engine._reap()
+    return len(engine._unfinished)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -209,7 +219,7 @@ def test_other_threads_run_while_a_write_waits(engine, mortal, source):
         time.sleep(0.001)
     assert turns > 10
     mortal.kill()
-    until(lambda: engine.unfinished == 0)
+    until(lambda: unfinished(engine) == 0)
 
 
 @pytest.mark.parametrize(
@@ -292,51 +302,25 @@ def test_a_write_to_a_frozen_peer_ends_at_its_deadline_and_may_arrive_later(
 
     # The source stays until Mooncake is done with it, and others' writes go on.
     engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
-    assert engine.unfinished == 1
+    assert unfinished(engine) == 1
     assert not freed.is_set()
 
     mortal.thaw()
-    until(lambda: engine.unfinished == 0)
+    until(lambda: unfinished(engine) == 0)
     assert freed.is_set()
     assert mortal.read(KIB, 2 * KIB) == source.memory[:KIB]
-
-
-def test_closing_with_a_write_under_way_ends_it(mortal, source):
-    engine = MooncakeEngine("127.0.0.1")
-    engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
-    mortal.freeze()
-    with pytest.raises(UnavailableError, match="in time"):
-        engine.write(mortal.session, source.address, mortal.address, NBYTES, 0.1, keep=source)
-
-    engine.close()
-
-    assert engine.unfinished == 0
-    with pytest.raises(UnavailableError, match="closed"):
-        engine.write(mortal.session, source.address, mortal.address, 8, PATIENCE_S)
 
 
 class Raw:
     """Mooncake's interface, with nothing behind it."""
 
-    def __init__(self, *, submitted: int = 7, status: int = 1, code: int = 0) -> None:
+    def __init__(self, *, submitted: int = 7, status: int = 1) -> None:
         self.submitted = submitted
         self.status = status
-        self.code = code
-        self.unregistered: list[int] = []
         self.asked: list[int] = []
 
     def get_rpc_port(self) -> int:
         return 4711
-
-    def initialize(self, *_: str) -> int:
-        return self.code
-
-    def register_memory(self, address: int, nbytes: int) -> int:
-        return self.code
-
-    def unregister_memory(self, address: int) -> int:
-        self.unregistered.append(address)
-        return 0
 
     def send_probe(self, session: str) -> int:
         return 0
@@ -349,23 +333,9 @@ class Raw:
         return self.status
 
 
-def test_an_engine_can_be_shared_and_outlives_its_wrapper():
-    raw = Raw()
-    engine = MooncakeEngine("10.0.0.1", engine=raw)
-    assert engine.session == "10.0.0.1:4711"
-    engine.register(64, 8)
-    engine.register(128, 8)
-    engine.unregister(64)
-    engine.write("peer:1", 0, 0, 8, 1.0)
-
-    engine.close()
-    engine.close()
-
-    assert raw.unregistered == [64, 128]
-
-
 def test_the_session_of_an_ipv6_host_has_brackets():
-    assert MooncakeEngine("fd00::1", engine=Raw()).session == "[fd00::1]:4711"
+    assert MooncakeEngine("fd00::1", Raw()).session == "[fd00::1]:4711"
+    assert MooncakeEngine("10.0.0.1", Raw()).session == "10.0.0.1:4711"
 
 
 @pytest.mark.parametrize("answer", [0, -1, 2**64 - 1])
@@ -373,13 +343,13 @@ def test_the_status_of_what_was_not_submitted_is_never_asked(answer):
     """Mooncake answers that with a segmentation fault."""
     raw = Raw(submitted=answer)
     with pytest.raises(UnavailableError, match="cannot reach"):
-        MooncakeEngine("h", engine=raw).write("peer:1", 0, 0, 8, 1.0)
+        MooncakeEngine("h", raw).write("peer:1", 0, 0, 8, 1.0)
     assert not raw.asked
 
 
 def test_a_probe_that_raises_is_an_answer_and_not_the_last(monkeypatch):
     raw = Raw()
-    engine = MooncakeEngine("h", engine=raw)
+    engine = MooncakeEngine("h", raw)
 
     def raising(_session: str) -> int:
         raise RuntimeError("no such transport")
@@ -393,77 +363,20 @@ def test_a_probe_that_raises_is_an_answer_and_not_the_last(monkeypatch):
 
 def test_a_timeout_of_mooncakes_own_leaves_the_transfer_unfinished():
     raw = Raw(status=-2)
-    engine = MooncakeEngine("h", engine=raw)
+    engine = MooncakeEngine("h", raw)
     with pytest.raises(UnavailableError, match="in time"):
         engine.write("peer:1", 0, 0, 8, PATIENCE_S)
-    assert engine.unfinished == 1
+    assert unfinished(engine) == 1
 
     raw.status = -1
-    assert engine.unfinished == 0
-
-
-def test_closing_keeps_the_sources_of_unfinished_writes(monkeypatch):
-    monkeypatch.setattr(mooncake, "_abandoned", [])
-    engine = MooncakeEngine("h", engine=Raw(status=0))
-    with pytest.raises(UnavailableError, match="in time"):
-        engine.write("peer:1", 0, 0, 8, 0.0, keep="source")
-
-    engine.close()
-
-    assert mooncake._abandoned == ["source"]
+    assert unfinished(engine) == 0
 
 
 def test_memory_that_overlaps_is_not_registered(engine, source):
     engine.register(source.address, NBYTES)
     with pytest.raises(ConfigError, match="overlap"):
         engine.register(source.address + KIB, KIB)
-    engine.unregister(source.address)
-    with pytest.raises(ValueError, match="no memory"):
-        engine.unregister(source.address)
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What the module sets in the environment is undone after the test."""
-    for name in ("MC_LOG_LEVEL", "MC_FORCE_TCP", "MC_USE_IPV6"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    return monkeypatch
-
-
-def test_a_missing_package_is_an_error_that_says_what_to_install(environment):
-    environment.setitem(sys.modules, "mooncake", None)
-    environment.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(ConfigError, match=r'pip install "\.\[mooncake\]" in a clone'):
-        MooncakeEngine("127.0.0.1")
-
-
-def test_a_missing_library_is_an_error_that_says_what_to_install(environment):
-    def load(name: str) -> types.ModuleType:
-        raise ImportError("libibverbs.so.1: cannot open shared object file")
-
-    environment.setattr(mooncake.importlib, "import_module", load)
-    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*libibverbs1, librdmacm1"):
-        MooncakeEngine("127.0.0.1")
-
-
-def test_an_engine_that_does_not_start_is_an_error(environment):
-    module = types.SimpleNamespace(TransferEngine=lambda: Raw(code=-1))
-    environment.setattr(mooncake.importlib, "import_module", lambda name: module)
-    with pytest.raises(ConfigError, match="does not start with rdma"):
-        MooncakeEngine("127.0.0.1", "rdma")
-
-
-def test_the_users_own_settings_stay(environment):
-    module = types.SimpleNamespace(TransferEngine=Raw)
-    environment.setattr(mooncake.importlib, "import_module", lambda name: module)
-    environment.setenv("MC_LOG_LEVEL", "INFO")
-
-    MooncakeEngine("::1", "tcp")
-
-    assert os.environ["MC_LOG_LEVEL"] == "INFO"
-    assert os.environ["MC_FORCE_TCP"] == "1"
-    assert os.environ["MC_USE_IPV6"] == "1"
+    assert engine._engine.unregister_memory(source.address) == 0
 
 
 def test_mooncake_is_not_imported_with_the_module():

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd import wire
 from sglang_epd.errors import MediaError, ProtocolError
 from sglang_epd.media import MediaLimits, check_container, image_size
-from sglang_epd.wire import http, messages, seal
+from sglang_epd.wire import http
+from sglang_epd.wire import messages as wire
+from sglang_epd.wire.envelope import seal
 from transfer.conftest import EMBEDDING, LAYOUT, Peer, Scheduler
 from transfer.receiver_process import MIB, receiver_process
 
@@ -44,13 +45,13 @@ ALL = (
     wire.Decline("t", 0, "unknown"),
 )
 ITEMS = [
-    wire.EncodeItem(0, "IMAGE", "image 1", data=b"abc", options={"detail": "high"}),
-    wire.EncodeItem(1, "VIDEO", "video 1", url="http://media/x"),
+    http.EncodeItem(0, "IMAGE", "image 1", data=b"abc", options={"detail": "high"}),
+    http.EncodeItem(1, "VIDEO", "video 1", url="http://media/x"),
 ]
 BODIES = (
-    wire.EncodeRequest("r", "n", 30.0, wire.ReplyTo("tcp://s@h:1", "t"), ITEMS),
-    wire.EncodeReply("r", "e", [wire.ItemOutcome(0, "delivered", layout=LAYOUT, key=KEY)]),
-    wire.LayoutReply([wire.ItemLayout(KEY, LAYOUT)]),
+    http.EncodeRequest("r", "n", 30.0, http.ReplyTo("tcp://s@h:1", "t"), ITEMS),
+    http.EncodeReply("r", "e", [http.ItemOutcome(0, "delivered", layout=LAYOUT, key=KEY)]),
+    http.LayoutReply([http.ItemLayout(KEY, LAYOUT)]),
 )
 MAX_BODY = 1 << 16
 
@@ -143,7 +144,7 @@ def _accepts(read: Callable[[bytes], object], *errors: type[Exception]) -> Calla
 
 
 def read_offer(data: bytes) -> None:
-    message = messages.decode_from_encoder(data)
+    message = wire.decode_from_encoder(data)
     if isinstance(message, wire.UnreadOffer):
         message.read()
 

@@ -19,18 +19,18 @@ import pytest
 import torch
 from blake3 import blake3
 
-from sglang_epd import wire
 from sglang_epd.errors import EpdError
 from sglang_epd.transfer import host
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import SLOTS, Address, Arena
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.wire import messages, seal
+from sglang_epd.wire import messages as wire
+from sglang_epd.wire.envelope import seal
 from sglang_epd.wire.tensors import tensor_frame
 from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, READERS, until
 
 FRAME = bytes(32)
-CHUNK = messages.MAX_CHUNK_BYTES
+CHUNK = wire.MAX_CHUNK_BYTES
 # All of the budget, in three chunks.
 LARGE_BUDGET = 3 * CHUNK
 HALF_LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 32, 4)), [])
@@ -52,7 +52,9 @@ def rows(nbytes: int) -> tuple[wire.Layout, torch.Tensor]:
 class Engine:
     """A transfer engine whose remote writes are copies within this process."""
 
+    name = "copying"
     session = "here:1"
+    staged = False
 
     def __init__(self) -> None:
         self.registered: tuple[int, int] | None = None
@@ -137,7 +139,7 @@ def test_an_item_is_written_by_a_transfer_engine(start_receiver, connect, connec
     receiver = start_receiver(engine=engine)
     encoder, scheduler = connect(receiver), connect_scheduler()
     scheduler.expecting()
-    grant = encoder.grant(remote=True, process=host.this_process())
+    grant = encoder.grant(engine="copying", process=host.this_process())
     assert isinstance(grant.landing, wire.Remote)
     assert grant.landing.session == engine.session
     engine.write(grant.landing.address, bytes(tensor_frame(EMBEDDING)))
@@ -146,14 +148,17 @@ def test_an_item_is_written_by_a_transfer_engine(start_receiver, connect, connec
     assert receiver.tally.counts["payloads", "remote"] == 1
 
 
-def test_an_encoder_without_an_engine_delivers_otherwise(
-    start_receiver, connect, connect_scheduler
+@pytest.mark.parametrize("engine", ["", "another"])
+def test_an_encoder_without_the_receivers_engine_delivers_otherwise(
+    start_receiver, connect, connect_scheduler, engine
 ):
     receiver = start_receiver(engine=Engine())
     encoder, scheduler = connect(receiver), connect_scheduler()
     scheduler.expecting(items=2)
-    assert isinstance(encoder.grant(item=0, process="elsewhere/1/1").landing, wire.Inline)
-    shared = encoder.grant(item=1, process=host.this_process())
+    assert isinstance(
+        encoder.grant(item=0, process="elsewhere/1/1", engine=engine).landing, wire.Inline
+    )
+    shared = encoder.grant(item=1, process=host.this_process(), engine=engine)
     assert isinstance(shared.landing, wire.Shared)
     encoder.ask(wire.Payload("t", 1, shared.grant))
     assert receiver.tally.counts["payloads", "shared"] == 1
@@ -261,7 +266,7 @@ def test_an_item_or_a_request_larger_than_the_budget_is_declined_at_once(
     receiver, encoder, scheduler
 ):
     scheduler.expecting(items=2)
-    too_large = messages.DECLINE_TOO_LARGE
+    too_large = wire.DECLINE_TOO_LARGE
     assert encoder.offer(layout=OVER_LAYOUT) == wire.Decline("t", 0, too_large)
     encoder.grant(item=0, layout=FULL_LAYOUT)
     assert encoder.offer(item=1) == wire.Decline("t", 1, too_large)
@@ -306,7 +311,7 @@ def test_an_encoder_that_offers_again_has_given_up_what_it_was_granted(
     old, new = encoder.grant(layout=FULL_LAYOUT), encoder.grant(layout=FULL_LAYOUT)
     assert old.grant != new.grant
     assert receiver._reservations.held_bytes == BUDGET
-    assert encoder.deliver(old).error == messages.ACK_NOT_GRANTED
+    assert encoder.deliver(old).error == wire.ACK_NOT_GRANTED
 
 
 def test_an_encoder_is_asked_about_memory_that_it_may_write_to(
@@ -331,7 +336,7 @@ def test_a_request_that_waits_is_told_when_it_is_over(receiver, connect, schedul
     first.grant("a", layout=FULL_LAYOUT)
     assert second.offer("b") == wire.Wait("b", 0)
     tokenizer.send(wire.Cancel("b"))
-    assert second.receive() == wire.Decline("b", 0, messages.DECLINE_CANCELLED)
+    assert second.receive() == wire.Decline("b", 0, wire.DECLINE_CANCELLED)
 
 
 def test_an_unused_grant_expires_and_its_late_payload_is_dropped(
@@ -343,7 +348,7 @@ def test_an_unused_grant_expires_and_its_late_payload_is_dropped(
     grant = encoder.grant()
     until(lambda: receiver.tally.counts["expired_grants", ""])
     assert held(receiver) == 0
-    assert encoder.deliver(grant) == wire.Ack("t", 0, grant.grant, messages.ACK_NOT_GRANTED)
+    assert encoder.deliver(grant) == wire.Ack("t", 0, grant.grant, wire.ACK_NOT_GRANTED)
     assert receiver.tally.counts["dropped", "not_granted"] == 1
     while encoder.deliver(encoder.grant()).error:
         pass  # a slow machine
@@ -383,7 +388,7 @@ def test_a_frozen_encoder_that_thaws_gives_its_memory_back(
     other.flush()
     assert receiver._reservations.quarantined == 1
     late = frozen.ask(wire.Payload("a", 0, grant.grant))
-    assert late == wire.Ack("a", 0, grant.grant, messages.ACK_NOT_GRANTED)
+    assert late == wire.Ack("a", 0, grant.grant, wire.ACK_NOT_GRANTED)
     assert isinstance(other.receive(), wire.Grant)
 
 
@@ -393,7 +398,7 @@ def test_a_second_encoder_takes_over_and_the_first_ones_payload_is_dropped(
     scheduler.expecting()
     frozen, replacement = connect(receiver), connect(receiver)
     old, new = frozen.grant(), replacement.grant()
-    assert frozen.deliver(old, -EMBEDDING).error == messages.ACK_NOT_GRANTED
+    assert frozen.deliver(old, -EMBEDDING).error == wire.ACK_NOT_GRANTED
     assert not replacement.deliver(new).error
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
     assert receiver.tally.counts["dropped", "not_granted"] == 1
@@ -438,10 +443,10 @@ def test_an_item_that_is_here_is_not_sent_again(receiver, encoder, connect, sche
     scheduler.expecting(items=2)
     encoder.deliver(encoder.grant())
     again = connect(receiver)
-    assert again.offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+    assert again.offer() == wire.Decline("t", 0, wire.DECLINE_DUPLICATE)
     encoder.deliver(encoder.grant(item=1))
     assert not scheduler.settle()[0].code
-    assert again.offer() == wire.Decline("t", 0, messages.DECLINE_DUPLICATE)
+    assert again.offer() == wire.Decline("t", 0, wire.DECLINE_DUPLICATE)
 
 
 def test_an_offer_may_overtake_the_announcement(receiver, encoder, scheduler, monkeypatch):
@@ -458,8 +463,8 @@ def test_an_offer_may_overtake_the_announcement(receiver, encoder, scheduler, mo
 
 
 def test_an_offer_of_nothing_known_is_declined_in_the_end_and_counted_once(receiver, encoder):
-    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_UNKNOWN)
-    assert receiver.tally.counts["declines", messages.DECLINE_UNKNOWN] == 1
+    assert encoder.offer() == wire.Decline("t", 0, wire.DECLINE_UNKNOWN)
+    assert receiver.tally.counts["declines", wire.DECLINE_UNKNOWN] == 1
 
 
 def test_few_offers_of_nothing_known_are_held(receiver, encoder, monkeypatch):
@@ -468,7 +473,7 @@ def test_few_offers_of_nothing_known_are_held(receiver, encoder, monkeypatch):
     monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)
     for number in range(3):
         encoder.send(wire.Offer(f"t{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
-    assert encoder.offer("t3") == wire.Decline("t3", 0, messages.DECLINE_UNKNOWN)
+    assert encoder.offer("t3") == wire.Decline("t3", 0, wire.DECLINE_UNKNOWN)
 
 
 def test_offers_of_nothing_known_cost_nothing_while_they_are_held(receiver, encoder, monkeypatch):
@@ -507,7 +512,7 @@ def test_an_offer_of_an_unknown_dtype_is_not_answered(receiver, encoder, schedul
 def test_a_payload_without_a_grant_is_dropped(receiver, encoder, scheduler, grant):
     scheduler.expecting()
     answer = encoder.ask(wire.Payload("t", 0, grant), FRAME)
-    assert answer == wire.Ack("t", 0, grant, messages.ACK_NOT_GRANTED)
+    assert answer == wire.Ack("t", 0, grant, wire.ACK_NOT_GRANTED)
     assert receiver.tally.counts["dropped", "not_granted"] == 1
 
 
@@ -516,7 +521,7 @@ def test_nobody_delivers_under_a_ticket_that_it_was_not_told(receiver, encoder, 
     scheduler.expecting()
     grant = encoder.grant()
     stray = encoder.ask(wire.Payload(ticket, 0, grant.grant), FRAME)
-    assert stray.error == messages.ACK_NOT_GRANTED
+    assert stray.error == wire.ACK_NOT_GRANTED
     assert not encoder.deliver(grant).error
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
 
@@ -525,7 +530,7 @@ def test_a_replayed_payload_changes_nothing(receiver, encoder, scheduler):
     scheduler.expecting(items=2)
     grant = encoder.grant()
     encoder.deliver(grant)
-    assert encoder.deliver(grant, -EMBEDDING).error == messages.ACK_NOT_GRANTED
+    assert encoder.deliver(grant, -EMBEDDING).error == wire.ACK_NOT_GRANTED
     encoder.deliver(encoder.grant(item=1))
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
 
@@ -552,10 +557,10 @@ def test_a_malformed_payload_is_dropped_and_the_item_can_be_offered_again(
     scheduler.expecting()
     grant = encoder.grant()
     answer = encoder.ask(wire.Payload("t", 0, grant.grant, **what), *frames)
-    assert answer == wire.Ack("t", 0, grant.grant, messages.ACK_MALFORMED)
+    assert answer == wire.Ack("t", 0, grant.grant, wire.ACK_MALFORMED)
     assert receiver.tally.counts["dropped", "payload"] == 1
     assert held(receiver) == 0
-    assert encoder.deliver(grant).error == messages.ACK_NOT_GRANTED
+    assert encoder.deliver(grant).error == wire.ACK_NOT_GRANTED
     assert not encoder.deliver(encoder.grant()).error
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
 
@@ -566,7 +571,7 @@ def test_chunks_come_in_order_without_gaps_or_overlaps(receiver, encoder, schedu
     grant = encoder.grant()
     encoder.send(wire.Payload("t", 0, grant.grant, 0, last=False), FRAME[:16])
     answer = encoder.ask(wire.Payload("t", 0, grant.grant, second, last=True), FRAME[:16])
-    assert answer.error == messages.ACK_MALFORMED
+    assert answer.error == wire.ACK_MALFORMED
     assert not encoder.deliver(encoder.grant()).error
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
 
@@ -578,7 +583,7 @@ def test_another_grants_chunks_do_not_count(receiver, encoder, scheduler):
     encoder.send(wire.Payload("t", 0, old.grant, 0, last=False), FRAME[:16])
     new = encoder.grant()
     rest = wire.Payload("t", 0, new.grant, 16, last=True)
-    assert encoder.ask(rest, FRAME[:16]).error == messages.ACK_MALFORMED
+    assert encoder.ask(rest, FRAME[:16]).error == wire.ACK_MALFORMED
 
 
 def test_a_damaged_payload_in_shared_memory_is_noticed(receiver, encoder, scheduler):
@@ -586,7 +591,7 @@ def test_a_damaged_payload_in_shared_memory_is_noticed(receiver, encoder, schedu
     grant = encoder.grant(process=host.this_process())
     digest = blake3(tensor_frame(EMBEDDING)).digest()
     answer = encoder.ask(wire.Payload("t", 0, grant.grant, checksum=digest))
-    assert answer.error == messages.ACK_MALFORMED
+    assert answer.error == wire.ACK_MALFORMED
     assert isinstance(encoder.offer(), wire.Grant)
 
 
@@ -611,7 +616,7 @@ def test_encoders_cannot_speak_for_the_rest_of_the_server(receiver, encoder, sch
     )
     for message in forbidden:
         encoder.send(message)
-    assert encoder.offer("t2") == wire.Decline("t2", 0, messages.DECLINE_UNKNOWN)
+    assert encoder.offer("t2") == wire.Decline("t2", 0, wire.DECLINE_UNKNOWN)
     encoder.deliver(encoder.grant())
     assert not scheduler.settle()[0].code
     assert receiver.tally.counts["dropped", "ProtocolError"] == len(forbidden)
@@ -795,14 +800,14 @@ def test_a_cancelled_request_ends_and_takes_nothing_more(encoder, tokenizer, sch
     scheduler.expecting()
     tokenizer.send(wire.Cancel("t"))
     assert scheduler.settle()[0].code == "RequestCancelledError"
-    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
+    assert encoder.offer() == wire.Decline("t", 0, wire.DECLINE_CANCELLED)
 
 
 def test_an_abandoned_claim_is_told_so(encoder, scheduler):
     scheduler.expecting()
     scheduler.claims.abandon("r")
     assert scheduler.settle()[0].code == "RequestCancelledError"
-    assert encoder.offer() == wire.Decline("t", 0, messages.DECLINE_CANCELLED)
+    assert encoder.offer() == wire.Decline("t", 0, wire.DECLINE_CANCELLED)
 
 
 def test_schedulers_name_their_claims_without_asking_each_other(
@@ -856,7 +861,7 @@ def test_only_this_user_reaches_the_control_channel(receiver, control_path):
 
 
 def test_slots_are_enough_for_small_items():
-    assert SLOTS >= 4 * messages.MAX_ITEMS
+    assert SLOTS >= 4 * wire.MAX_ITEMS
 
 
 def test_an_ipv6_address_is_bracketed(control_path):

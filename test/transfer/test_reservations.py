@@ -3,14 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglang_epd.transfer.blocks import TRANSITIONS, Block, BlockState
 from sglang_epd.transfer.extents import ALIGNMENT
-from sglang_epd.transfer.reservations import (
-    QUARANTINE_S,
-    TRANSITIONS,
-    Block,
-    BlockState,
-    Reservations,
-)
+from sglang_epd.transfer.reservations import QUARANTINE_S, Reservations
 
 PAGE = ALIGNMENT
 READERS = 3

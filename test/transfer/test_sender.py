@@ -12,14 +12,13 @@ import torch
 import zmq
 import zmq.asyncio
 
-from sglang_epd import wire
 from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
 from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
-from sglang_epd.wire import messages
+from sglang_epd.wire import messages as wire
 from transfer.conftest import BUDGET, PATIENCE_S, until
 
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("bfloat16", (2, 4)), [[1, 2, 4]])
@@ -151,7 +150,7 @@ async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):
 
 async def test_a_decline_comes_back(receiver, sender):
     async with sender.offer(receiver.endpoint, offer()) as offered:
-        assert await offered.decided == wire.Decline("t", 0, messages.DECLINE_UNKNOWN)
+        assert await offered.decided == wire.Decline("t", 0, wire.DECLINE_UNKNOWN)
         assert not await offered.answered
         assert offered.granted is None
         assert not offered.waits
@@ -308,6 +307,8 @@ async def test_a_cancelled_delivery_gives_its_memory_back_when_the_write_has_end
 
 async def test_a_remote_write_that_failed_leaves_its_memory_alone(router):
     class Failing:
+        engine_name = "cards"
+
         def write(self, *_):
             raise UnavailableError("the card is gone")
 
@@ -315,7 +316,7 @@ async def test_a_remote_write_that_failed_leaves_its_memory_alone(router):
     try:
         delivery = asyncio.create_task(deliver(sender, router.endpoint))
         asked = await router.receive()
-        assert asked.remote
+        assert asked.engine == "cards"
         await router.say(wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0)))
         with pytest.raises(UnavailableError, match="card"):
             await delivery
@@ -438,7 +439,7 @@ async def test_an_ack_of_another_grant_is_no_answer(sender, router):
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(messages.ACK_NOT_GRANTED, GrantLostError), (messages.ACK_MALFORMED, EncodeError)],
+    [(wire.ACK_NOT_GRANTED, GrantLostError), (wire.ACK_MALFORMED, EncodeError)],
 )
 async def test_a_dropped_payload_is_an_error_that_says_why(sender, router, error, raised):
     delivery = asyncio.create_task(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import zmq
 
-from sglang_epd import wire
-from sglang_epd.wire import messages, seal
+from sglang_epd.wire import messages as wire
+from sglang_epd.wire.envelope import seal
 from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Peer, Scheduler
 from transfer.receiver_process import MIB, ReceiverProcess, receiver_process
 
@@ -35,7 +35,7 @@ def costly_offer(ticket: str) -> bytes:
         "nbytes": 32,
     }
     frame = seal(msgspec.msgpack.encode(offer))
-    assert len(frame) < messages.MAX_HEADER_BYTES
+    assert len(frame) < wire.MAX_HEADER_BYTES
     return frame
 
 
@@ -130,7 +130,7 @@ def test_offers_of_unknown_tickets_cost_their_bytes(process, dial):
     most = 0
     for _ in frames:
         most = max(most, process.rss)
-        assert encoder.receive().reason == messages.DECLINE_UNKNOWN
+        assert encoder.receive().reason == wire.DECLINE_UNKNOWN
     assert most - before < sum(map(len, frames)) + SLACK
     assert process.state()["unanswered"] == 0
 
@@ -154,7 +154,7 @@ def test_one_who_offers_much_of_nothing_known_crowds_nobody_else_out(process, sc
     for number in range(20):
         hostile.send(wire.Offer(f"small-{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
     # Nothing more fits: whatever is held next, something else has to go.
-    assert hostile.receive().reason == messages.DECLINE_UNKNOWN
+    assert hostile.receive().reason == wire.DECLINE_UNKNOWN
     hostile.send(wire.Payload("flush", 0, 0))
     while not isinstance(hostile.receive(), wire.Ack):
         pass

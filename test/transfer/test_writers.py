@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_epd import wire
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer import writers as writers_module
 from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
+from sglang_epd.wire import messages as wire
 
 NBYTES = 16 * ALIGNMENT
 PAYLOAD = np.arange(100, dtype=np.uint8)
@@ -138,7 +138,10 @@ def test_no_file_stays_open_for_what_is_refused(arena, writer):
 class Engine:
     """A transfer engine that writes into a dictionary."""
 
-    def __init__(self) -> None:
+    name = "dictionary"
+
+    def __init__(self, *, staged: bool = True) -> None:
+        self.staged = staged
         self.registered: list[tuple[int, int]] = []
         self.written: dict[int, bytes] = {}
         self.timeouts: list[float] = []
@@ -171,7 +174,7 @@ class Engine:
 
 def test_a_remote_payload_goes_in_pieces_through_registered_memory():
     engine = Engine()
-    writer = RemoteWriter(engine, staged=True, buffers=2, nbytes=40)
+    writer = RemoteWriter(engine, buffers=2, nbytes=40)
     assert [size for _, size in engine.registered] == [40, 40]
     writer.write(wire.Remote("there:1", 1000), PAYLOAD, 5.0)
     assert list(engine.written) == [1000, 1040, 1080]
@@ -181,8 +184,8 @@ def test_a_remote_payload_goes_in_pieces_through_registered_memory():
 
 
 def test_a_payload_that_the_engine_reads_from_anywhere_is_not_staged():
-    engine = Engine()
-    writer = RemoteWriter(engine, staged=False)
+    engine = Engine(staged=False)
+    writer = RemoteWriter(engine)
     writer.write(wire.Remote("there:1", 1000), PAYLOAD, 5.0)
     assert engine.written == {1000: PAYLOAD.tobytes()}
     assert not engine.registered
@@ -190,7 +193,7 @@ def test_a_payload_that_the_engine_reads_from_anywhere_is_not_staged():
 
 def test_a_failed_write_gives_its_buffer_back():
     engine = Engine()
-    writer = RemoteWriter(engine, staged=True, buffers=1, nbytes=40)
+    writer = RemoteWriter(engine, buffers=1, nbytes=40)
     engine.error = UnavailableError("the card is gone")
     for _ in range(3):
         with pytest.raises(UnavailableError, match="card"):
@@ -202,7 +205,7 @@ def test_a_failed_write_gives_its_buffer_back():
 
 def test_who_gets_no_buffer_in_time_is_told():
     engine = Engine()
-    writer = RemoteWriter(engine, staged=True, buffers=1, nbytes=200)
+    writer = RemoteWriter(engine, buffers=1, nbytes=200)
     engine.go_on.clear()
     landing = wire.Remote("there:1", 0)
     first = threading.Thread(target=writer.write, args=(landing, PAYLOAD, 10.0))
@@ -219,7 +222,7 @@ def test_who_gets_no_buffer_in_time_is_told():
 
 def test_writes_side_by_side_do_not_mix():
     engine = Engine()
-    writer = RemoteWriter(engine, staged=True, buffers=3, nbytes=64)
+    writer = RemoteWriter(engine, buffers=3, nbytes=64)
     payloads = [np.full(1000, number, np.uint8) for number in range(8)]
     threads = [
         threading.Thread(

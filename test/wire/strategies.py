@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from sglang_epd import wire
-from sglang_epd.wire import messages
+from sglang_epd.wire import http
+from sglang_epd.wire import messages as wire
 
 # What msgpack and JSON have in common, as it comes back from decoding.
 json_like = st.recursive(
@@ -17,7 +17,7 @@ json_like = st.recursive(
 )
 tickets = st.text(max_size=24)
 numbers = st.integers(-(2**63), 2**64 - 1)
-item_numbers = st.integers(0, messages.MAX_ITEMS - 1)
+item_numbers = st.integers(0, wire.MAX_ITEMS - 1)
 seconds = st.floats(1e-3, 1e6)
 
 specs = st.builds(
@@ -27,7 +27,7 @@ specs = st.builds(
 )
 layouts = st.builds(
     wire.Layout,
-    modality=st.sampled_from(messages.MODALITIES) | st.text(max_size=8),
+    modality=st.sampled_from(wire.MODALITIES) | st.text(max_size=8),
     embedding=specs,
     grid=st.lists(st.lists(st.integers(0, 2**32), max_size=3), max_size=3),
     extra=st.dictionaries(st.text(max_size=4), json_like, max_size=2),
@@ -43,11 +43,11 @@ landings = st.one_of(
     ),
     st.builds(wire.Remote, session=st.text(max_size=24), address=numbers),
 )
-keys = st.binary(min_size=messages.KEY_BYTES, max_size=messages.KEY_BYTES)
+keys = st.binary(min_size=wire.KEY_BYTES, max_size=wire.KEY_BYTES)
 expects = st.builds(
     wire.Expect,
     ticket=tickets,
-    items=st.integers(1, messages.MAX_ITEMS),
+    items=st.integers(1, wire.MAX_ITEMS),
     consumers=st.integers(1, 2**31),
     ttl_s=seconds,
 )
@@ -68,7 +68,7 @@ by_encoders = st.one_of(
         layout=layouts,
         nbytes=numbers,
         process=st.text(max_size=24),
-        remote=st.booleans(),
+        engine=st.text(max_size=8),
         renewal=st.booleans(),
     ),
     st.builds(
@@ -155,33 +155,33 @@ within_a_server = st.one_of(
 any_message = by_encoders | to_encoders | within_a_server
 
 
-def _item(number: int, modality: str, inline: bool, content: bytes) -> wire.EncodeItem:
+def _item(number: int, modality: str, inline: bool, content: bytes) -> http.EncodeItem:
     where = {"data": content} if inline else {"url": content.hex()}
-    return wire.EncodeItem(number, modality, f"item {number}", **where, options={"a": [1]})
+    return http.EncodeItem(number, modality, f"item {number}", **where, options={"a": [1]})
 
 
 items = st.builds(
     _item,
     number=item_numbers,
-    modality=st.sampled_from(messages.MODALITIES),
+    modality=st.sampled_from(wire.MODALITIES),
     inline=st.booleans(),
     content=st.binary(max_size=8),
 )
 requests = st.builds(
-    wire.EncodeRequest,
+    http.EncodeRequest,
     request_id=st.text(min_size=1, max_size=16),
     namespace=st.text(max_size=16),
     ttl_s=seconds,
-    reply_to=st.builds(wire.ReplyTo, endpoint=st.text(max_size=8), ticket=tickets),
+    reply_to=st.builds(http.ReplyTo, endpoint=st.text(max_size=8), ticket=tickets),
     items=st.lists(items, min_size=1, max_size=4, unique_by=lambda item: item.item),
 )
 replies = st.builds(
-    wire.EncodeReply,
+    http.EncodeReply,
     request_id=st.text(max_size=16),
     encoder=st.text(max_size=16),
     outcomes=st.lists(
         st.builds(
-            wire.ItemOutcome,
+            http.ItemOutcome,
             item=item_numbers,
             state=st.sampled_from(("delivered", "declined", "failed")),
             code=st.text(max_size=8),
@@ -189,17 +189,17 @@ replies = st.builds(
             tokens=numbers,
             ms=st.dictionaries(st.text(max_size=4), st.floats(0, 1e9), max_size=2),
             layout=st.none() | layouts,
-            key=st.binary(max_size=messages.KEY_BYTES),
+            key=st.binary(max_size=wire.KEY_BYTES),
         ),
         max_size=3,
     ),
 )
 described = st.builds(
-    wire.ItemLayout,
+    http.ItemLayout,
     key=keys,
     layout=st.builds(
         wire.Layout,
-        modality=st.sampled_from(messages.MODALITIES),
+        modality=st.sampled_from(wire.MODALITIES),
         embedding=st.builds(
             wire.TensorSpec,
             dtype=st.just("float32"),
@@ -211,7 +211,7 @@ described = st.builds(
     ),
 )
 layout_replies = st.builds(
-    wire.LayoutReply,
+    http.LayoutReply,
     items=st.lists(described, max_size=3),
-    error=st.none() | st.builds(wire.http.ErrorReply, code=st.text(), message=st.text()),
+    error=st.none() | st.builds(http.ErrorReply, code=st.text(), message=st.text()),
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import MAJOR, MINOR, open_envelope, seal
+from sglang_epd.wire.envelope import MAJOR, MINOR, open_envelope, seal
 
 
 @given(st.binary(max_size=64))

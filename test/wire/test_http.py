@@ -8,21 +8,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import (
+from sglang_epd.wire import http
+from sglang_epd.wire.envelope import seal
+from sglang_epd.wire.http import (
     EncodeItem,
     EncodeReply,
     EncodeRequest,
+    ErrorReply,
     ItemLayout,
     ItemOutcome,
-    Layout,
     LayoutReply,
     ReplyTo,
-    TensorSpec,
-    http,
-    seal,
+    body_pieces,
+    decode_body,
+    encode_body,
 )
-from sglang_epd.wire.http import ErrorReply, body_pieces, decode_body, encode_body
-from sglang_epd.wire.messages import MAX_ITEMS
+from sglang_epd.wire.messages import MAX_ITEMS, Layout, TensorSpec
 from wire.strategies import layout_replies, replies, requests
 
 LIMIT = 1 << 20

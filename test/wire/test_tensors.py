@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import TensorSpec, spec_bytes, tensor_frame, tensor_spec, view_tensor
+from sglang_epd.wire.messages import TensorSpec
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 extents = st.integers(1, 7)

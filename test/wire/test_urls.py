@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire.urls import server_url
+from sglang_epd.wire.urls import host_port, server_url
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,11 @@ def test_it_is_one_form_or_an_error(raw):
     assert server_url(url) == url
     assert url.startswith(("http://", "https://"))
     assert not set(url) & set("@?#\\ \r\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "written"),
+    [("::1", "[::1]:7"), ("[::1]", "[::1]:7"), ("10.0.0.1", "10.0.0.1:7"), ("a.b", "a.b:7")],
+)
+def test_an_address_of_ipv6_is_in_brackets_before_a_port(host, written):
+    assert host_port(host, 7) == written

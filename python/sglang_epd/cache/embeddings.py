@@ -1,9 +1,9 @@
-"""Embeddings by key: pinned while somebody uses them, kept by last use after that.
+"""Embeddings by key: pinned while in use, then evicted least recently used first.
 
-A key names everything that an embedding depends on (`encoder.service`), so an entry is
-never stale. What is pinned stays whatever it takes; what is idle goes, least recently
-used first, as soon as all of it together is over the capacity. So a capacity of 0 still
-lets those who want one embedding at the same time share it.
+A key names everything that an embedding depends on (`namespace.embedding_key`), so an entry
+is never stale. Pinned entries stay, whatever they take. Idle entries are evicted as soon as
+all entries together are over the capacity. With a capacity of 0, requests that want one
+embedding at the same time still share it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 MAX_ENTRIES = 65_536
 # A long video's layout has thousands of timestamps.

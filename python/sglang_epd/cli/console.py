@@ -79,13 +79,16 @@ class LineReporter:
         self.is_ready = False
 
     def line(self, name: str, text: str) -> None:
+        """A server wrote this."""
         if self._logs:
             self._write(name, "|", Text.from_ansi(text))
 
     def news(self, name: str, text: str) -> None:
+        """Something became of a server."""
         self._write(name, "=", Text(text, style="bold"))
 
     def tick(self, waiting: Mapping[str, str]) -> None:
+        """Some times a second, with the phase of each server that is not ready yet."""
         for name, phase in waiting.items():
             if self._phases.get(name, phase) != phase and not self._logs:
                 self.news(name, phase)
@@ -103,6 +106,7 @@ class LineReporter:
         self._status.update(f"{ready} of {self._total} ready; {phases}")
 
     def ready(self) -> None:
+        """All servers have been ready; told once."""
         self.is_ready = True
 
     def close(self) -> None:

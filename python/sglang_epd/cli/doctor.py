@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from sglang_epd.cli.checks.finding import Finding, Verdict
+from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.console import console, print_json, table
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
@@ -53,14 +54,14 @@ def doctor(
     findings = list(_examine(urls or [], model, port or [], ssl_ca_certs))
     failed = any(finding.verdict is Verdict.FAIL for finding in findings)
     if as_json:
-        print_json({"ok": not failed, "findings": [_as_json(one) for one in findings]})
+        print_json({"ok": not failed, "findings": [asdict(one) for one in findings]})
     else:
         shown = table("", "what", "found")
         for finding in findings:
             found = Text(finding.found)
             if finding.mend:
                 found.append(f"\n-> {finding.mend}", style="bold")
-            verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
+            verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
             shown.add_row(verdict, finding.subject, found)
         console().print(shown)
     if failed:
@@ -93,12 +94,3 @@ def _token() -> str:
         return Settings.from_env().token
     except ConfigError:
         return ""  # told among the settings
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "subject": finding.subject,
-        "verdict": finding.verdict.value,
-        "found": finding.found,
-        "mend": finding.mend,
-    }

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_epd.cli import bench, doctor, status, up
+from sglang_epd.cli import doctor, status, up
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.errors import EpdError
 
@@ -54,7 +54,6 @@ app.command("doctor")(doctor.doctor)
 # Of this distribution alone: other packages add no commands.
 for _point in distribution("sglang-epd").entry_points.select(group="sglang_epd.commands"):
     app.command(_point.name)(_point.load())
-app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 
 
 def run() -> None:
@@ -67,3 +66,7 @@ def run() -> None:
     except (EpdError, ServerError) as error:
         print(f"sglang-epd: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    run()

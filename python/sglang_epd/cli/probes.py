@@ -17,7 +17,10 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglang_epd import http_client
 from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.http_client import read_body
+from sglang_epd.trust import Trust
 from sglang_epd.wire.urls import server_url
 
 _TIMEOUT_S = 5.0
@@ -131,10 +134,7 @@ def ask(targets: Sequence[Target], ca_certs: str = "") -> list[View]:
 
 
 async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[View]:
-    context = ssl.create_default_context(cafile=ca_certs or None)
-    connector = aiohttp.TCPConnector(ssl=context, limit=64)
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with http_client.session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
         return list(await asyncio.gather(*(_view(session, one) for one in targets)))
 
 
@@ -144,9 +144,10 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> View:
         return view
     asked = ("/health", "/v1/status", "/metrics")
     try:
-        health, status, metrics = await asyncio.gather(
-            *(_get(session, f"{target.url}{path}") for path in asked)
-        )
+        async with asyncio.timeout(_TIMEOUT_S):
+            health, status, metrics = await asyncio.gather(
+                *(_get(session, f"{target.url}{path}") for path in asked)
+            )
     except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
         state = view.state if view.state in ("starting", "silent") else "unreachable"
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -175,12 +176,10 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
         TimeoutError: not in time.
     """
     async with session.get(url, allow_redirects=False) as response:
-        body = bytearray()
-        async for chunk in response.content.iter_chunked(1 << 16):
-            body += chunk
-            if len(body) > _MAX_BYTES:
-                raise aiohttp.ClientPayloadError(f"{url} answers with more than {_MAX_BYTES} bytes")
-        return response.status, body.decode(errors="replace")
+        body = await read_body(response, _MAX_BYTES)
+    if len(body) > _MAX_BYTES:
+        raise aiohttp.ClientPayloadError(f"{url} answers with more than {_MAX_BYTES} bytes")
+    return response.status, body.decode(errors="replace")
 
 
 class Samples:

@@ -1,7 +1,7 @@
 """Runs a plan: starts its servers, follows their logs, starts again what dies, stops all.
 
 One loop in the calling thread, because the kernel ends servers with the thread that
-started them. `lives` decides, `processes` acts; what is told goes to a `Reporter`.
+started them. `lives` decides, `processes` acts; what happens is shown by a `LineReporter`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from sglang_epd.cli.console import LineReporter
 from sglang_epd.cli.lives import Life, Restarts, State
 from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of
 from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, mapped_files
@@ -33,22 +34,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Shared memory that SGLang's processes, which are killed in the end, leave behind: 16 KiB and
 # more a server (`managers.load_snapshot.shm_path_for`).
 _LEFT_BEHIND = "/dev/shm/sglang_loads_"
-
-
-class Reporter(Protocol):
-    """What is shown of a run as it goes."""
-
-    def line(self, name: str, text: str) -> None:
-        """A server wrote this."""
-
-    def news(self, name: str, text: str) -> None:
-        """Something became of a server."""
-
-    def tick(self, waiting: Mapping[str, str]) -> None:
-        """Some times a second, with the phase of each server that is not ready yet."""
-
-    def ready(self) -> None:
-        """All servers have been ready; told once."""
 
 
 @dataclass
@@ -96,7 +81,7 @@ class Supervisor:
         self,
         plan: Plan,
         folder: Path,
-        reporter: Reporter,
+        reporter: LineReporter,
         *,
         env: Mapping[str, str],
         restarts: Restarts,

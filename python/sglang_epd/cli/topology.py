@@ -12,6 +12,7 @@ from typing import Literal
 
 from sglang_epd.cli.places import Place, devices_of
 from sglang_epd.errors import ConfigError
+from sglang_epd.wire.urls import host_port
 
 Role = Literal["encoder", "language", "prefill", "decode", "router"]
 
@@ -236,7 +237,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
 def _url(host: str, port: int) -> str:
     """How this machine reaches what listens on `host`."""
     reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    return f"http://{host_port(reached, port)}"
 
 
 def _option(role: str) -> str:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +29,9 @@ from sglang_epd.media.limits import MediaLimits
 _USUAL_PORT = 8000
 # Options that say something of one call, not of a topology.
 _NOT_IN_A_FILE = ("config", "settings", "dry-run", "as-json")
-_SHAPE = "Topology"
-_RUNNING = "Running"
+_shape = partial(typer.Option, rich_help_panel="Topology")
+_flags = partial(typer.Option, rich_help_panel="SGLang's flags")
+_running = partial(typer.Option, rich_help_panel="Running")
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -63,133 +65,87 @@ def up(
     *,
     config: Annotated[
         Path | None,
-        typer.Option(
+        _running(
             help="YAML file: `up` has these options by their names, `settings` those of "
             "docs/settings.md. What is typed counts before it.",
             callback=_load_config,
             is_eager=True,
-            rich_help_panel=_RUNNING,
         ),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(help="Checkpoint: a folder, or a name on the hub.", rich_help_panel=_SHAPE),
-    ],
-    encoders: Annotated[
-        int, typer.Option(help="Encoder servers (--encoder-only).", rich_help_panel=_SHAPE)
-    ] = 1,
+    model: Annotated[str, _shape(help="Checkpoint: a folder, or a name on the hub.")],
+    encoders: Annotated[int, _shape(help="Encoder servers (--encoder-only).")] = 1,
     language: Annotated[
         int | None,
-        typer.Option(
+        _shape(
             help="Language servers that prefill and decode; 1 unless --prefill is given. "
-            "Several stand behind SGLang's router.",
-            rich_help_panel=_SHAPE,
+            "Several stand behind SGLang's router."
         ),
     ] = None,
     prefill: Annotated[
-        int,
-        typer.Option(
-            help="Prefill servers; with --decode, behind SGLang's mini load balancer.",
-            rich_help_panel=_SHAPE,
-        ),
+        int, _shape(help="Prefill servers; with --decode, behind SGLang's mini load balancer.")
     ] = 0,
-    decode: Annotated[
-        int, typer.Option(help="Decode servers; with --prefill.", rich_help_panel=_SHAPE)
-    ] = 0,
+    decode: Annotated[int, _shape(help="Decode servers; with --prefill.")] = 0,
     host: Annotated[
         str,
-        typer.Option(
+        _shape(
             help="Address that chat requests are taken on; 0.0.0.0 for all. The other servers "
-            "stay on the loopback interface.",
-            rich_help_panel=_SHAPE,
+            "stay on the loopback interface."
         ),
     ] = LOOPBACK,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help=f"Port for chat requests; {_USUAL_PORT} if it is free, else any.",
-            rich_help_panel=_SHAPE,
+        _shape(
+            min=1, max=65535, help=f"Port for chat requests; {_USUAL_PORT} if it is free, else any."
         ),
     ] = None,
     flags: Annotated[
         str,
-        typer.Option(
+        _flags(
             help="SGLang flags for every server with a model, encoders too: "
-            '--flags "--dtype bfloat16". A --tp-size belongs into the flags of one role.',
-            rich_help_panel="SGLang's flags",
+            '--flags "--dtype bfloat16". A --tp-size belongs into the flags of one role.'
         ),
     ] = "",
-    encoder_flags: Annotated[
-        str, typer.Option(help="For encoders alone.", rich_help_panel="SGLang's flags")
-    ] = "",
+    encoder_flags: Annotated[str, _flags(help="For encoders alone.")] = "",
     language_flags: Annotated[
-        str,
-        typer.Option(
-            help='For language servers alone: --language-flags "--tp-size 4".',
-            rich_help_panel="SGLang's flags",
-        ),
+        str, _flags(help='For language servers alone: --language-flags "--tp-size 4".')
     ] = "",
-    prefill_flags: Annotated[
-        str, typer.Option(help="For prefill servers alone.", rich_help_panel="SGLang's flags")
-    ] = "",
-    decode_flags: Annotated[
-        str, typer.Option(help="For decode servers alone.", rich_help_panel="SGLang's flags")
-    ] = "",
-    router_flags: Annotated[
-        str, typer.Option(help="For the router.", rich_help_panel="SGLang's flags")
-    ] = "",
+    prefill_flags: Annotated[str, _flags(help="For prefill servers alone.")] = "",
+    decode_flags: Annotated[str, _flags(help="For decode servers alone.")] = "",
+    router_flags: Annotated[str, _flags(help="For the router.")] = "",
     gpus: Annotated[
         str,
-        typer.Option(
+        _running(
             help="GPUs to deal out, in the order encoders, language or prefill, decode: "
             "0,1,2. Each server gets as many as its flags have ranks (--tp-size, --dp-size, "
             "--pp-size); one that is listed twice is shared; none for the CPU. All that the "
-            "machine has, unless given.",
-            rich_help_panel=_RUNNING,
+            "machine has, unless given."
         ),
     ] = "",
-    timeout: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds until all have to be ready.", rich_help_panel=_RUNNING),
-    ] = 1800.0,
+    timeout: Annotated[float, _running(min=1, help="Seconds until all have to be ready.")] = 1800.0,
     max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Deaths of one server within ten minutes that are made good.",
-            rich_help_panel=_RUNNING,
-        ),
+        int, _running(min=0, help="Deaths of one server within ten minutes that are made good.")
     ] = 5,
     quiet: Annotated[
         bool,
-        typer.Option(
+        _running(
             "--quiet",
             "-q",
             help="Show what becomes of servers, not what they write; their logs are files.",
-            rich_help_panel=_RUNNING,
         ),
     ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        _running(
             "--set",
             metavar="NAME=VALUE",
             help="A setting of docs/settings.md for all servers, by its name in a file: "
             "dispatch_policy=round_robin. May be repeated; counts before the environment.",
-            rich_help_panel=_RUNNING,
         ),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Only print the commands of the servers.", rich_help_panel=_RUNNING
-        ),
+        bool, _running("--dry-run", help="Only print the commands of the servers.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: as JSON.", rich_help_panel=_RUNNING)
-    ] = False,
+    as_json: Annotated[bool, _running("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
     """Bring a topology up on this machine, and keep it up until Ctrl-C.
 

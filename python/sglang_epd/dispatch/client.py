@@ -11,6 +11,7 @@ from typing import Self
 
 import aiohttp
 
+from sglang_epd import http_client
 from sglang_epd.errors import (
     DeadlineError,
     EncoderLostError,
@@ -19,8 +20,15 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
-from sglang_epd.wire import EncodeReply, EncodeRequest
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, body_pieces, decode_body
+from sglang_epd.http_client import read_body
+from sglang_epd.wire.http import (
+    CONTENT_TYPE,
+    EncodeReply,
+    EncodeRequest,
+    ErrorReply,
+    body_pieces,
+    decode_body,
+)
 
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 2.0
@@ -71,11 +79,7 @@ class EncoderClient:
             EpdError: the encoder refused the request as a whole.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
+            self._session = http_client.session()
         body = body_pieces(request)
         length = str(sum(map(len, body)))
         sent = {**self._headers, "Content-Length": length, **(headers or {})}
@@ -89,7 +93,7 @@ class EncoderClient:
                 allow_redirects=False,
                 ssl=self._tls,
             ) as response:
-                status, answer = response.status, await _read_body(response)
+                status, answer = response.status, await read_body(response, _MAX_REPLY_BYTES)
                 again = response.headers.get("Retry-After", "")
         except aiohttp.ConnectionTimeoutError:
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
@@ -122,15 +126,6 @@ async def _written(pieces: Sequence[bytes]) -> AsyncIterator[memoryview]:
 
 def _out_of_reach(url: str, error: Exception) -> UnavailableError:
     return UnavailableError(f"encoder {url} is out of reach ({type(error).__name__})")
-
-
-async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > _MAX_REPLY_BYTES:
-            break  # decoding refuses it
-    return bytes(body)
 
 
 def _refusal(url: str, status: int, body: bytes, again: str) -> EpdError:

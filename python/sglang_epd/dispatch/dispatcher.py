@@ -34,8 +34,14 @@ from sglang_epd.errors import (
 )
 from sglang_epd.spans import OFF, Span
 from sglang_epd.tally import Tally
-from sglang_epd.wire import EncodeItem, EncodeRequest, ItemLayout, ItemOutcome, ReplyTo
-from sglang_epd.wire.http import EncodeReply
+from sglang_epd.wire.http import (
+    EncodeItem,
+    EncodeReply,
+    EncodeRequest,
+    ItemLayout,
+    ItemOutcome,
+    ReplyTo,
+)
 from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from sglang_epd.dispatch.pool import Pool, Report, State
+from sglang_epd.http_client import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +159,10 @@ class Prober:
                 raise _BadStatusError(
                     f"answers HTTP {response.status} to /v1/status: is it a sglang-epd encoder?"
                 )
-            body = bytearray()
-            async for chunk in response.content.iter_any():
-                body += chunk
-                if len(body) > _MAX_STATUS_BYTES:
-                    raise _BadStatusError("its status does not end")
-        return read_status(bytes(body))
+            body = await read_body(response, _MAX_STATUS_BYTES)
+        if len(body) > _MAX_STATUS_BYTES:
+            raise _BadStatusError("its status does not end")
+        return read_status(body)
 
 
 def read_status(body: bytes) -> Report:

@@ -29,6 +29,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from sglang_epd import http_client
 from sglang_epd.dispatch.names import Names, Resolve
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.prober import Pace, Prober
@@ -37,6 +38,7 @@ from sglang_epd.errors import ConfigError, EpdError, UnavailableError
 from sglang_epd.lag import LoopLag
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
+from sglang_epd.wire.urls import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -156,13 +158,7 @@ class Watcher:
             self._lag.start()
             stack.callback(self._lag.stop)
             stack.push_async_callback(resolver.close)
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, resolver=resolver),
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                    trust_env=False,
-                )
-            )
+            session = await stack.enter_async_context(http_client.session(resolver=resolver))
             stack.push_async_callback(self._stop_listening)
             await self._listen_or_follow(session)
             prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
@@ -274,9 +270,7 @@ class Watcher:
                     ssl=False,
                 ) as response,
             ):
-                body = await response.content.read(_MAX_LIST_BYTES)
-                while not response.content.at_eof() and len(body) < _MAX_LIST_BYTES:
-                    body += await response.content.read(_MAX_LIST_BYTES)
+                body = await http_client.read_body(response, _MAX_LIST_BYTES)
             listing = msgspec.json.decode(body, type=_Listing)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise UnavailableError(f"no answer there: {type(error).__name__}") from None
@@ -299,8 +293,7 @@ class Watcher:
         return f"--encoder-bootstrap-port {self.port} at {self._host}"
 
     def _address(self, host: str) -> str:
-        bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        return f"{self._trust.scheme}://{bracketed}:{self.port}"
+        return f"{self._trust.scheme}://{host_port(host, self.port)}"
 
 
 async def _repeat(what: str, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:

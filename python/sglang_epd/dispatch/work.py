@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from sglang_epd.dispatch.policies import Work
 from sglang_epd.media import image_size
-from sglang_epd.wire import EncodeItem, ItemLayout
+from sglang_epd.wire.http import EncodeItem, ItemLayout
 
 # Of most vision towers; what is learnt makes up for others.
 _PIXELS_PER_PATCH = 14 * 14

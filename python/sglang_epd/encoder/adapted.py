@@ -20,7 +20,7 @@ from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.adapter import Adapter
 from sglang_epd.families.expansion import EXPANSION, IMAGE, VIDEO
 from sglang_epd.families.films import apart, on_device
-from sglang_epd.wire import Layout, TensorSpec
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,14 @@ from sglang_epd.errors import EpdError, MediaTooLargeError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.trust import Trust
-from sglang_epd.wire import EncodeReply, EncodeRequest
-from sglang_epd.wire.http import CONTENT_TYPE, ErrorReply, decode_body, encode_body
+from sglang_epd.wire.http import (
+    CONTENT_TYPE,
+    EncodeReply,
+    EncodeRequest,
+    ErrorReply,
+    decode_body,
+    encode_body,
+)
 
 logger = logging.getLogger(__name__)
 

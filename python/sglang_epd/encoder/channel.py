@@ -25,7 +25,8 @@ import msgspec
 
 from sglang_epd.errors import ProtocolError
 from sglang_epd.processes.packets import write_file
-from sglang_epd.wire import Layout, TensorSpec, spec_bytes, tensor_frame, view_tensor
+from sglang_epd.wire.messages import Layout, TensorSpec
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame, view_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -38,7 +38,7 @@ from sglang_epd.errors import (
 )
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
@@ -620,7 +620,7 @@ class Computations:
         """Its tower is gone: from the beginning, alone, and not for ever."""
         work.losses += 1
         work.prepared, work.lane = None, None
-        self._metrics.lost.inc()
+        self._metrics.lost_items.inc()
         if work.losses > _MAX_LOSSES or not work.holds or self._refusal:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
             return

@@ -35,7 +35,7 @@ from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits
-from sglang_epd.wire import TensorSpec
+from sglang_epd.wire.messages import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
 
 logger = logging.getLogger(__name__)

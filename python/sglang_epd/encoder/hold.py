@@ -17,7 +17,7 @@ import torch
 from sglang_epd.cache import Entry
 from sglang_epd.encoder.scheduling import Job
 from sglang_epd.encoder.work import Stage, Work
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 if TYPE_CHECKING:
     from sglang_epd.encoder.computations import Computations

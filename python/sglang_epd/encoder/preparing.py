@@ -26,8 +26,7 @@ from sglang_epd.encoder.videos import can_be_read
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read
-from sglang_epd.wire import Layout, TensorSpec
-from sglang_epd.wire.messages import MODALITIES
+from sglang_epd.wire.messages import MODALITIES, Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from sglang_epd import http_client
+
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
@@ -86,12 +88,7 @@ class Registration:
 
     def start(self) -> None:
         """Announce the encoder everywhere, and go on doing so until `leave`."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-            headers=self._headers,
-        )
+        self._session = http_client.session(self._headers, force_close=True)
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._keep(self._session, one), name=f"register at {one}")

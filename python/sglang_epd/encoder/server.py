@@ -44,11 +44,10 @@ from sglang_epd.lag import LoopLag
 from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
-from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.store import StoreMetrics
+from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
-from sglang_epd.transfer.mooncake import MooncakeEngine
+from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
@@ -108,10 +107,8 @@ def launch(server_args: Any) -> None:
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingThread(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
-            sender = Sender(
-                _remote_writer(), checksum=settings.checksum, share_memory=settings.shared_memory
-            )
-            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.evictions.inc())
+            sender = _sender(settings)
+            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
@@ -282,7 +279,7 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
         settings.store,
         token=settings.token,
         timeout_s=settings.store_timeout_ms / 1e3,
-        observer=observer,
+        observer=observer.observe,
     )
     observer.watch(store)
     return store
@@ -303,18 +300,14 @@ def _batch_patches(device: str) -> int:
     return 2048 if device.startswith("cpu") else 16_384
 
 
-def _remote_writer() -> RemoteWriter | None:
-    """Writes through Mooncake, where that is the transfer backend."""
-    from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
+def _sender(settings: Settings) -> Sender:
     from sglang.srt.runtime_context import get_disagg
 
-    if get_disagg().encoder_transfer_backend != "mooncake":
-        return None
-    # The in-tree encoder, which towers are loaded by, has started it.
-    started = get_mooncake_transfer_engine()
-    return RemoteWriter(
-        MooncakeEngine(started.hostname, engine=started.engine),
-        staged=os.environ.get("MC_FORCE_TCP") != "1",
+    engine = engines.started(get_disagg().encoder_transfer_backend)
+    return Sender(
+        RemoteWriter(engine) if engine else None,
+        checksum=settings.checksum,
+        share_memory=settings.shared_memory,
     )
 
 

@@ -37,14 +37,8 @@ from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
-from sglang_epd.wire import (
-    Decline,
-    EncodeItem,
-    EncodeReply,
-    EncodeRequest,
-    ItemOutcome,
-    Offer,
-)
+from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ItemOutcome
+from sglang_epd.wire.messages import Decline, Offer
 from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
@@ -400,7 +394,7 @@ class EncoderService:
                     logger.info("Offering %s of %s again", item.label, request.request_id)
                     renewal = True
                     continue
-            self._metrics.bytes_delivered.labels(landing).inc(nbytes)
+            self._metrics.delivered_bytes.labels(landing).inc(nbytes)
             return ItemOutcome(
                 item.item,
                 "delivered",

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_epd.wire import Layout
+from sglang_epd.wire.messages import Layout
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ the server's own process. Tower i's rank j uses accelerator `--base-gpu-id` + i 
 
 A worker resolves the flags itself, from what the user typed, as SGLang's launcher does:
 what crosses is plain data. What concerns the whole server (how many towers there are,
-Mooncake's engine) is the front's and taken out.
+a transfer engine) is the front's and taken out.
 
 Leans on `ServerArgs` being a msgspec Struct that holds what was typed, on
 `plugins.load_plugins`, and on `utils.common.maybe_reindex_device_id`.
@@ -74,9 +74,7 @@ async def start_towers(
     loop ends. With one tower of one rank that is `[Engine]`, whose loading blocks the
     loop; else workers load side by side. Either way `warm_up()` may be called on all.
 
-    All towers have the same `dtype` and `hf_config`. With workers and Mooncake as the
-    transfer backend, SGLang's engine for it runs in this process when this returns, as
-    it does with one tower.
+    All towers have the same `dtype` and `hf_config`.
 
     Args:
         server_args: SGLang's, resolved.
@@ -115,7 +113,6 @@ async def start_towers(
     except BaseException:
         await asyncio.gather(*(worker.close() for worker in workers))
         raise
-    starts.start_mooncake()
     return list(workers)
 
 
@@ -204,21 +201,6 @@ class _Starts:
             made.append(Rank(options, env))
         return made
 
-    def start_mooncake(self) -> None:
-        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-            init_mooncake_transfer_engine,
-        )
-        from sglang.srt.runtime_context import get_device, get_disagg, get_exec
-        from sglang.srt.utils.network import get_local_ip_auto
-
-        if get_disagg().encoder_transfer_backend == "mooncake":
-            init_mooncake_transfer_engine(
-                hostname=get_local_ip_auto(),
-                gpu_id=get_device().base_gpu_id,
-                ib_device=get_disagg().disaggregation_ib_device
-                or get_exec().moe.mooncake_ib_device,
-            )
-
 
 def _typed(server_args: Any, ranks: int) -> dict[str, Any]:
     """What the user typed, as far as it concerns one tower.
@@ -232,7 +214,7 @@ def _typed(server_args: Any, ranks: int) -> dict[str, Any]:
         "dp_size": 1,
         "tp_size": ranks,
         "nccl_port": None,
-        # The front's: a worker's own engine for Mooncake would send nothing.
+        # The front's: a worker's own transfer engine would send nothing.
         "encoder_transfer_backend": "zmq_to_scheduler",
         "encoder_register_urls": [],
         # Drawn where nobody said it; ranks have to agree.

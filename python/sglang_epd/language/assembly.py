@@ -18,16 +18,8 @@ import torch
 from blake3 import blake3
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.wire import Layout
-
-
-@dataclass(frozen=True)
-class ReceivedItem:
-    """An item's identity, layout and embedding [tokens, width], on the host."""
-
-    key: bytes
-    layout: Layout
-    embedding: torch.Tensor
+from sglang_epd.transfer.arena import ReceivedItem
+from sglang_epd.wire.messages import Layout
 
 
 class Processor(Protocol):

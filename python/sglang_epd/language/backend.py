@@ -18,24 +18,21 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
 
 from sglang_epd import logs
-from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError, from_code
+from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
 from sglang_epd.language import manifest
-from sglang_epd.language.assembly import ReceivedItem
 from sglang_epd.spans import OFF, Span
-from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Laid, Settled, encode_message
-from sglang_epd.wire.messages import MAX_HEADER_BYTES
+from sglang_epd.transfer.arena import Arena, ReceivedItem
+from sglang_epd.transfer.control import GRACE_S
+from sglang_epd.wire.messages import MAX_HEADER_BYTES, Expect, Laid, Settled, encode_message
 
 logger = logging.getLogger(__name__)
-
-# The receiver ends a request at its deadline. This long after it, it must be dead.
-_GRACE_S = 30.0
 
 # Builds a request's mm_inputs from its items.
 Assemble = Callable[[Any, Sequence[ReceivedItem]], Any]
@@ -69,6 +66,29 @@ class HoldsRequests(Protocol):
     def fail(self, rid: str, error: EpdError) -> Failure: ...
 
 
+@dataclass
+class _Claim:
+    """What a leader waits for.
+
+    Attributes:
+        request: None if it needs nothing; its claim settles all the same.
+        expect: how it was announced.
+        until: when waiting ends.
+        span: the wait for its items, if it is traced.
+    """
+
+    request: Any
+    expect: Expect
+    until: float
+    span: Span = OFF
+    abandoned: bool = False
+
+    def end(self, code: str = "", message: str = "") -> None:
+        if code:
+            self.span.fail(code, message)
+        self.span.end()
+
+
 class Leader:
     """Holds requests back until their items have landed, or cannot any more.
 
@@ -89,26 +109,19 @@ class Leader:
     ) -> None:
         self._prefix = prefix
         self._resume = resume
-        # Of the claims whose requests are traced: the wait for their items.
-        self._spans: dict[str, Span] = {}
         self._claims = claims
         self._secret = secret
-        self._waiting: dict[str, Any] = {}
-        self._until: dict[str, float] = {}
-        # How the requests that wait were announced.
-        self._expects: dict[str, Expect] = {}
-        self._next_look = 0.0
-        self._abandoned: set[str] = set()
         self._names = itertools.count()
-        # Claims that need nothing; they settle all the same.
-        self._covered: set[str] = set()
-        # Requests that the prefix cache is being asked about, by id.
+        self._open: dict[str, _Claim] = {}
+        # Of requests that the prefix cache is being asked about, by id: how they were
+        # announced, and their deadline.
         self._undecided: dict[str, tuple[Expect, float]] = {}
+        self._next_look = 0.0
 
     @property
     def waiting(self) -> list[Any]:
         """The requests that wait."""
-        return list(self._waiting.values())
+        return [claim.request for claim in self._open.values() if claim.request is not None]
 
     def pass_on(self, requests: list[Any]) -> list[Any]:
         """Take the requests that wait out of `requests`, add those that have settled.
@@ -118,22 +131,17 @@ class Leader:
         passed: list[Any] = []
         # These first: an abort among `requests` must find them where they go on.
         for settled in self._claims.take():
-            if isinstance(settled, Laid):
-                passed += self._on_laid(settled)
-                continue
-            if settled.claim in self._covered:
-                self._covered.remove(settled.claim)
-                continue
-            self._end_span(settled.claim, settled.code, settled.message)
-            request = self._waiting.pop(settled.claim, None)
-            if request is None:
-                logger.error("The receiver settled a request after it was given up")
-                continue
-            del self._until[settled.claim], self._expects[settled.claim]
-            aborted = settled.claim in self._abandoned
-            self._abandoned.discard(settled.claim)
-            request.encoder_urls = self._write(_aborted(settled) if aborted else settled)
-            passed.append(request)
+            claim = self._open.pop(settled.claim, None)
+            if claim is None:
+                logger.error("The receiver settled a claim after it was given up")
+            elif claim.request is None:
+                continue  # it needed nothing
+            elif isinstance(settled, Laid):
+                passed += self._on_laid(claim, settled)
+            else:
+                claim.end(settled.code, settled.message)
+                outcome = _aborted(settled) if claim.abandoned else settled
+                passed.append(self._carry(claim.request, outcome))
         for received in requests:
             for request in _split_batch(received):
                 if not getattr(request, "need_wait_for_mm_inputs", False) or self._hold(request):
@@ -142,17 +150,17 @@ class Leader:
 
     def abandon(self, matches: Callable[[str], bool]) -> None:
         """Stop waiting for the requests whose id matches; they will come as failures."""
-        for claim, request in self._waiting.items():
-            if matches(request.rid) and claim not in self._abandoned:
-                self._abandoned.add(claim)
-                self._claims.abandon(claim)
+        for name, claim in self._open.items():
+            if claim.request is not None and not claim.abandoned and matches(claim.request.rid):
+                claim.abandoned = True
+                self._claims.abandon(name)
 
     def _hold(self, request: Any) -> bool:
         """Claim a request's items; True if that has failed already."""
         try:
             expect = manifest.read_expect(request.encoder_urls, self._secret)
         except EpdError as error:
-            request.encoder_urls = self._write(Settled("", (), error.code, error.message))
+            self._carry(request, Settled("", (), error.code, error.message))
             return True
         if expect.layouts:
             # Every rank asks its prefix cache first.
@@ -161,28 +169,21 @@ class Leader:
         self._claim(request, expect, (), prefix=self._prefix)
         return False
 
-    def _on_laid(self, laid: Laid) -> list[Any]:
+    def _on_laid(self, claim: _Claim, laid: Laid) -> list[Any]:
         """All layouts of a request that waits have become known: the ranks are to look into
         their prefix caches."""
-        request = self._waiting.pop(laid.claim, None)
-        if request is None:
-            return []
-        self._end_span(laid.claim)
-        del self._until[laid.claim]
-        announced = self._expects.pop(laid.claim)
-        expect = msgspec.structs.replace(announced, keys=laid.keys, layouts=laid.layouts)
-        if laid.claim in self._abandoned:
-            self._abandoned.remove(laid.claim)
+        request = claim.request
+        claim.end()
+        expect = msgspec.structs.replace(claim.expect, keys=laid.keys, layouts=laid.layouts)
+        if claim.abandoned:
             self.ask(request.rid, None, expect, tuple(range(expect.items)), again=False)
-            request.encoder_urls = self._write(_aborted(Settled("")))
-        elif len(encode_message(expect)) > MAX_HEADER_BYTES:
+            return [self._carry(request, _aborted(Settled("")))]
+        if len(encode_message(expect)) > MAX_HEADER_BYTES:
             # More than a request carries.
-            self._claim(request, announced, ())
+            self._claim(request, claim.expect, ())
             return []
-        else:
-            self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
-            request.encoder_urls = manifest.write(expect, self._secret)
-        return [request]
+        self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
+        return [self._carry(request, expect)]
 
     def ask(
         self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
@@ -198,12 +199,8 @@ class Leader:
         if again:
             expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16), consumers=1)
             self._claims.again(rid, expect)
-        if len(covered) < expect.items:
-            self._claim(request, expect, covered, prefix=self._prefix)
-            return
-        claim = str(next(self._names))
-        self._covered.add(claim)
-        self._claims.claim(claim, expect, covered, prefix=self._prefix)
+        needs = len(covered) < expect.items
+        self._claim(request if needs else None, expect, covered, prefix=self._prefix)
 
     def forgo(self, rid: str) -> None:
         """A request ended before the prefix cache was asked."""
@@ -216,21 +213,13 @@ class Leader:
     def _claim(
         self, request: Any, expect: Expect, covered: tuple[int, ...], *, prefix: bool = False
     ) -> None:
-        claim = str(next(self._names))
-        self._waiting[claim] = request
-        self._until[claim] = time.monotonic() + expect.ttl_s + _GRACE_S
-        self._expects[claim] = expect
-        if expect.trace:
+        name = str(next(self._names))
+        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + GRACE_S)
+        if expect.trace and request is not None:
             needed = expect.items - len(covered)
-            span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
-            self._spans[claim] = span
-        self._claims.claim(claim, expect, covered, prefix=prefix)
-
-    def _end_span(self, claim: str, code: str = "", message: str = "") -> None:
-        span = self._spans.pop(claim, OFF)
-        if code:
-            span.fail(code, message)
-        span.end()
+            claim.span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
+        self._open[name] = claim
+        self._claims.claim(name, expect, covered, prefix=prefix)
 
     def _given_up(self, now: float) -> list[Any]:
         """Requests that the receiver has not settled at their deadline, as it always does."""
@@ -239,23 +228,25 @@ class Leader:
         self._next_look = now + 1.0
         for rid in [rid for rid, (_, until) in self._undecided.items() if now >= until]:
             del self._undecided[rid]
-        overdue = [claim for claim, until in self._until.items() if now >= until]
         error = UnavailableError("this server's receiver does not answer")
         given_up = []
-        for claim in overdue:
-            logger.error("No word of the items of %s", self._waiting[claim].rid)
-            request = self._waiting.pop(claim)
-            del self._until[claim], self._expects[claim]
-            self._abandoned.discard(claim)
+        for name, claim in list(self._open.items()):
+            if now < claim.until:
+                continue
+            del self._open[name]
             # Should it wake after all, nobody is to be handed the items.
-            self._claims.abandon(claim)
-            request.encoder_urls = self._write(Settled("", (), error.code, error.message))
-            self._end_span(claim, error.code, error.message)
-            given_up.append(request)
+            self._claims.abandon(name)
+            claim.end(error.code, error.message)
+            if claim.request is not None:
+                logger.error("No word of the items of %s", claim.request.rid)
+                outcome = Settled("", (), error.code, error.message)
+                given_up.append(self._carry(claim.request, outcome))
         return given_up
 
-    def _write(self, settled: Settled) -> list[str]:
-        return manifest.write(settled, self._secret)
+    def _carry(self, request: Any, message: Settled | Expect) -> Any:
+        """Write a message for the ranks into a request; returns the request."""
+        request.encoder_urls = manifest.write(message, self._secret)
+        return request
 
 
 class Backend:
@@ -330,13 +321,7 @@ class Backend:
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 # Dropped at the end of this call unless the request's inputs keep them.
-                items = [
-                    ReceivedItem(item.key, item.layout, self._arena.read(item, self._reader))
-                    for item in message.items
-                    if item is not None
-                ]
-                if message.code:
-                    return self._failure(request, from_code(message.code, message.message))
+                items = self._arena.receive(message, self._reader)
                 mm_inputs = self._assemble(request, items)
             else:
                 raise ProtocolError("the request carries something else than an outcome")
@@ -345,7 +330,7 @@ class Backend:
             # a frame that held it would close the circle.
             return self._failure(request, error)
         except Exception:
-            # Whatever a model's processor makes of one prompt ends that request only.
+            # A model's processor that fails on one prompt ends that request only.
             logger.exception("Could not lay out the prompt of %s", request.rid)
             surprise = EncodeError("the prompt could not be laid out with its media")
             return self._failure(request, surprise)

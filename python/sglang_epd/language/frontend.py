@@ -34,8 +34,8 @@ from sglang_epd.language.layouts import Slot
 from sglang_epd.spans import OFF, Span
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect, ItemLayout, Needed, ReplyTo, encode_message
-from sglang_epd.wire.messages import MAX_HEADER_BYTES
+from sglang_epd.wire.http import EncodeItem, ItemLayout, ReplyTo
+from sglang_epd.wire.messages import MAX_HEADER_BYTES, Expect, Needed, encode_message
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from http import HTTPStatus
 import aiohttp
 from yarl import URL
 
+from sglang_epd import http_client
 from sglang_epd.errors import DeadlineError, ProtocolError, from_code
+from sglang_epd.http_client import read_body
 from sglang_epd.language.layout_route import POLL_S, authorization
-from sglang_epd.wire import ItemLayout, LayoutReply
-from sglang_epd.wire.http import decode_body
+from sglang_epd.wire.http import ItemLayout, LayoutReply, decode_body
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,7 @@ class LayoutClient:
     ) -> tuple[int, bytes] | None:
         """One question; None where nobody answers it."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
+            self._session = http_client.session()
         headers = {"Authorization": authorization(self._token, room)} if self._token else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
@@ -102,16 +99,7 @@ class LayoutClient:
             async with self._session.get(
                 url, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, await _read_body(response)
+                return response.status, await read_body(response, _MAX_REPLY_BYTES)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("Prefill %s:%s gives no layouts (%s)", host, port, type(error).__name__)
             return None
-
-
-async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > _MAX_REPLY_BYTES:
-            break  # decoding refuses it
-    return bytes(body)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sglang_epd.errors import EpdError
-from sglang_epd.wire import ItemLayout, LayoutReply
-from sglang_epd.wire.http import ErrorReply, encode_body
+from sglang_epd.wire.http import ErrorReply, ItemLayout, LayoutReply, encode_body
 
 MAX_ROOMS = 16384
 MAX_BYTES = 64 << 20

@@ -24,7 +24,7 @@ from sglang_epd.media import (
     check_content_hash,
 )
 from sglang_epd.namespace import embedding_key
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 # Decoded at a time; each that waits for memory takes a thread as well.
 _PLACES = 4

@@ -17,8 +17,15 @@ import hmac
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import Expect, Message, Settled, decode_message, encode_message
-from sglang_epd.wire.messages import MAX_CONTROL_BYTES, MAX_HEADER_BYTES
+from sglang_epd.wire.messages import (
+    MAX_CONTROL_BYTES,
+    MAX_HEADER_BYTES,
+    Expect,
+    Message,
+    Settled,
+    decode_message,
+    encode_message,
+)
 
 _CODE_BYTES = 32
 

@@ -17,7 +17,7 @@ from sglang_epd.errors import MediaError, ProtocolError
 from sglang_epd.language import reading
 from sglang_epd.media import EscapeBudget, check_content_hash, parse_content_hash, parse_source
 from sglang_epd.namespace import embedding_key
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
 
 # Among an item's options: what keeps its request apart in the prefix cache. No entry may say it.

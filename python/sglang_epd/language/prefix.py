@@ -29,7 +29,7 @@ from sglang_epd.errors import EpdError, MediaError, from_code
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.wire import Expect, Settled
+from sglang_epd.wire.messages import Expect, Settled
 
 logger = logging.getLogger(__name__)
 

@@ -3,167 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
-from sglang_epd.tally import LAG_BUCKETS_S
+from sglang_epd.observability.metrics import LAG_BUCKETS_S, Metrics, counter, gauge, histogram
+
+if TYPE_CHECKING:
+    from sglang_epd.cache import EmbeddingCache
+    from sglang_epd.store import SharedStore
+    from sglang_epd.store.breaker import Breaker
 
 _STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_BREAKER_STATES = ("closed", "half_open", "open")
 
 
-class Sized(Protocol):
-    """What is shown of a cache."""
+class EncoderMetrics(Metrics):
+    """One registry a server process."""
 
-    @property
-    def nbytes(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-
-class EncoderMetrics:
-    """One registry a server process; `labels` values are bounded sets."""
+    prefix = "sglang:epd_encoder_"
+    items = counter(
+        "Items by modality and outcome (delivered, declined, failed, cancelled)",
+        "modality",
+        "outcome",
+    )
+    failures = counter("Failed items by error class", "code")
+    refusals = counter("Encode requests refused as a whole, by error class", "code")
+    delivered_bytes = counter(
+        "Embedding bytes taken by language servers, by landing (inline, shared, remote)", "landing"
+    )
+    requests = counter(
+        "Encode requests by HTTP status; 499 for those that were cancelled", "status"
+    )
+    request_seconds = histogram(
+        "Time from an encode request's arrival until its answer, whatever that was",
+        buckets=_STAGE_BUCKETS_S,
+    )
+    fetch_failures = counter(
+        "Items whose media could not be had, by reason or error class", "reason"
+    )
+    url_lookups = counter(
+        "Media asked for by URL: fresh (nothing was asked), revalidated (304), changed, refetched "
+        "(known, but its embedding was gone), missed (not known), or coalesced with another asker",
+        "outcome",
+    )
+    url_uncacheable = counter(
+        "Answers of media servers that are not remembered, by what forbids it", "reason"
+    )
+    url_entries = gauge("URLs whose content is known")
+    lookups = counter(
+        "Embeddings asked for: computed, cached, stored (in the shared store), or coalesced with "
+        "one in the making",
+        "source",
+    )
+    cache_evictions = counter("Embeddings that left the cache for room")
+    cache_bytes = gauge("Embedding bytes on the encoder, in use or kept")
+    cache_entries = gauge("Embeddings on the encoder, in use or kept")
+    items_queued = gauge("Embeddings that are being made, or wait to be")
+    patches_queued = gauge(
+        "Patches that are being encoded, or wait to be; estimated before preprocessing"
+    )
+    batch_items = histogram("Items in a forward pass", buckets=(1, 2, 4, 8, 16, 32, 64))
+    batch_patches = histogram(
+        "Patches in a forward pass", buckets=(64, 256, 1024, 4096, 16384, 65536, 262144)
+    )
+    batch_splits = counter("Forward passes that failed and were run again in halves")
+    lost_items = counter("Items whose worker process died with them")
+    busy_seconds = counter("Time in which a tower ran, summed over towers")
+    items_in_work = gauge("Items in any stage")
+    stage_seconds = histogram("Time an item spends in a stage", "stage", buckets=_STAGE_BUCKETS_S)
+    loop_lag_seconds = histogram(
+        "How late a timer was that fires ten times a second in the server's event loop",
+        buckets=LAG_BUCKETS_S,
+    )
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.items = Counter(
-            "sglang:epd_encoder_items",
-            "Items by modality and outcome (delivered, declined, failed, cancelled)",
-            ("modality", "outcome"),
-            registry=self.registry,
-        )
-        self.failures = Counter(
-            "sglang:epd_encoder_failures",
-            "Failed items by error class",
-            ("code",),
-            registry=self.registry,
-        )
-        self.refusals = Counter(
-            "sglang:epd_encoder_refusals",
-            "Encode requests refused as a whole, by error class",
-            ("code",),
-            registry=self.registry,
-        )
-        self.bytes_delivered = Counter(
-            "sglang:epd_encoder_delivered_bytes",
-            "Embedding bytes taken by language servers, by landing (inline, shared, remote)",
-            ("landing",),
-            registry=self.registry,
-        )
-        self.requests = Counter(
-            "sglang:epd_encoder_requests",
-            "Encode requests by HTTP status; 499 for those that were cancelled",
-            ("status",),
-            registry=self.registry,
-        )
-        self.request_seconds = Histogram(
-            "sglang:epd_encoder_request_seconds",
-            "Time from an encode request's arrival until its answer, whatever that was",
-            buckets=_STAGE_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.fetch_failures = Counter(
-            "sglang:epd_encoder_fetch_failures",
-            "Items whose media could not be had, by reason or error class",
-            ("reason",),
-            registry=self.registry,
-        )
-        self.url_lookups = Counter(
-            "sglang:epd_encoder_url_lookups",
-            "Media asked for by URL: fresh (nothing was asked), revalidated (304), changed, "
-            "refetched (known, but its embedding was gone), missed (not known), or coalesced "
-            "with another asker",
-            ("outcome",),
-            registry=self.registry,
-        )
-        self.url_uncacheable = Counter(
-            "sglang:epd_encoder_url_uncacheable",
-            "Answers of media servers that are not remembered, by what forbids it",
-            ("reason",),
-            registry=self.registry,
-        )
-        self.url_entries = Gauge(
-            "sglang:epd_encoder_url_entries",
-            "URLs whose content is known",
-            registry=self.registry,
-        )
-        self.lookups = Counter(
-            "sglang:epd_encoder_lookups",
-            "Embeddings asked for: computed, cached, stored (in the shared store), or coalesced "
-            "with one in the making",
-            ("source",),
-            registry=self.registry,
-        )
-        self.evictions = Counter(
-            "sglang:epd_encoder_cache_evictions",
-            "Embeddings that left the cache for room",
-            registry=self.registry,
-        )
-        self.cache_bytes = Gauge(
-            "sglang:epd_encoder_cache_bytes",
-            "Embedding bytes on the encoder, in use or kept",
-            registry=self.registry,
-        )
-        self.cache_entries = Gauge(
-            "sglang:epd_encoder_cache_entries",
-            "Embeddings on the encoder, in use or kept",
-            registry=self.registry,
-        )
-        self.items_queued = Gauge(
-            "sglang:epd_encoder_items_queued",
-            "Embeddings that are being made, or wait to be",
-            registry=self.registry,
-        )
-        self.patches_queued = Gauge(
-            "sglang:epd_encoder_patches_queued",
-            "Patches that are being encoded, or wait to be; estimated before preprocessing",
-            registry=self.registry,
-        )
-        self.batch_items = Histogram(
-            "sglang:epd_encoder_batch_items",
-            "Items in a forward pass",
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-            registry=self.registry,
-        )
-        self.batch_patches = Histogram(
-            "sglang:epd_encoder_batch_patches",
-            "Patches in a forward pass",
-            buckets=(64, 256, 1024, 4096, 16384, 65536, 262144),
-            registry=self.registry,
-        )
-        self.batch_splits = Counter(
-            "sglang:epd_encoder_batch_splits",
-            "Forward passes that failed and were run again in halves",
-            registry=self.registry,
-        )
-        self.lost = Counter(
-            "sglang:epd_encoder_lost_items",
-            "Items whose worker process died with them",
-            registry=self.registry,
-        )
-        self.busy_seconds = Counter(
-            "sglang:epd_encoder_busy_seconds",
-            "Time in which a tower ran, summed over towers",
-            registry=self.registry,
-        )
-        self.items_in_work = Gauge(
-            "sglang:epd_encoder_items_in_work", "Items in any stage", registry=self.registry
-        )
-        self.stage_seconds = Histogram(
-            "sglang:epd_encoder_stage_seconds",
-            "Time an item spends in a stage",
-            ("stage",),
-            buckets=_STAGE_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.loop_lag_seconds = Histogram(
-            "sglang:epd_encoder_loop_lag_seconds",
-            "How late a timer was that fires ten times a second in the server's event loop",
-            buckets=LAG_BUCKETS_S,
-            registry=self.registry,
-        )
+        super().__init__(self.registry)
 
-    def watch(self, cache: Sized) -> None:
+    def watch(self, cache: EmbeddingCache) -> None:
         """Show a cache's size whenever metrics are asked for."""
         self.cache_bytes.set_function(lambda: cache.nbytes)
         self.cache_entries.set_function(lambda: len(cache))
@@ -171,3 +90,49 @@ class EncoderMetrics:
     def watch_urls(self, remembered: Callable[[], int]) -> None:
         """Show how many URLs are remembered whenever metrics are asked for."""
         self.url_entries.set_function(remembered)
+
+
+class StoreMetrics(Metrics):
+    """What a shared store did for its encoder."""
+
+    prefix = "sglang:epd_encoder_store_"
+    reads = counter(
+        "Embeddings that the shared store was asked for, by outcome (hit, miss, expired, corrupt, "
+        "too_large, error, timeout, busy, skipped)",
+        "outcome",
+    )
+    writes = counter(
+        "Embeddings for the shared store, by outcome (written, error, timeout, skipped, dropped, "
+        "too_large), and entries removed",
+        "outcome",
+    )
+    bytes = counter("Embedding bytes read from the shared store and written to it", "direction")
+    seconds = histogram(
+        "Time that the shared store took, whatever came of it",
+        "direction",
+        buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    )
+    breaker = gauge(
+        "Whether the shared store is asked: 0 closed (it is), 1 half-open, 2 open (it is not)",
+        "direction",
+    )
+    queued_bytes = gauge("Embedding bytes that wait to be written to the shared store")
+
+    def observe(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        """Count a lookup or a write; `store.Observer`."""
+        (self.reads if direction == "read" else self.writes).labels(outcome).inc()
+        if seconds:
+            self.seconds.labels(direction).observe(seconds)
+        if outcome in ("hit", "written"):
+            self.bytes.labels(direction).inc(nbytes)
+
+    def watch(self, store: SharedStore) -> None:
+        """Show a store's breakers and its queue."""
+        for direction, name in (("read", "reads"), ("write", "writes")):
+            code = partial(_breaker_code, store.breakers[name])
+            self.breaker.labels(direction).set_function(code)
+        self.queued_bytes.set_function(lambda: store.queued_bytes)
+
+
+def _breaker_code(breaker: Breaker) -> float:
+    return float(_BREAKER_STATES.index(breaker.state.value))

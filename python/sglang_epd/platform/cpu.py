@@ -6,6 +6,7 @@ runs on the wheels as they are, through the torch-native paths.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_epd.platform.compilation import run_eagerly
 from sglang_epd.platform.defaults import apply_defaults
 from sglang_epd.platform.seams import install
 from sglang_epd.platform.threads import wait_passively
@@ -58,3 +58,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         apply_defaults(server_args)
+
+
+def run_eagerly() -> None:
+    """Turn the `torch.compile` decorators in SGLang's layers into no-ops.
+
+    They fuse a few element-wise operations, which a CPU does not notice, and compile
+    them with a C++ compiler at the first request and again for new shapes: 15 s of
+    start-up on two cores, and a failure where no compiler is installed. Read when a
+    module is decorated, so it has to be set before SGLang's layers are imported. A
+    value set by the user stays.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -7,12 +7,21 @@ the user typed, which tells a choice from an earlier default.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_epd.platform import budget, disaggregation, threads
-from sglang_epd.platform.dtype import choose_dtype, cpu_has_bfloat16
+from sglang_epd.platform import threads
+
+MAX_KV_BYTES = 2 << 30
+MAX_TOKENS = 65536
+MIN_TOKENS = 4096
+FREE_MEMORY_SHARE = 8
+MAX_RUNNING_REQUESTS = 128
+_CPUINFO = Path("/proc/cpuinfo")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def apply_defaults(server_args: Any) -> None:
@@ -39,18 +48,83 @@ def apply_defaults(server_args: Any) -> None:
     if asked["max_running_requests"] is None:
         # SGLang's floor of 2048 gives each a row of `context_length` token numbers:
         # 1 GiB at 128k.
-        server_args.max_running_requests = budget.MAX_RUNNING_REQUESTS
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if asked["max_total_tokens"] is None:
-        server_args.max_total_tokens = budget.kv_tokens(
-            _free_bytes(), _kv_bytes_per_token(model_config)
-        )
-    disaggregation.choose_transport()
-    disaggregation.choose_retraction_backup(server_args)
+        server_args.max_total_tokens = kv_tokens(_free_bytes(), _kv_bytes_per_token(model_config))
+    choose_transport()
+    choose_retraction_backup(server_args)
     if not server_args.encoder_only:
         # SGLang's encoder asks for no binding, and its workers do better unbound: one that
         # is busy may use the cores of one that is not.
         ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         threads.choose_binding(ranks=ranks)
+
+
+def kv_tokens(free_bytes: int, bytes_per_token: int) -> int:
+    """Tokens of KV cache for one server.
+
+    On a CPU the cache is ordinary memory that several servers share with everything
+    else, and torch touches every page of it at start. An eighth of what is free and
+    2 GiB at most lets a prefill, a decode and a language server start together on
+    24 GiB with room for their weights. The bound on tokens is for small models: more
+    than a CPU can prefill in a sitting serves nobody. SGLang lowers the figure further
+    if its own profile finds less, so the minimum cannot overcommit.
+    """
+    affordable = min(free_bytes // FREE_MEMORY_SHARE, MAX_KV_BYTES) // bytes_per_token
+    return max(MIN_TOKENS, min(affordable, MAX_TOKENS))
+
+
+def choose_dtype(checkpoint: torch.dtype, *, native_bfloat16: bool) -> torch.dtype:
+    """bfloat16 if the checkpoint has it and the CPU multiplies in it, else float32.
+
+    Emulated bfloat16 is about twice as slow as float32, native up to five times as
+    fast. float16 has no fast kernels on a CPU, and float32 loses nothing.
+    """
+    if checkpoint == torch.bfloat16 and native_bfloat16:
+        return torch.bfloat16
+    return torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """AVX512-BF16 or AMX on x86, the BF16 extension on Arm."""
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return True
+    try:
+        cpuinfo = _CPUINFO.read_text(errors="replace")
+    except OSError:
+        return False
+    return any(
+        line.startswith("Features") and "bf16" in line.split() for line in cpuinfo.splitlines()
+    )
+
+
+def choose_transport() -> None:
+    """Make Mooncake use TCP where this host has no RDMA device.
+
+    SGLang and Mooncake read both variables from the environment, when an engine starts
+    and in processes that inherit them; one set by the user stays. `MC_FORCE_TCP` is what
+    `--disaggregation-transfer-backend mooncake_tcp` sets, so that name and the default,
+    `mooncake`, mean the same here.
+    """
+    if not has_rdma_device():
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+        os.environ.setdefault("MOONCAKE_PROTOCOL", "tcp")
+
+
+def has_rdma_device() -> bool:
+    try:
+        return any(_RDMA_DEVICES.iterdir())
+    except OSError:
+        return False
+
+
+def choose_retraction_backup(server_args: Any) -> None:
+    """Keep retracted KV in plain tensors: the default host pool is pinned memory."""
+    if (
+        server_args.disaggregation_mode == "decode"
+        and server_args.disaggregation_decode_retraction_backup is None
+    ):
+        server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 
 def _model_config(server_args: Any) -> Any:

@@ -1,33 +1,75 @@
-"""Which SGLang modules this platform changes, and with what."""
+"""Which SGLang modules this platform changes, and with what: here, or in `idle`,
+`prefix_attention` and `vision_attention`."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from sglang_epd.deferred import when_imported
-from sglang_epd.platform import (
-    disaggregation,
-    idle,
-    kernels,
-    latent_attention,
-    prefix_attention,
-    video,
-    vision_attention,
-)
+from sglang_epd.platform import idle, prefix_attention, vision_attention
 
 logger = logging.getLogger(__name__)
+
+
+def send_page_indices(conn: Any) -> None:
+    """Hand Mooncake's sender its page indices as an array, not as a pinned copy with an event."""
+    conn.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def decode_on_cpu(decoder: Any) -> None:
+    """Decode videos on the CPU, into ordinary memory.
+
+    SGLang tries a GPU's decoder first, and pins the frames for the way to a GPU unless it runs
+    on its own CPU engine; without a driver that is an error.
+    """
+    decoder._is_cpu_engine = lambda: True
+    decoder._cuda_backend_enabled = False
+
+
+def leave_frames(qwen_vl: Any) -> None:
+    """Leave resized frames where they are, for the same reason.
+
+    The name in this module only: elsewhere it stands for kernels that are not here.
+    """
+    qwen_vl.is_cpu = lambda: True
+
+
+def name_device(fp8_kernel: Any) -> None:
+    """Give the device a name.
+
+    A machine without an accelerator has no Triton driver, but Triton's own interpreter, which
+    `TRITON_INTERPRET=1` chooses before it is imported, runs kernels as Python: slow, and enough
+    for the tests of models that are quantised to float8 in blocks. SGLang looks the tuned sizes
+    of these kernels up by the device's name, which is None here, and fails on that.
+    """
+    fp8_kernel.get_device_name = lambda _device_id=0: "cpu"
+
+
+def absorb_latents(handlers: ModuleType) -> None:
+    """Have every forward of `torch_native` attend to latents (DeepSeek's, Kimi's).
+
+    SGLang computes a prompt without a cached prefix with the keys and values of each head, and
+    takes it that an attention backend uses those that it is handed. The torch-native one reads
+    the cache, which holds latents: it fails where their widths differ from a head's, and where
+    they happen to be equal it answers something else. The absorbed method attends to latents.
+    """
+    absorbed = handlers.AttnForwardMethod.MLA
+    handlers.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
+
 
 _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
     "sglang.srt.managers.scheduler": idle.install,
-    "sglang.srt.disaggregation.mooncake.conn": disaggregation.install,
-    "sglang.srt.utils.video_decoder": video.install_decoder,
-    "sglang.kernels.ops.gemm.fp8_kernel": kernels.install,
-    "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention.install,
+    "sglang.srt.disaggregation.mooncake.conn": send_page_indices,
+    "sglang.srt.utils.video_decoder": decode_on_cpu,
+    "sglang.kernels.ops.gemm.fp8_kernel": name_device,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latents,
     "sglang.srt.layers.attention.torch_native_backend": prefix_attention.install,
-    "sglang.srt.multimodal.processors.qwen_vl": video.install_preprocessing,
+    "sglang.srt.multimodal.processors.qwen_vl": leave_frames,
 }
 _asked: set[str] = set()
 

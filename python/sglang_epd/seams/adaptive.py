@@ -51,10 +51,10 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.seams import headers, identities, local_rate
-from sglang_epd.wire import EncodeItem
+from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
-    from sglang_epd.observability.decisions import DecisionMetrics
+    from sglang_epd.observability.language import DecisionMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ def create(
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
         return None
-    from sglang_epd.observability.decisions import DecisionMetrics
+    from sglang_epd.observability.language import DecisionMetrics
 
     limits = MediaLimits.from_env(
         hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb

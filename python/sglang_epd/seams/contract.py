@@ -182,8 +182,8 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ),
     ("seams/receiving", "utils.network", "get_local_ip_auto"): "fallback",
     (
-        "seams/receiving and encoder/server",
-        "distributed.parallel_state",
+        "transfer/mooncake",
+        "distributed.device_communicators.mooncake_transfer_engine",
         "get_mooncake_transfer_engine",
     ): "",
     (
@@ -235,10 +235,10 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ),
     ("encoder/towers", "utils.common", "maybe_reindex_device_id"): "gpu_id",
     (
-        "encoder/towers",
+        "transfer/mooncake",
         "distributed.device_communicators.mooncake_transfer_engine",
-        "init_mooncake_transfer_engine",
-    ): "hostname gpu_id ib_device",
+        "maybe_init_shared_mooncake_transfer_engine",
+    ): "gpu_id",
     ("encoder/server", "utils", "configure_logger"): "server_args prefix",
     ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
     ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",

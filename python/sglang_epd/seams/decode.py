@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_epd.errors import ConfigError, EpdError, MediaError
 from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
-from sglang_epd.wire import ItemLayout
+from sglang_epd.wire.http import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
-    from sglang_epd.observability.decode import DecodeMetrics
+    from sglang_epd.observability.language import DecodeMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def set_up(manager: Any) -> None:
         return
     from sglang_epd.config import Settings
     from sglang_epd.language.layout_client import LayoutClient
-    from sglang_epd.observability.decode import DecodeMetrics
+    from sglang_epd.observability.language import DecodeMetrics
 
     try:
         # A copy, so that SGLang's own processing meets SGLang's own placeholders.

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from sglang_epd.errors import EncoderChoiceError
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
-    from sglang_epd.observability.decisions import HeaderMetrics
+    from sglang_epd.observability.language import HeaderMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class EncoderHeader:
         chosen = tuple(url for url, place in known if place is not None and place in wanted)
         unknown = len(wanted - {place for _, place in known})
         if unknown:
-            self._metrics.unknown.inc(unknown)
+            self._metrics.unknown_encoders.inc(unknown)
             if not self._told:
                 self._told = True
                 logger.warning("A request names encoders that this server does not know")
@@ -109,7 +109,7 @@ def chooser(
     look at requests."""
     if not enabled:
         return lambda: None
-    from sglang_epd.observability.decisions import HeaderMetrics
+    from sglang_epd.observability.language import HeaderMetrics
 
     logger.info("EPD: requests may name their encoders (%s)", HEADER)
     return EncoderHeader(urls, HeaderMetrics()).chosen_encoders

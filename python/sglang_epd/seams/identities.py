@@ -23,7 +23,7 @@ from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError, MediaError
 
 if TYPE_CHECKING:
-    from sglang_epd.wire import EncodeItem
+    from sglang_epd.wire.http import EncodeItem
 
 logger = logging.getLogger(__name__)
 

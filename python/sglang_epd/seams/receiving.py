@@ -1,9 +1,8 @@
 """Starts this server's receiver, in the process that the transfer backend calls for.
 
-Leans on the rank and width names of `runtime_context`'s parallel context, on
-`utils.network.get_local_ip_auto`, and on the transfer engine that SGLang shares with
-prefill-decode disaggregation (`get_mooncake_transfer_engine`). The launcher ends a server at
-SIGQUIT, which `managers.scheduler.run_scheduler_process` sends it when a scheduler fails.
+Leans on the rank and width names of `runtime_context`'s parallel context and on
+`utils.network.get_local_ip_auto`. The launcher ends a server at SIGQUIT, which
+`managers.scheduler.run_scheduler_process` sends it when a scheduler fails.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
 from sglang_epd.seams import rundir
 from sglang_epd.tally import Tally
-from sglang_epd.transfer.mooncake import MooncakeEngine
+from sglang_epd.transfer import engines
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.unread import announce
 
@@ -76,12 +75,10 @@ def start(readers: int) -> None:
     settings = Settings.from_env()
     tally = Tally()
     if get_observability().enable_metrics:
-        from sglang_epd.observability.receiver import PrometheusTally
+        from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics
 
-        tally = PrometheusTally()
-    engine = None
-    if get_disagg().encoder_transfer_backend == "mooncake":
-        engine = _shared_engine()
+        tally = PrometheusTally(ReceiverMetrics())
+    engine = engines.started(get_disagg().encoder_transfer_backend)
     rundir.claim()
     budget_mb = settings.receive_budget_mb or share_mb()
     kept_mb = settings.embedding_cache_mb
@@ -125,16 +122,6 @@ def end_server() -> None:
     """
     launcher = os.getpid() if multiprocessing.parent_process() is None else os.getppid()
     os.kill(launcher, signal.SIGQUIT)
-
-
-def _shared_engine() -> MooncakeEngine:
-    """The transfer engine that SGLang started for this backend, PD disaggregation or both."""
-    from sglang.srt.distributed.parallel_state import get_mooncake_transfer_engine
-
-    shared = get_mooncake_transfer_engine()
-    if shared is None:
-        raise ConfigError("--encoder-transfer-backend mooncake: SGLang has started no engine")
-    return MooncakeEngine(shared.hostname, engine=shared.engine)
 
 
 def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str:

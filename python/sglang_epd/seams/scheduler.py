@@ -22,13 +22,15 @@ import zmq
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.language.assembly import LaidOut, ReceivedItem, assemble, lay_out_bare
+from sglang_epd.language.assembly import LaidOut, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
 from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
-from sglang_epd.transfer.claims import Claims
-from sglang_epd.wire import Expect, ItemLayout
+from sglang_epd.transfer.arena import ReceivedItem
+from sglang_epd.transfer.control import Claims
+from sglang_epd.wire.http import ItemLayout
+from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
 

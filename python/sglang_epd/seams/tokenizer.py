@@ -38,12 +38,11 @@ from sglang_epd.families import family_of
 from sglang_epd.lag import LoopLag
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
-from sglang_epd.language.collector import Collector
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
-from sglang_epd.observability.dispatch import PrometheusDispatchTally
+from sglang_epd.observability.language import DispatchTally
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
@@ -57,7 +56,8 @@ from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire import EncodeItem, Expect
+from sglang_epd.wire.http import EncodeItem
+from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class TokenizerSeam:
     def __init__(
         self,
         frontend: Frontend,
-        collector: Collector,
+        control: Control,
         request_timeout_s: float,
         chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
         *,
@@ -83,7 +83,7 @@ class TokenizerSeam:
         self.lag = LoopLag(observe_lag)
         # Where a prompt may be encoded here: decides, and does it.
         self.adaptive: adaptive.Adaptive | None = None
-        self._collector = collector
+        self._control = control
         self._timeout_s = request_timeout_s
         # The encoders that the current request names (`headers.chooser`).
         self._chosen = chosen
@@ -247,7 +247,7 @@ class TokenizerSeam:
 
         try:
             expect = self._start(request, self._slot(request))
-            items = await self._collector.collect(expect)
+            items = await self._control.collect(expect)
             modalities = {member.name: member for member in Modality}
             return assemble(self._processor, prompt, items, modalities)
         except EpdError as error:
@@ -295,7 +295,7 @@ def create_frontend(
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
-    tally = PrometheusDispatchTally(identity)
+    tally = DispatchTally(identity)
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
@@ -320,7 +320,7 @@ def create_frontend(
     planner = plan if family_of(architecture) is None else plan_without_options
     seam = TokenizerSeam(
         frontend,
-        Collector(control),
+        control,
         timeout_s,
         chosen,
         lays_out=lay_out,
@@ -335,7 +335,7 @@ def create_frontend(
     return seam
 
 
-def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
+def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
     pool = Pool(identity)
 
@@ -349,9 +349,7 @@ def _pool(identity: str, tally: PrometheusDispatchTally) -> Pool:
     return pool
 
 
-def _dispatcher(
-    settings: Settings, pool: Pool, costs: Costs, tally: PrometheusDispatchTally
-) -> Dispatcher:
+def _dispatcher(settings: Settings, pool: Pool, costs: Costs, tally: DispatchTally) -> Dispatcher:
     trust = bootstrap.trust()
     return Dispatcher(
         EncoderClient(trust.token, trust.client_ssl()),

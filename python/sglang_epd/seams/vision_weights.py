@@ -88,9 +88,9 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     held = held_bytes(model_runner.model)
     logger.info("Holds the language model alone: %.1f MiB", held / 2**20)
     if get_observability().enable_metrics:
-        from sglang_epd.observability.weights import WEIGHTS_BYTES
+        from sglang_epd.observability.language import weights_bytes
 
-        WEIGHTS_BYTES.set(held)
+        weights_bytes().set(held)
 
 
 def _prove(model_runner: Any) -> None:

@@ -1,8 +1,7 @@
 """Embeddings beyond one process: Mooncake Store, Redis or Valkey, a folder of files.
 
-The encoder may import this package; it imports `wire`, `config` and `errors`. It knows
-bytes by name and when to leave a store alone; what an embedding is made from, and who
-waits for it, is not its business.
+The encoder may import this package; it imports `wire` and `errors`. It keeps embeddings by
+key, and decides when to leave a store alone.
 """
 
 from sglang_epd.store.entry import Entry

@@ -1,16 +1,26 @@
-"""A circuit breaker: who fails again and again is left alone for a while.
+"""A circuit breaker: a store that fails again and again is left alone for a while.
 
-    closed --failures--> open --pause--> half-open --success--> closed
-                           ^                 |
-                           +----failure------+      and the pause doubles
-
-Plain data: the time is passed in. What counts as a failure is its user's to say.
+closed --failures--> open --pause--> half-open --success--> closed
+                       ^                 |
+                       +----failure------+      and the pause doubles
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
+from sglang_epd.store.backend import OversizedError, StoreError
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+# Failures in a row that open it, and how long it stays open before one call is tried.
 _FAILURES = 5
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -22,77 +32,94 @@ class State(enum.Enum):
     OPEN = "open"
 
 
-_NEXT = {
-    State.CLOSED: {State.OPEN},
-    State.OPEN: {State.HALF_OPEN},
-    State.HALF_OPEN: {State.CLOSED, State.OPEN},
-}
+class LeftAloneError(StoreError):
+    """The breaker is open: nothing was asked."""
+
+    outcome = "skipped"
 
 
 class Breaker:
-    """Admits calls, and is told how each of them ended: by exactly one of `succeeded`,
-    `failed` and `left_open`.
+    """Asks a store, and counts how that ended.
+
+    Reads and writes have one each: a store that is full, or may only be read, still answers.
 
     Args:
-        failures: so many in a row open it.
-        first_pause_s, longest_pause_s: how long it stays open before one call is tried;
-            doubled each time that one fails.
+        what: "reads" or "writes", for logs.
+        clock: seconds that only grow.
     """
 
-    def __init__(
-        self,
-        failures: int = _FAILURES,
-        first_pause_s: float = _FIRST_PAUSE_S,
-        longest_pause_s: float = _LONGEST_PAUSE_S,
-    ) -> None:
-        self.state = State.CLOSED
-        self._limit = failures
-        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
-        self._pause_s = first_pause_s
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
         self._failures = 0
+        self._pause_s = _FIRST_PAUSE_S
         self._open_until = 0.0
         self._probing = False
 
-    def admits(self, now: float) -> bool:
-        """Whether a call may be made now; one that may has to be told of."""
-        if self.state is State.OPEN and now >= self._open_until:
-            self._enter(State.HALF_OPEN)
-        if self.state is State.HALF_OPEN:
-            # One at a time: the others would wait for what is not there.
-            admitted, self._probing = not self._probing, True
-            return admitted
-        return self.state is State.CLOSED
+    @property
+    def state(self) -> State:
+        if self._failures < _FAILURES:
+            return State.CLOSED
+        return State.HALF_OPEN if self._probing else State.OPEN
 
-    def blocks(self, now: float) -> bool:
-        """Whether no call may be made now; unlike `admits`, asking promises none."""
-        return self.state is State.OPEN and now < self._open_until
+    @property
+    def blocks(self) -> bool:
+        """Whether `ask` would ask nothing now."""
+        paused = self._probing or self._clock() < self._open_until
+        return self._failures >= _FAILURES and paused
 
-    def succeeded(self) -> None:
-        """A call was answered."""
-        self._failures = 0
-        if self.state is State.HALF_OPEN:
-            self._pause_s = self._first_pause_s
-            self._enter(State.CLOSED)
+    async def ask(self, call: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
+        """The answer of a call.
 
-    def failed(self, now: float) -> None:
-        """A call was not answered, or with an error."""
+        Raises:
+            LeftAloneError: the call was not made.
+            TimeoutError: no answer in time.
+            StoreError: any other failure of the call.
+        """
+        if self.blocks:
+            call.close()
+            raise LeftAloneError("left alone for a while")
+        # One at a time: others would wait for what is not there.
+        probe = self._probing = self.state is State.OPEN
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await call
+        except TimeoutError:
+            self._failed(probe, "no answer in time")
+            raise
+        except OversizedError:
+            self._succeeded(probe)
+            raise
+        except StoreError as error:
+            self._failed(probe, error)
+            raise
+        except Exception as error:
+            # Libraries raise what they like, and no request may end of it.
+            logger.exception("Store %s failed", self._what)
+            self._failed(probe, type(error).__name__)
+            raise StoreError(type(error).__name__) from error
+        finally:
+            # A cancelled probe has said nothing about the store.
+            if probe:
+                self._probing = False
+        self._succeeded(probe)
+        return answer
+
+    def _counts(self, probe: bool) -> bool:
+        """Whether a call that ended says something new: once open, only a probe does."""
+        return probe or self._failures < _FAILURES
+
+    def _succeeded(self, probe: bool) -> None:
+        if self._counts(probe):
+            self._failures, self._pause_s = 0, _FIRST_PAUSE_S
+        if probe:
+            logger.info("Store %s are back", self._what)
+
+    def _failed(self, probe: bool, reason: object) -> None:
+        if not self._counts(probe):
+            return
         self._failures += 1
-        if self.state is State.HALF_OPEN:
-            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
-            self._open(now)
-        elif self.state is State.CLOSED and self._failures >= self._limit:
-            self._open(now)
-
-    def left_open(self) -> None:
-        """A call ended without a word about the other side: its caller left."""
-        self._probing = False
-
-    def _open(self, now: float) -> None:
-        self._enter(State.OPEN)
-        self._open_until = now + self._pause_s
-
-    def _enter(self, state: State) -> None:
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"{self.state} -> {state}")
-        self.state = state
-        self._probing = False
+        if self._failures >= _FAILURES:
+            self._open_until = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            logger.warning("Store %s are left for a while: %s", self._what, reason)

@@ -4,12 +4,12 @@
     header    {"__metadata__": {...}, "embedding": {"dtype", "shape", "data_offsets"}}
     payload   the embedding's bytes
 
-The metadata are texts: the version of this form, the key, the layout, when it was
-written, and a blake3 digest over those three and the payload. With a token the digest is
-keyed by it, so that only who has the token can write what is read back.
+The metadata are texts: the version of this form, the key, the layout, the time of writing,
+and a blake3 digest over those three and the payload. With a token the digest is keyed by
+it: an entry that was written without the token is not used.
 
-Nothing that comes back is trusted: the form is read strictly, every size is compared
-with what is there, and what does not fit is a `CorruptEntryError`.
+A store is not trusted: the form is read strictly, and every size is compared with the
+bytes that came.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import numpy as np
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire import Layout, spec_bytes, tensor_frame, tensor_spec, view_tensor
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES
+from sglang_epd.store.backend import StoreError
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES, Layout
+from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,10 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MAX_OVERHEAD_BYTES = 8 + MAX_HEADER_BYTES + _ALIGNMENT
 
 
-class CorruptEntryError(Exception):
+class CorruptEntryError(StoreError):
     """These bytes are no entry, or not the one that was asked for."""
+
+    outcome = "corrupt"
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +72,7 @@ class Entry:
     """An embedding [tokens, width] on the host, as it was read back.
 
     Attributes:
-        written_at: seconds of the clock of who wrote it, since 1970.
+        written_at: seconds since 1970, on the clock of the encoder that wrote it.
         nbytes: of the embedding.
     """
 
@@ -92,8 +95,8 @@ class Sealer:
             if token
             else None
         )
-        # Those of another token cannot read each other's entries, and must not take them
-        # for corrupt ones: their names differ.
+        # Encoders of two tokens cannot read each other's entries, and must not remove them as
+        # corrupt: the names differ.
         identity = blake3(self._mac).hexdigest()[:8] if self._mac else "open"
         self.folder = f"v{VERSION}-{identity}"
 
@@ -110,15 +113,12 @@ class Sealer:
         payload = tensor_frame(embedding)
         described = msgspec.json.encode(layout).decode()
         stamp = f"{written_at:.3f}"
-        metadata = {"version": VERSION, "key": key.hex(), "layout": described, "written_at": stamp}
-        metadata["blake3"] = self._digest(key.hex(), described, stamp, payload)
+        digest = self._digest(key.hex(), described, stamp, payload)
+        metadata = _Metadata(VERSION, key.hex(), described, stamp, digest)
         spec = layout.embedding
-        tensor = {
-            "dtype": _DTYPES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": (0, payload.nbytes),
-        }
-        header = msgspec.json.encode({"__metadata__": metadata, "embedding": tensor})
+        tokens, width = spec.shape
+        tensor = _Tensor(_DTYPES[spec.dtype], (tokens, width), (0, payload.nbytes))
+        header = msgspec.json.encode(_Header(metadata, tensor))
         header += b" " * (-(8 + len(header)) % _ALIGNMENT)
         if len(header) > MAX_HEADER_BYTES:
             raise ProtocolError("the layout is too long to be stored")
@@ -132,7 +132,7 @@ class Sealer:
             raw: uint8, one dimension, in memory of its own.
 
         Raises:
-            CorruptEntryError: see there.
+            CorruptEntryError: the bytes are no entry of that key.
         """
         header, payload = _split(raw)
         metadata, tensor = header.metadata, header.embedding

@@ -3,8 +3,8 @@
     <folder>/<namespace>/<version>/<first two digits of the key>/<key>.safetensors
 
 A file appears under its name by a rename, so nobody reads half of one. Several encoders
-may share the folder. What is over `max_bytes` goes least recently used first (a hit
-renews a file's modification time, where that is allowed); whoever writes sweeps.
+may share the folder; each that writes also sweeps. A sweep removes the least recently used
+files over `max_bytes`: a hit renews a file's modification time, where that is allowed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,8 +31,8 @@ _Result = TypeVar("_Result")
 _THREADS = 4
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".part"
-# A sweep makes room for a while, reads the folder at most so often, and takes files that
-# their writers have left unfinished for so long for abandoned.
+# A sweep leaves this share of `max_bytes`. It is due after so many seconds, or after writes
+# of so large a share. Unfinished files of that age are abandoned.
 _ROOM = 0.9
 _SWEEP_EVERY_S = 60.0
 _SWEEP_SHARE = 0.05
@@ -42,15 +41,14 @@ _ABANDONED_S = 3600.0
 _TOUCH_EVERY_S = 60.0
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     path: str
     nbytes: int
     used_at: float
 
 
 class FolderStore:
-    """See `backend.Backend`.
+    """A `Backend`.
 
     Args:
         root: of this namespace; made if it is not there.
@@ -118,7 +116,7 @@ class FolderStore:
             total -= file.nbytes
 
     def _files(self) -> Iterator[_File]:
-        """Ours, in all versions; others may come and go meanwhile."""
+        """The store's files, in all versions; other encoders add and remove some meanwhile."""
         for version in _folder(self._root):
             for shard in _folder(version):
                 for entry in _folder(shard):
@@ -151,11 +149,11 @@ class FolderStore:
             while filled < raw.nbytes:
                 count = file.readinto(raw[filled:].data)
                 if not count:
-                    # Cut short since: what is there is for its digest to judge.
+                    # The file was cut short meanwhile; the digest will not fit.
                     return raw[:filled]
                 filled += count
             if time.time() - found.st_mtime > _TOUCH_EVERY_S:
-                # On a mount that may only be read, the folder is somebody else's to sweep.
+                # On a read-only mount another host sweeps.
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)
         return raw
@@ -182,7 +180,7 @@ class FolderStore:
 
 
 def _folder(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """What is in it, unless it is no folder itself: where a link leads is not ours."""
+    """The entries of a folder; none of a link, which may lead out of the store."""
     if isinstance(folder, os.DirEntry) and not folder.is_dir(follow_symlinks=False):
         return []
     try:

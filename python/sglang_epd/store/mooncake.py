@@ -1,11 +1,12 @@
 """Mooncake Store: embeddings in the memory of a cluster, found by a master.
 
-Objects lie in segments that clients give. An encoder gives none unless it is told
-(`segment_mb`): what lies in its own goes with it. Room is for storage nodes to give
-(`python -m mooncake.mooncake_store_service`, `mooncake_client`). The master evicts what
-was not used for longest when it is full; there is no time to live but our own.
+Objects lie in segments of memory that clients give, and end with their client. So an encoder
+gives none unless `segment_mb` says so, and storage nodes give the room
+(`python -m mooncake.mooncake_store_service`, `mooncake_client`). A full master evicts the
+least recently used objects. It knows no time to live; `ttl_s` is judged by the reader. `put`
+of a key that is there changes nothing.
 
-The library blocks, up to half a minute where a peer hangs, and logs what it likes.
+The library blocks, up to half a minute where a peer hangs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 from sglang_epd.errors import ConfigError
 from sglang_epd.store.backend import OversizedError, StoreError
 from sglang_epd.store.threads import Threads
-from sglang_epd.store.url import StoreUrl
+from sglang_epd.store.url import MooncakeOptions, StoreUrl
+from sglang_epd.wire.urls import host_port
 
 _THREADS = 4
 _MASTER_S = 1.0
@@ -31,7 +33,7 @@ _BUFFER_SHARE = 1.25
 
 
 class MooncakeStore:
-    """See `backend.Backend`.
+    """A `Backend`.
 
     Raises:
         ConfigError: Mooncake is not installed.
@@ -50,7 +52,7 @@ class MooncakeStore:
         self._client: Any = None
         self._connecting: asyncio.Task[None] | None = None
         self._threads = Threads("store mooncake", _THREADS)
-        # Apart, because it may take long and the others would wait for it.
+        # A thread of its own: set-up may take long, and reads would wait behind it.
         self._setup_thread = Threads("store mooncake setup", 1)
 
     async def connect(self) -> None:
@@ -59,7 +61,7 @@ class MooncakeStore:
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_look_at)
-        # Goes on although this caller may have to leave.
+        # A caller that is cancelled does not end the set-up.
         await asyncio.shield(self._connecting)
 
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
@@ -72,14 +74,14 @@ class MooncakeStore:
 
     async def remove(self, name: str) -> None:
         await self.connect()
-        # Also what somebody has just read, which is leased.
+        # By force: an object that was just read is leased.
         await self._call("remove", lambda: self._client.remove(self._name(name), True))
 
     async def close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
-        # Not under a call that hangs: it would go on in memory that is gone.
+        # Not while a call hangs, which would go on in freed memory.
         if self._client is not None and not self._threads.busy:
             await self._threads.run(self._client.close)
         self._threads.close()
@@ -89,14 +91,15 @@ class MooncakeStore:
         self._client = await self._setup_thread.run(self._setup)
 
     def _name(self, name: str) -> str:
-        return f"{self._url.namespace}/{name}"
+        return f"{self._url.bounds.namespace}/{name}"
 
     def _setup(self) -> Any:
-        url, options = self._url, self._url.options
+        url, options = self._url, self._url.bounds
+        assert isinstance(options, MooncakeOptions)
         # The library would try twenty times, for a minute and a half.
         try:
             with socket.create_connection((url.host, url.port), _MASTER_S) as probe:
-                local = options["host"] or probe.getsockname()[0]
+                local = options.host or probe.getsockname()[0]
         except OSError as error:
             raise StoreError(f"its master is not there: {error.strerror or error}") from error
         client = self._make()
@@ -104,12 +107,12 @@ class MooncakeStore:
         buffer_bytes = int(_THREADS * url.max_item_bytes * _BUFFER_SHARE)
         code = client.setup(
             local,
-            options["metadata"],
-            int(options["segment_mb"]) << 20,
+            options.metadata,
+            options.segment_mb << 20,
             buffer_bytes,
-            options["protocol"],
-            options["device"],
-            f"[{url.host}]:{url.port}" if ":" in url.host else f"{url.host}:{url.port}",
+            options.protocol,
+            options.device,
+            host_port(url.host, url.port),
         )
         if code:
             raise StoreError(f"Mooncake's setup answers {code}")
@@ -135,6 +138,6 @@ class MooncakeStore:
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """Or an error that nobody waited for would be reported as lost."""
+    """Retrieve the error, or asyncio would report it where no caller is left."""
     if not task.cancelled():
         task.exception()

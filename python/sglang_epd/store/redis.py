@@ -1,12 +1,12 @@
 """Redis, or Valkey: one string an embedding, which the server lets expire.
 
-What the server does when its memory is full is set there (`maxmemory-policy`); one that
-evicts suits best.
+The server's `maxmemory-policy` decides what a full memory means; one that evicts suits best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from sglang_epd.store.url import StoreUrl
 
 _CONNECTIONS = 16
 _CONNECT_S = 2.0
-# Waits are bounded where they begin; this is for what nobody waits for any more.
+# Callers have deadlines of their own; this ends calls whose caller has left.
 _SOCKET_S = 30.0
 
 
 class RedisStore:
-    """See `backend.Backend`.
+    """A `Backend`.
 
     Raises:
         ConfigError: the client library is not installed.
@@ -54,21 +54,15 @@ class RedisStore:
         )
         self._redis = Redis.from_pool(pool)
         self._errors = (RedisError, OSError)
-        self._prefix = f"{url.namespace}:"
-        self._ttl_ms = int(url.ttl_s * 1000)
+        self._prefix = f"{url.bounds.namespace}:"
+        self._ttl_ms = url.bounds.ttl_s * 1000
 
     async def connect(self) -> None:
-        try:
-            await self._redis.ping()
-        except self._errors as error:
-            raise _store_error(error) from error
+        await self._answer(self._redis.ping())
 
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
-        try:
-            # Of what may be there, no more than may be read and one byte to tell.
-            found = await self._redis.getrange(self._prefix + name, 0, max_bytes)
-        except self._errors as error:
-            raise _store_error(error) from error
+        # One byte more than may be read tells that there is more.
+        found = await self._answer(self._redis.getrange(self._prefix + name, 0, max_bytes))
         if not isinstance(found, bytes):
             raise StoreError("Redis answers with something else than bytes")
         if not found:
@@ -79,20 +73,16 @@ class RedisStore:
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
         value = b"".join(pieces)
-        try:
-            await self._redis.set(self._prefix + name, value, px=self._ttl_ms)
-        except self._errors as error:
-            raise _store_error(error) from error
+        await self._answer(self._redis.set(self._prefix + name, value, px=self._ttl_ms))
 
     async def remove(self, name: str) -> None:
-        try:
-            await self._redis.unlink(self._prefix + name)
-        except self._errors as error:
-            raise _store_error(error) from error
+        await self._answer(self._redis.unlink(self._prefix + name))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-
-def _store_error(error: Exception) -> StoreError:
-    return StoreError(f"{type(error).__name__}: {str(error)[:200]}")
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except self._errors as error:
+            raise StoreError(f"{type(error).__name__}: {str(error)[:200]}") from error

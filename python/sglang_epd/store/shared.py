@@ -1,8 +1,8 @@
 """A store as the encoder sees it: best effort, and never an error.
 
-It is asked before an embedding is made, and filled behind it. What is slow, full, corrupt
-or gone is a miss: a breaker leaves a store alone that fails again and again, and no
-answer is waited for longer than one bound, waiting for one's turn included.
+An encoder asks it before it computes an embedding, and fills it afterwards. A store that is
+slow, full, corrupt or gone is a miss: a breaker leaves a failing store alone, and a lookup
+takes no longer than one bound, its wait for a turn included.
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from sglang_epd.errors import ConfigError
-from sglang_epd.store.backend import Backend, OversizedError, StoreError
+from sglang_epd.errors import ProtocolError
+from sglang_epd.store.backend import Backend, StoreError
 from sglang_epd.store.breaker import Breaker
-from sglang_epd.store.calls import Calls, LeftAloneError
 from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry, Sealer
 from sglang_epd.store.threads import Threads
-from sglang_epd.store.url import StoreUrl
+from sglang_epd.store.url import FolderBounds, StoreUrl
 from sglang_epd.store.writing import Writing
-from sglang_epd.wire import Layout, spec_bytes
+from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
+
+# Told of each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
+Observer = Callable[[str, str, float, int], None]
 
 # What is read at a time; each may take `max_item_bytes`.
 _READS = 8
 _CONNECT_S = 5.0
+_WRITE_S = 10.0
 # When the server ends.
 _LAST_WRITES_S = 1.5
 _LAST_WORDS_S = 0.5
@@ -37,39 +43,16 @@ _LAST_WORDS_S = 0.5
 _HASHERS = 2
 
 
-class _BusyError(Exception):
-    """It had no time to be asked."""
+class _BusyError(StoreError):
+    """Other lookups took too long for this one to get a turn."""
+
+    outcome = "busy"
 
 
-class _ExpiredError(Exception):
-    """The entry is older than what is still used."""
+class _ExpiredError(StoreError):
+    """The entry is older than `ttl_s`."""
 
-
-# What a read that brings nothing is called; the first that fits.
-_OUTCOMES: dict[type[Exception], str] = {
-    LeftAloneError: "skipped",
-    OversizedError: "too_large",
-    StoreError: "error",
-    TimeoutError: "timeout",
-    CorruptEntryError: "corrupt",
-    _BusyError: "busy",
-    _ExpiredError: "expired",
-}
-_UNUSABLE = ("corrupt", "expired")
-
-
-class Observer(Protocol):
-    """Counts what happens; outcomes are of bounded sets."""
-
-    def read(self, outcome: str, seconds: float, nbytes: int) -> None:
-        """An embedding was asked for: "hit", "miss", "expired", "corrupt", "too_large",
-        "error", "timeout", "busy" (others were asked for), "skipped" (the breaker is
-        open)."""
-
-    def wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        """An embedding was to be written: "written", "error", "timeout", "skipped",
-        "dropped" (the queue is full, or the server ends), "too_large"; or an entry was
-        "removed"."""
+    outcome = "expired"
 
 
 class SharedStore:
@@ -80,38 +63,40 @@ class SharedStore:
         url: within which bounds.
         token: keys the entries' digests; empty for none.
         timeout_s: how long `find` may take.
-        observer: see there.
+        observer: counts what happens.
+        clock: seconds that only grow.
     """
 
     def __init__(
-        self, backend: Backend, url: StoreUrl, *, token: str, timeout_s: float, observer: Observer
+        self,
+        backend: Backend,
+        url: StoreUrl,
+        *,
+        token: str,
+        timeout_s: float,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._url = url
         self._timeout_s = timeout_s
         self._observer = observer
+        self._clock = clock
         self._sealer = Sealer(token)
         self._hashing = Threads("store digests", _HASHERS)
         self._slots = asyncio.Semaphore(_READS)
-        self._reads = Calls("reads", Breaker())
-        self._writes = Calls("writes", Breaker())
-        self._max_bytes = url.max_item_bytes + MAX_OVERHEAD_BYTES
+        self._reads, self._writes = Breaker("reads", clock), Breaker("writes", clock)
         self._counts: Counter[str] = Counter()
         self._writing = Writing(
-            backend,
-            self._writes,
-            self._sealer,
-            self._hashing,
-            capacity_bytes=url.queue_bytes,
-            name_of=self._name,
-            observer=self._wrote,
+            lambda nbytes, *what: self._count_write("written", nbytes, self._put(*what)),
+            lambda nbytes: self._count("write", "dropped", 0.0, nbytes),
+            url.bounds.queue_mb << 20,
         )
 
     async def connect(self) -> None:
-        """Let it be there for the first who asks, if that takes no more than seconds."""
-        until = asyncio.get_running_loop().time() + _CONNECT_S
+        """Connect early, so that the first lookup need not; wait for some seconds at most."""
         try:
-            await self._reads.ask(self._backend.connect(), until)
+            await self._reads.ask(self._backend.connect(), _CONNECT_S)
         except TimeoutError:
             logger.warning("The store %s does not answer yet", self._url.shown)
         except StoreError as error:
@@ -121,41 +106,35 @@ class SharedStore:
 
     async def find(self, key: bytes, modality: str) -> Entry | None:
         """The embedding of a key, if the store has it and gives it in time."""
-        began = time.perf_counter()
+        began = self._clock()
         outcome, entry = "error", None
         try:
-            entry = await self._read(key, modality)
+            entry = await self._read(key, modality, began + self._timeout_s)
             outcome = "miss" if entry is None else "hit"
-        except tuple(_OUTCOMES) as error:
-            outcome = next(name for kind, name in _OUTCOMES.items() if isinstance(error, kind))
-            if outcome in _UNUSABLE:
-                logger.info("An entry of the store is removed: %s (%s)", error, outcome)
-                self._writing.remove(key)
-        except Exception:
-            # Whatever lies in a store, no request may end of it.
-            logger.exception("An entry of the store could not be read")
+        except Exception as error:
+            # No request may fail because of its store.
+            outcome = _outcome(error)
         finally:
             nbytes = entry.nbytes if entry is not None else 0
-            self._counts[f"reads_{outcome}"] += 1
-            self._observer.read(outcome, time.perf_counter() - began, nbytes)
+            self._count("read", outcome, self._clock() - began, nbytes)
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
         """Put an embedding there by and by; it must not change meanwhile."""
         nbytes = spec_bytes(layout.embedding)
         if nbytes > self._url.max_item_bytes:
-            self._wrote("too_large", 0.0, nbytes)
+            self._count("write", "too_large", 0.0, nbytes)
         else:
             self._writing.put(key, layout, embedding, nbytes)
 
     @property
     def readable(self) -> bool:
         """Whether it is worth asking: it is not being left alone."""
-        return not self._reads.breaker.blocks(time.monotonic())
+        return not self._reads.blocks
 
     @property
     def breakers(self) -> dict[str, Breaker]:
-        return {"reads": self._reads.breaker, "writes": self._writes.breaker}
+        return {"reads": self._reads, "writes": self._writes}
 
     @property
     def queued_bytes(self) -> int:
@@ -183,35 +162,70 @@ class SharedStore:
         except Exception:
             logger.exception("The store's library did not end well")
 
-    async def _read(self, key: bytes, modality: str) -> Entry | None:
-        """The entry, or an error of those that have a name as an outcome."""
-        now = asyncio.get_running_loop().time()
-        until = now + self._timeout_s
+    async def _read(self, key: bytes, modality: str, until: float) -> Entry | None:
+        """The entry, or None.
+
+        Raises:
+            StoreError, TimeoutError: why there is none.
+        """
         try:
-            # Who waits longer for his turn would leave the store no time to answer in.
-            async with asyncio.timeout_at(now + self._timeout_s / 2):
+            # A longer wait for its turn would leave the store no time to answer in.
+            async with asyncio.timeout(self._timeout_s / 2):
                 await self._slots.acquire()
         except TimeoutError:
             raise _BusyError from None
         try:
-            call = self._backend.get(self._name(key), self._max_bytes)
-            raw = await self._reads.ask(call, until)
+            name = self._name(key)
+            call = self._backend.get(name, self._url.max_item_bytes + MAX_OVERHEAD_BYTES)
+            raw = await self._reads.ask(call, until - self._clock())
             if raw is None:
                 return None
-            async with asyncio.timeout_at(until):
-                entry = await self._hashing.run(lambda: self._sealer.open(key, modality, raw))
+            try:
+                async with asyncio.timeout(until - self._clock()):
+                    entry = await self._hashing.run(lambda: self._sealer.open(key, modality, raw))
+                if time.time() - entry.written_at > self._url.bounds.ttl_s:
+                    raise _ExpiredError("too old")
+            except (CorruptEntryError, _ExpiredError) as error:
+                logger.info("An entry of the store is removed: %s (%s)", error, error.outcome)
+                # A later `put` might not replace it.
+                removal = self._writes.ask(self._backend.remove(name), until - self._clock())
+                await self._count_write("removed", 0, removal)
+                raise
+            return entry
         finally:
             self._slots.release()
-        if time.time() - entry.written_at > self._url.ttl_s:
-            raise _ExpiredError("too old")
-        return entry
+
+    async def _put(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
+        seal = partial(self._sealer.seal, key, layout, embedding, time.time())
+        pieces = await self._hashing.run(seal)
+        await self._writes.ask(self._backend.put(self._name(key), pieces), _WRITE_S)
+
+    async def _count_write(self, done: str, nbytes: int, write: Awaitable[None]) -> None:
+        began = self._clock()
+        outcome = done
+        try:
+            await write
+        except Exception as error:
+            outcome = _outcome(error)
+        self._count("write", outcome, self._clock() - began, nbytes)
 
     def _name(self, key: bytes) -> str:
         return f"{self._sealer.folder}/{key.hex()}"
 
-    def _wrote(self, outcome: str, seconds: float, nbytes: int) -> None:
-        self._counts[f"writes_{outcome}"] += 1
-        self._observer.wrote(outcome, seconds, nbytes)
+    def _count(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+        self._counts[f"{direction}s_{outcome}"] += 1
+        self._observer(direction, outcome, seconds, nbytes)
+
+
+def _outcome(error: Exception) -> str:
+    """The name that metrics give to an error."""
+    if isinstance(error, StoreError):
+        return error.outcome
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if not isinstance(error, ProtocolError):
+        logger.error("A lookup or write of the store failed", exc_info=error)
+    return "error"
 
 
 def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) -> SharedStore:
@@ -225,16 +239,15 @@ def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) 
 
 
 def _backend(url: StoreUrl) -> Backend:
-    if url.kind == "file":
+    if isinstance(url.bounds, FolderBounds):
         from sglang_epd.store.folder import FolderStore
 
-        return FolderStore(url.folder / url.namespace, url.max_bytes, url.ttl_s)
+        root = url.folder / url.bounds.namespace
+        return FolderStore(root, url.bounds.max_mb << 20, url.bounds.ttl_s)
     if url.kind == "redis":
         from sglang_epd.store.redis import RedisStore
 
         return RedisStore(url)
-    if url.kind == "mooncake":
-        from sglang_epd.store.mooncake import MooncakeStore
+    from sglang_epd.store.mooncake import MooncakeStore
 
-        return MooncakeStore(url)
-    raise ConfigError(f"there is no store of the kind {url.kind}")
+    return MooncakeStore(url)

@@ -1,7 +1,7 @@
-"""Threads for calls that block: few, and forgotten when they do not come back.
+"""A few daemon threads for calls that block.
 
-Unlike those of `concurrent.futures`, they do not keep the process from ending: a mount
-that is gone, or a library that waits half a minute for a dead peer, would.
+The threads of `concurrent.futures` would keep a process from ending for as long as a mount
+is gone, or a library waits for a dead peer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Threads:
     async def run(self, call: Callable[[], _Result]) -> _Result:
         """What the call returns, or raises.
 
-        A caller who is cancelled leaves at once; his call is not begun any more, or goes
-        on by itself if it has been.
+        A caller that is cancelled returns at once. Its call does not begin, or goes on by
+        itself if it has begun.
         """
         if self._started < self._count:
             self._started += 1
@@ -52,7 +52,7 @@ class Threads:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """Let the threads end, each after what it is at."""
+        """Let the threads end, each after its present call."""
         for _ in range(self._started):
             self._jobs.put(None)
 
@@ -67,5 +67,5 @@ class Threads:
                     future.set_exception(error)
                 finally:
                     self._running.discard(future)
-            # Or the last result would stay until there is another.
+            # Else the last result would stay in memory until the next call.
             del job, future, call

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_epd.errors import ProtocolError
+from sglang_epd.errors import ProtocolError, from_code
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
-from sglang_epd.wire.messages import Landed
+from sglang_epd.wire.messages import Landed, Layout, Settled, Welcome
 from sglang_epd.wire.tensors import view_tensor
 
 if TYPE_CHECKING:
@@ -54,6 +54,15 @@ class Address:
     size: int
     seal: bytes
     readers: int = 0
+
+
+@dataclass(frozen=True)
+class ReceivedItem:
+    """An item's identity, layout and embedding [tokens, width], on the host."""
+
+    key: bytes
+    layout: Layout
+    embedding: torch.Tensor
 
 
 class Arena:
@@ -89,12 +98,17 @@ class Arena:
         seal = secrets.token_bytes(_SEAL_BYTES)
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
-        # Who maps it may rely on its size: one that shrinks would end them by a signal.
+        # Processes that map it rely on its size: a file that shrinks ends them by a signal.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         arena = cls(fd, Address(f"/proc/{os.getpid()}/fd/{fd}", size, seal, readers))
         arena._map[:_SEAL_BYTES] = seal
         _made_here[seal] = arena
         return arena
+
+    @classmethod
+    def of(cls, welcome: Welcome) -> Arena:
+        """Map the arena that a receiver has told of; raises what `open` does."""
+        return cls.open(Address(welcome.path, welcome.size, welcome.seal, welcome.readers))
 
     @classmethod
     def open(cls, address: Address) -> Arena:
@@ -149,6 +163,23 @@ class Arena:
         owner = self.span(item.offset, item.nbytes)
         weakref.finalize(owner, self.drop, item.slot, reader).atexit = False
         return view_tensor(owner, item.layout.embedding)
+
+    def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
+        """The items of a claim, but for those that it covered itself.
+
+        Raises:
+            EpdError: what became of them instead.
+        """
+        items = [
+            ReceivedItem(item.key, item.layout, self.read(item, reader))
+            for item in settled.items
+            if item is not None
+        ]
+        if settled.code:
+            # The error's trace will hold this frame.
+            items.clear()
+            raise from_code(settled.code, settled.message)
+        return items
 
     def drop(self, slot: int, reader: int) -> None:
         """Reader `reader` holds one embedding of `slot` less."""

@@ -1,4 +1,9 @@
-"""The tokenizer's end of the control channel to this server's receiver."""
+"""The other ends of the control channel to this server's receiver: the tokenizer's
+(`Control`), and a scheduler's (`Claims`).
+
+The receiver may run in the process that asks or in another of the same server; it makes no
+difference here.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,33 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
-from sglang_epd.transfer.arena import Address, Arena
+from sglang_epd.transfer.arena import Arena, ReceivedItem
 from sglang_epd.wire import messages as wire
 
 logger = logging.getLogger(__name__)
 
 # The receiver ends a request at its deadline. This long after it, it must be dead.
-_GRACE_S = 30.0
+GRACE_S = 30.0
+# The tokenizer, where it is the reader of items (the backend zmq_to_tokenizer).
+_READER = 0
+
+_Socket = TypeVar("_Socket", bound=zmq.Socket[Any])
+
+
+def _dial(
+    context: zmq.Context[_Socket], control_path: Path, option: int, value: int | bytes
+) -> _Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(option, value)
+    socket.connect(f"ipc://{control_path}")
+    return socket
 
 
 async def _nothing_again(_rid: str, _expect: wire.Expect) -> None:
@@ -35,13 +55,10 @@ class Control:
     """
 
     def __init__(self, control_path: Path) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
         # By this the receiver finds the way back; a server may have several tokenizers.
         self.name = secrets.token_hex(8)
-        self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
-        self._socket.connect(f"ipc://{control_path}")
+        self._context = zmq.asyncio.Context()
+        self._socket = _dial(self._context, control_path, zmq.IDENTITY, self.name.encode())
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None
         self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
@@ -70,8 +87,7 @@ class Control:
         """
         welcome = await self._welcomed(timeout_s)
         if self._arena is None:
-            address = Address(welcome.path, welcome.size, welcome.seal, welcome.readers)
-            self._arena = Arena.open(address)
+            self._arena = Arena.of(welcome)
         return self._arena
 
     @contextmanager
@@ -105,7 +121,7 @@ class Control:
         outcome: asyncio.Future[wire.Settled] = asyncio.get_running_loop().create_future()
         self._claims[claim] = outcome, reader
         try:
-            async with asyncio.timeout(expect.ttl_s + _GRACE_S):
+            async with asyncio.timeout(expect.ttl_s + GRACE_S):
                 await self._send(wire.Claim(claim, expect, reader, 1))
                 return await outcome
         except TimeoutError:
@@ -117,6 +133,17 @@ class Control:
         except asyncio.CancelledError:
             await self._leave(claim, outcome, reader)
             raise
+
+    async def collect(self, expect: wire.Expect) -> list[ReceivedItem]:
+        """Wait for a ticket's items, and read them where they landed.
+
+        Raises:
+            EpdError: what became of them instead.
+        """
+        arena = await self.arena(expect.ttl_s)
+        settled = await self.claim(expect, _READER)
+        # Nothing is awaited here: cancelled, it would leave the items to nobody.
+        return arena.receive(settled, _READER)
 
     async def _leave(self, claim: str, outcome: asyncio.Future[wire.Settled], reader: int) -> None:
         """Nobody waits for a claim any more."""
@@ -149,7 +176,7 @@ class Control:
         if self._welcome is None:
             self._welcome = asyncio.get_running_loop().create_future()
         if not self._welcome.done():
-            # Asked again by everybody who waits: the first may have come too early.
+            # Each caller asks: the first Hello may have come too early.
             await self._send(wire.Hello())
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
@@ -184,7 +211,7 @@ class Control:
             except ProtocolError as error:
                 logger.warning("Dropped a message of the receiver: %s", error)
             except Exception:
-                # Whatever it is, the next message must still be read: all requests wait for it.
+                # The next message must still be read: all requests wait for it.
                 logger.exception("Could not handle a message of the receiver")
 
     async def _again(self, message: wire.Again) -> None:
@@ -224,3 +251,79 @@ class Control:
             await self._socket.send(wire.encode_message(message), zmq.NOBLOCK)
         except zmq.Again:
             raise UnavailableError("this server's receiver does not read") from None
+
+
+class Claims:
+    """Claims tickets at this server's receiver, and never blocks. Use it from one thread.
+
+    Args:
+        control_path: Unix socket of the control channel.
+        first_reader, readers: the processes that read what is claimed here.
+
+    Attributes:
+        socket: readable when something has settled.
+    """
+
+    def __init__(self, control_path: Path, first_reader: int = 0, readers: int = 1) -> None:
+        self._context = zmq.Context()
+        self.socket = _dial(self._context, control_path, zmq.SNDHWM, 0)
+        self._first_reader = first_reader
+        self._readers = readers
+
+    def connect(self, timeout_s: float) -> Arena:
+        """Map the receiver's arena.
+
+        Raises:
+            UnavailableError: no receiver answered in time.
+        """
+        self._send(wire.Hello())
+        if not self.socket.poll(int(timeout_s * 1e3)):
+            raise UnavailableError(f"this server's receiver did not answer within {timeout_s:g} s")
+        reply = wire.decode_message(self.socket.recv())
+        if not isinstance(reply, wire.Welcome):
+            raise ProtocolError(f"expected Welcome, got {type(reply).__name__}")
+        return Arena.of(reply)
+
+    def claim(
+        self,
+        claim: str,
+        expect: wire.Expect,
+        covered: tuple[int, ...] = (),
+        *,
+        prefix: bool = False,
+    ) -> None:
+        """Ask for a ticket's items; `take` will return the outcome under this name.
+
+        Args:
+            covered: items that are not needed; they come as None.
+            prefix: whether to be told of layouts first, where the prefix cache may have them.
+        """
+        readers = self._first_reader, self._readers
+        self._send(wire.Claim(claim, expect, *readers, covered, prefix))
+
+    def again(self, rid: str, expect: wire.Expect) -> None:
+        """Have the tokenizer send for items of a request that it had sent for before."""
+        self._send(wire.Again(rid, expect))
+
+    def abandon(self, claim: str) -> None:
+        """The items are not wanted any more; their outcome comes all the same."""
+        self._send(wire.Abandon(claim))
+
+    def take(self) -> list[wire.Settled | wire.Laid]:
+        """What has become of claims since the last call; never blocks."""
+        settled: list[wire.Settled | wire.Laid] = []
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return settled
+            message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
+            if not isinstance(message, wire.Settled | wire.Laid):
+                raise ProtocolError(f"{type(message).__name__} from the receiver")
+            settled.append(message)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _send(self, message: wire.Message) -> None:
+        self.socket.send(wire.encode_message(message), zmq.NOBLOCK)

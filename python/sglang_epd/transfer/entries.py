@@ -1,5 +1,6 @@
-"""What a receiver's ledger knows of a request: its items, who claims them, and what it
-says to whom. Decided by `ledger`; here is only what is so.
+"""A receiver's record of a request: its items, its claims, and what is to be said of them.
+
+Plain data; `ledger` decides.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sglang_epd.errors import EpdError
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.extents import aligned
-from sglang_epd.transfer.reservations import Block
 from sglang_epd.wire import messages as wire
 
 
@@ -37,7 +38,30 @@ TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
     _S.CANCELLED: frozenset(),
 }
 
-# Who claimed; the receiver finds the way back by it.
+
+class Plan(Enum):
+    """How far it is known which items a request needs."""
+
+    # None yet: its layouts are known, and its first claim will say what its prefix cache has.
+    UNDECIDED = "undecided"
+    # All of them, as far as is known.
+    OPEN = "open"
+    # An item was here before, and waits until the layouts of all items are known.
+    GATHERING = "gathering"
+    # Its claimant looks into its prefix cache, and will claim again; the item waits for that.
+    ASKING = "asking"
+    DECIDED = "decided"
+
+
+PLANS: dict[Plan, frozenset[Plan]] = {
+    Plan.UNDECIDED: frozenset({Plan.DECIDED}),
+    Plan.OPEN: frozenset({Plan.GATHERING}),
+    Plan.GATHERING: frozenset({Plan.ASKING, Plan.DECIDED}),
+    Plan.ASKING: frozenset({Plan.DECIDED}),
+    Plan.DECIDED: frozenset(),
+}
+
+# Names a claim; the receiver finds the way back by it.
 Claimant = Hashable
 
 
@@ -95,20 +119,18 @@ class Entry:
     # Items whose offer waits for memory.
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None
-    # Who announced it, and whether that was told what is needed.
+    # The tokenizer that announced it.
     watcher: Hashable | None = None
-    told: bool = False
-    # Whether it is known what is wanted; else the first claim will say.
-    decided: bool = True
-    # Whether its claimant may yet be asked to look into its prefix cache, whether it is being
-    # asked, and until when offers wait for that.
-    askable: bool = True
-    asking: bool = False
+    plan: Plan = Plan.OPEN
+    # Until when an offer waits for a plan that is gathering or asking.
     patient_until: float = 0.0
-    # Of its first claim that had its items: those in the prefix cache, those that were here.
-    covered: int = 0
-    cached: int = 0
-    handed: bool = False
+    # What its tokenizer is told at its end, by its first claim that had its items.
+    over: wire.Needed | None = None
+
+    def go(self, plan: Plan, patient_until: float = 0.0) -> None:
+        if plan not in PLANS[self.plan]:
+            raise AssertionError(f"a plan cannot go from {self.plan.value} to {plan.value}")
+        self.plan, self.patient_until = plan, patient_until
 
     def satisfies(self, claim: wire.Claim) -> bool:
         """Whether all is here that a claim needs."""

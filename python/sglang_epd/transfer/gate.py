@@ -1,4 +1,4 @@
-"""Who may speak on the payload port: those who were told its address.
+"""Admission to the payload port: only peers that were told its address may speak there.
 
 libzmq reads all frames of a message before anybody sees the first, and sets no limit to
 their number. So a connection speaks only after a handshake (ZMTP's PLAIN) with a secret
@@ -36,7 +36,7 @@ class Gate:
 
     def address(self, host: str, port: int) -> str:
         """What an encoder is to be told."""
-        return f"tcp://{self._secret}@{host}:{port}"
+        return f"tcp://{self._secret}@{bracketed(host)}:{port}"
 
     def answer(self) -> None:
         """Answer one handshake that waits."""
@@ -46,6 +46,11 @@ class Gate:
         admitted = mechanism == b"PLAIN" and hmac.compare_digest(proof[-1], self._secret.encode())
         status = (b"200", b"") if admitted else (b"400", b"not the secret of this port")
         self.socket.send_multipart([version, number, *status, b"", b""])
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def dial(socket: zmq.Socket[Any], endpoint: str) -> str:

@@ -1,4 +1,4 @@
-"""Who shares this machine's memory, and whether they live."""
+"""Names of processes: which share this machine's memory, and which of them live."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Embeddings in the arena that may be wanted again, by key.
 
-An embedding may be found from the moment it has arrived. While requests hold it or
-processes read it it stays whatever it takes; when nobody does it rests here, least
-recently used first, until it is wanted again or its room is.
+An embedding may be found from the moment it has arrived. It stays while requests hold it
+or processes read it; then it rests here until it is wanted again, or its room is. The
+least recently used goes first.
 
 Plain data: knows blocks, no memory, clock or socket. Whose a block is, and when it is
 free, is decided by `reservations`.
@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.extents import aligned
-
-if TYPE_CHECKING:
-    from sglang_epd.transfer.reservations import Block
 
 
 class Kept:

@@ -5,8 +5,8 @@ another request's sake is not received again: it is taken when the request is, a
 of an encoder after all if it had to make room before. Synchronous and without a clock:
 the caller passes `now` in seconds of any monotonic clock.
 
-Owns the decision to grant, decline or let wait, who claims a request, and when an entry
-ends. Does not own memory (`reservations`), sockets, the scheduler's requests, or
+Owns the decision to grant, decline or let wait, the claims of a request, and the end of
+an entry. Does not own memory (`reservations`), sockets, the scheduler's requests, or
 retries (the dispatcher's).
 """
 
@@ -22,6 +22,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.tally import Tally
+from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import (
     Claimant,
     Entry,
@@ -29,9 +30,10 @@ from sglang_epd.transfer.entries import (
     ItemState,
     Notice,
     Outcome,
+    Plan,
 )
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
-from sglang_epd.transfer.reservations import Block, Reservations
+from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 
 _S = ItemState
@@ -66,8 +68,8 @@ class Ledger:
         self._remembered = remembered
         # In order of age.
         self._entries: dict[str, Entry] = {}
-        # Of each: what it failed of, and the counts of `Needed`.
-        self._ended: OrderedDict[str, tuple[EpdError | None, int, int]] = OrderedDict()
+        # Of each: what it failed of, and what its tokenizer is told.
+        self._ended: OrderedDict[str, tuple[EpdError | None, wire.Needed]] = OrderedDict()
         self._waiting: dict[str, Entry] = {}
         self._outcomes: list[Outcome] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
@@ -106,25 +108,23 @@ class Ledger:
         """Open an entry; nothing happens if the ticket has ended.
 
         Args:
-            watcher: who is to be told which items are needed.
+            watcher: the tokenizer to be told which items are needed.
         """
         ticket = message.ticket
         if ticket in self._ended:
-            _, covered, cached = self._ended[ticket]
-            over = wire.Needed(ticket, over=True, covered=covered, cached=cached)
-            self._notify(watcher, over)
+            self._notify(watcher, self._ended[ticket][1])
             return
         entry = self._entries.get(ticket)
         if entry is None:
             keys = message.keys or (b"",) * message.items
+            plan = Plan.OPEN if message.consumers == 1 else Plan.DECIDED
             entry = self._entries[ticket] = Entry(
                 age=self._next_age,
                 # Items without a key are being sent for.
                 items=[Item(key, asked=not key, wanted=not message.layouts) for key in keys],
                 consumers=message.consumers,
                 deadline=now + message.ttl_s,
-                decided=not message.layouts,
-                askable=not message.layouts and message.consumers == 1,
+                plan=Plan.UNDECIDED if message.layouts else plan,
             )
             self._next_age += 1
             for number, item in enumerate(entry.items):
@@ -133,7 +133,7 @@ class Ledger:
                     self._tally.add("hits", "expected")
         if watcher is not None:
             entry.watcher = watcher
-            self._tell_needed(ticket, entry)
+            self._tell_needed(ticket, entry, first=True)
 
     def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
         """Somebody asks for a ticket's items.
@@ -152,16 +152,14 @@ class Ledger:
         else:
             entry.claims[claimant] = message
             covered = frozenset(message.covered)
+            first, asked = entry.plan is Plan.UNDECIDED, entry.plan is Plan.ASKING
             for number, item in enumerate(entry.items):
-                wanted = number not in covered
-                item.wanted = wanted if entry.asking else item.wanted or wanted
-            if entry.asking:
-                entry.asking, entry.patient_until = False, 0.0
+                item.wanted = number not in covered or (item.wanted and not asked)
+            if first or asked:
+                entry.go(Plan.DECIDED)
                 self._turns += 1
-            entry.decided = True
-            self._tell_needed(ticket, entry)
-            if entry.patient_until:
-                self._ask_prefix(ticket, entry, now)
+            self._tell_needed(ticket, entry, first=first)
+            self._ask_prefix(ticket, entry, now)
             self._settle(ticket, now)
 
     def offer(
@@ -203,6 +201,7 @@ class Ledger:
             self._rely(message.ticket, message.item, item)
             self._tally.add("hits", "offered")
             self._settle(message.ticket, now)
+            self._ask_prefix(message.ticket, entry, now)
             return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
         if self._prefix_first(entry, message, now):
             return wire.Wait(message.ticket, message.item)
@@ -263,11 +262,11 @@ class Ledger:
         return True
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
-        """End the request with `error`; whoever claims it later is told the same."""
+        """End the request with `error`; later claims are told the same."""
         entry = self._entries.get(ticket)
         if entry is None and ticket not in self._ended:
             # Word of its end was faster than its announcement.
-            self._remember(ticket, (error, 0, 0))
+            self._remember(ticket, error, wire.Needed(ticket, over=True))
         if entry is None or entry.error is not None:
             return
         ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
@@ -314,7 +313,9 @@ class Ledger:
                 self._end(ticket)
                 continue
             if entry.patient_until and now >= entry.patient_until:
-                entry.askable, entry.patient_until = False, 0.0
+                entry.patient_until = 0.0
+                if entry.plan is Plan.GATHERING:
+                    entry.go(Plan.DECIDED)
                 self._turns += 1
             for item in entry.items:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
@@ -352,6 +353,9 @@ class Ledger:
             assert entry.consumers > 0, "an entry without consumers is kept"
             assert len(entry.claims) <= entry.consumers, "more claims than consumers"
             assert bool(entry.waiting) == (ticket in self._waiting), "lost count of who waits"
+            assert entry.plan is not Plan.ASKING or not entry.claims, "it claimed before its answer"
+            patient = entry.plan in (Plan.GATHERING, Plan.ASKING)
+            assert patient or not entry.patient_until, "offers wait for a plan that is decided"
             for item in entry.items:
                 holds = item.state in (_S.GRANTED, _S.RECEIVED)
                 assert (item.block is not None) == holds, "a block in a wrong state"
@@ -376,7 +380,7 @@ class Ledger:
         renewed = item.state is _S.GRANTED and message.renewal
         if item.here or renewed:
             return wire.DECLINE_CACHED if item.state is _S.CACHED else wire.DECLINE_DUPLICATE
-        if item.state is _S.PLANNED and entry.decided and not item.wanted:
+        if item.state is _S.PLANNED and entry.plan is not Plan.UNDECIDED and not item.wanted:
             return wire.DECLINE_COVERED
         return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
 
@@ -393,23 +397,21 @@ class Ledger:
         """
         item = entry.items[message.item]
         item.laid = message.key, message.layout
-        if entry.askable and not entry.patient_until and message.key in self._seen:
-            entry.patient_until = now + _LAYOUTS_S
-        if entry.patient_until and not entry.asking:
-            self._ask_prefix(message.ticket, entry, now)
-        hopes = item.state is _S.PLANNED and message.key in self._seen
-        return hopes and now < entry.patient_until
+        seen = message.key in self._seen
+        if seen and entry.plan is Plan.OPEN:
+            entry.go(Plan.GATHERING, now + _LAYOUTS_S)
+        self._ask_prefix(message.ticket, entry, now)
+        return seen and item.state is _S.PLANNED and now < entry.patient_until
 
     def _ask_prefix(self, ticket: str, entry: Entry, now: float) -> None:
-        """Have the claimant look into its prefix cache, if all layouts are known."""
+        """Have the claimant look into its prefix cache, if it has yet to and can."""
         laid = [self._laid(item) for item in entry.items]
         known = tuple(one for one in laid if one is not None)
         asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
-        if asker is None or not entry.askable or len(known) < len(laid):
+        if entry.plan is not Plan.GATHERING or asker is None or len(known) < len(laid):
             return
         del entry.claims[asker]
-        entry.askable, entry.asking = False, True
-        entry.patient_until = now + _PREFIX_S
+        entry.go(Plan.ASKING, now + _PREFIX_S)
         self._outcomes.append(Outcome(asker, laid=known))
 
     def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
@@ -469,7 +471,7 @@ class Ledger:
         self._turns += 1
 
     def _release(self, ticket: str, number: int, now: float) -> None:
-        """The item's memory is not wanted any more, whatever state it is in."""
+        """The item's memory is not wanted any more, in any of its states."""
         item = self._entries[ticket].items[number]
         if item.state is _S.CACHED:
             self._stop_relying(ticket, number, item.key)
@@ -493,7 +495,7 @@ class Ledger:
             del self._relying[key]
 
     def _on_evict(self, key: bytes) -> None:
-        """An embedding had to make room: whoever relied on it needs an encoder after all."""
+        """An embedding had to make room: items that relied on it need an encoder after all."""
         self._tally.add("evictions")
         for ticket, number in self._relying.pop(key, ()):
             entry = self._entries[ticket]
@@ -501,17 +503,16 @@ class Ledger:
             entry.items[number].asked = False
             self._tell_needed(ticket, entry)
 
-    def _tell_needed(self, ticket: str, entry: Entry) -> None:
+    def _tell_needed(self, ticket: str, entry: Entry, *, first: bool = False) -> None:
         """Say which items have to be encoded, if that is news."""
-        if entry.watcher is None or not entry.decided:
+        if entry.watcher is None or entry.plan is Plan.UNDECIDED:
             return
         needed = [
             number
             for number, item in enumerate(entry.items)
             if item.state is _S.PLANNED and item.wanted and not item.asked
         ]
-        if needed or not entry.told:
-            entry.told = True
+        if needed or first:
             for number in needed:
                 entry.items[number].asked = True
             self._notify(entry.watcher, wire.Needed(ticket, tuple(needed)))
@@ -521,7 +522,7 @@ class Ledger:
             self._notices.append(Notice(watcher, message))
 
     def _settle(self, ticket: str, now: float) -> None:
-        """Tell the outcome, if there is one, to everybody who claimed it."""
+        """Tell the outcome, if there is one, to its claimants."""
         entry = self._entries[ticket]
         for claimant, claim in list(entry.claims.items()):
             if entry.error is None and not entry.satisfies(claim):
@@ -540,13 +541,13 @@ class Ledger:
         if claim.prefix:
             for item in entry.items:
                 self._see(item.key if item.offer is None else item.offer.key)
-        if not entry.handed:
-            entry.handed = True
-            entry.covered = len(claim.covered)
-            entry.cached = sum(
-                item.state is _S.CACHED and number not in claim.covered
-                for number, item in enumerate(entry.items)
-            )
+        cached = sum(
+            item.state is _S.CACHED and number not in claim.covered
+            for number, item in enumerate(entry.items)
+        )
+        ticket, covered = claim.expect.ticket, len(claim.covered)
+        # The first claim's counts are told.
+        entry.over = entry.over or wire.Needed(ticket, over=True, covered=covered, cached=cached)
         landed: list[wire.Landed | None] = []
         for number, item in enumerate(entry.items):
             if number in claim.covered:
@@ -578,11 +579,11 @@ class Ledger:
             return
         self._waiting.pop(ticket, None)
         self._turns += 1
-        self._remember(ticket, (entry.error, entry.covered, entry.cached))
-        over = wire.Needed(ticket, over=True, covered=entry.covered, cached=entry.cached)
+        over = entry.over or wire.Needed(ticket, over=True)
+        self._remember(ticket, entry.error, over)
         self._notify(entry.watcher, over)
 
-    def _remember(self, ticket: str, end: tuple[EpdError | None, int, int]) -> None:
-        self._ended[ticket] = end
+    def _remember(self, ticket: str, error: EpdError | None, over: wire.Needed) -> None:
+        self._ended[ticket] = error, over
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)

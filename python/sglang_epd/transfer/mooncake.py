@@ -1,7 +1,7 @@
 """One-sided writes into another process's memory, by Mooncake's transfer engine.
 
-A receiver registers a buffer and tells its `session` and an address to whoever may write
-there; an encoder writes. Over TCP a write that returns has been applied at the other
+A receiver registers a buffer and tells its `session` and an address to an encoder that may
+write there; the encoder writes. Over TCP a write that returns has been applied at the other
 end: the receiver acknowledges the last byte. Over RDMA the NIC has.
 
 Mooncake checks that a write falls within registered memory of the receiver, and nothing
@@ -22,8 +22,6 @@ Measured with mooncake-transfer-engine 0.3.13:
 
 from __future__ import annotations
 
-import importlib
-import ipaddress
 import logging
 import os
 import threading
@@ -32,6 +30,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sglang_epd.errors import ConfigError, UnavailableError
+from sglang_epd.transfer.gate import bracketed
 
 logger = logging.getLogger(__name__)
 
@@ -46,59 +45,58 @@ _NO_PROBE = -1
 # these. A look costs some microseconds; a pause too long is added to the transfer.
 _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 2e-3
-_LIBRARIES = "libibverbs1, librdmacm1 and libnuma1 on Debian and Ubuntu"
+NAME = "mooncake"
 
-# Sources of writes that were under way when their engine was closed, kept for good.
-_abandoned: list[object] = []
+
+def started() -> MooncakeEngine:
+    """The engine that SGLang has in this process, for prefill-decode disaggregation or this.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as theirs
+    from sglang.srt.runtime_context import get_device
+
+    # Starts it where a process runs no model.
+    theirs.maybe_init_shared_mooncake_transfer_engine(gpu_id=get_device().base_gpu_id)
+    shared = theirs.get_mooncake_transfer_engine()
+    if shared is None:
+        raise ConfigError("--encoder-transfer-backend mooncake: SGLang has started no engine")
+    return MooncakeEngine(shared.hostname, shared.engine)
 
 
 class MooncakeEngine:
-    """A transfer engine of this process: its own, or one shared with SGLang.
+    """The transfer engine that this process shares with SGLang.
 
     All methods may be called from any thread.
 
     Args:
         hostname: address at which peers reach this host. It is published, not bound to.
-        protocol: "tcp", "rdma" or another that Mooncake knows. It takes what it finds
-            whatever it is told, so "tcp" sets `MC_FORCE_TCP` unless the user has, and
-            "rdma" on a host without an RDMA device is TCP.
-        device_name: RDMA devices to use, comma-separated; empty for all.
-        engine: an initialised `mooncake.engine.TransferEngine` to share, for which
-            `protocol` and `device_name` mean nothing any more; `close` leaves it running.
-
-    Raises:
-        ConfigError: Mooncake is not installed, lacks a system library, or does not start.
+        engine: an initialised `mooncake.engine.TransferEngine`.
     """
 
-    def __init__(
-        self,
-        hostname: str,
-        protocol: str = "tcp",
-        device_name: str = "",
-        engine: Any = None,
-    ) -> None:
-        if engine is None:
-            engine = _start(hostname, protocol, device_name)
-        self._engine: Any = engine
-        self._session = _host_port(hostname, self._engine.get_rpc_port())
+    def __init__(self, hostname: str, engine: Any) -> None:
+        self._engine = engine
+        self._session = f"{bracketed(hostname)}:{engine.get_rpc_port()}"
         self._lock = threading.Lock()
-        self._registered: set[int] = set()
         # First contact with each session: what its probe came back with, 0 if it answers.
         self._contacts: dict[str, Future[int]] = {}
         # Transfers that outlived their write's deadline, and what keeps their source alive.
         self._unfinished: dict[int, object] = {}
 
     @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def staged(self) -> bool:
+        """TCP reads from anywhere."""
+        return os.environ.get("MC_FORCE_TCP") != "1"
+
+    @property
     def session(self) -> str:
         """What a peer passes to `write`: "host:port", with brackets around IPv6."""
         return self._session
-
-    @property
-    def unfinished(self) -> int:
-        """How many writes timed out and are still under way, as far as is known."""
-        with self._lock:
-            self._reap()
-            return len(self._unfinished)
 
     def register(self, address: int, nbytes: int) -> None:
         """Let peers write to this memory, and read it. RDMA needs it for sources too.
@@ -107,31 +105,12 @@ class MooncakeEngine:
             ConfigError: refused, because it overlaps what is registered or, with RDMA,
                 because memory cannot be locked.
         """
-        code = self._running().register_memory(address, nbytes)
+        code = self._engine.register_memory(address, nbytes)
         if code != 0:
             raise ConfigError(
                 f"Mooncake does not register {nbytes} bytes (code {code}): they overlap "
                 f"registered memory, or the limit on locked memory (ulimit -l) is too low"
             )
-        with self._lock:
-            self._registered.add(address)
-
-    def unregister(self, address: int) -> None:
-        """Refuse writes that begin later; one that is under way goes on.
-
-        The memory must therefore stay until every write that was granted has ended.
-
-        Raises:
-            ValueError: nothing was registered at this address.
-        """
-        engine = self._running()
-        with self._lock:
-            if address not in self._registered:
-                raise ValueError("no memory is registered at this address")
-            self._registered.remove(address)
-        code = engine.unregister_memory(address)
-        if code != 0:
-            logger.warning("Mooncake did not unregister memory: code %d", code)
 
     def write(
         self,
@@ -158,13 +137,12 @@ class MooncakeEngine:
                 not fall within memory that it has registered.
         """
         deadline = time.monotonic() + timeout_s
-        engine = self._running()
-        self._contact(engine, session, deadline)
-        batch = engine.transfer_submit_write(session, local_address, remote_address, nbytes)
+        self._contact(session, deadline)
+        batch = self._engine.transfer_submit_write(session, local_address, remote_address, nbytes)
         if batch in _NOT_SUBMITTED:
             self._forget(session)
             raise UnavailableError(f"Mooncake cannot reach {session}")
-        status = _await(engine, batch, deadline)
+        status = _await(self._engine, batch, deadline)
         if status == _COMPLETED:
             return
         self._forget(session)
@@ -173,31 +151,7 @@ class MooncakeEngine:
         self._leave(batch, keep)
         raise UnavailableError(f"a write of {nbytes} bytes to {session} did not end in time")
 
-    def close(self) -> None:
-        """Unregister everything and let go of the engine. May be called twice.
-
-        An engine that nobody shares ends with that, which takes up to a second in which
-        no other Python thread runs: Mooncake joins its threads without releasing the GIL.
-        A write or probe in another thread puts this off until it has ended.
-        """
-        with self._lock:
-            if self._engine is None:
-                return
-            self._reap()
-            for address in self._registered:
-                self._engine.unregister_memory(address)
-            self._registered.clear()
-            _abandoned.extend(self._unfinished.values())
-            self._unfinished.clear()
-            self._engine = None
-
-    def _running(self) -> Any:
-        engine = self._engine
-        if engine is None:
-            raise UnavailableError("this Mooncake engine is closed")
-        return engine
-
-    def _contact(self, engine: Any, session: str, deadline: float) -> None:
+    def _contact(self, session: str, deadline: float) -> None:
         """Wait until a peer that was not written to before answers a probe."""
         with self._lock:
             contact = self._contacts.get(session)
@@ -205,7 +159,7 @@ class MooncakeEngine:
                 contact = self._contacts[session] = Future()
                 threading.Thread(
                     target=_probe,
-                    args=(engine, session, contact),
+                    args=(self._engine, session, contact),
                     name="mooncake-probe",
                     daemon=True,
                 ).start()
@@ -227,41 +181,14 @@ class MooncakeEngine:
 
     def _leave(self, batch: int, keep: object) -> None:
         with self._lock:
-            if self._engine is not None:
-                self._reap()
-                self._unfinished[batch] = keep
-            else:
-                _abandoned.append(keep)
+            self._reap()
+            self._unfinished[batch] = keep
 
     def _reap(self) -> None:
         """Drop what has ended since; the lock must be held, as a batch may end only once."""
         for batch in list(self._unfinished):
             if self._engine.transfer_check_status(batch) in {_COMPLETED, _FAILED}:
                 del self._unfinished[batch]
-
-
-def _start(hostname: str, protocol: str, device_name: str) -> Any:
-    # Mooncake reads these when it is imported or its first engine starts. Its log at INFO,
-    # the default, has a line for each peer; GLOG_minloglevel has no effect on it.
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
-    if protocol == "tcp":
-        os.environ.setdefault("MC_FORCE_TCP", "1")
-    if _is_ipv6(hostname):
-        os.environ.setdefault("MC_USE_IPV6", "1")
-    try:
-        module = importlib.import_module("mooncake.engine")
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'the mooncake backend needs Mooncake: pip install ".[mooncake]" in a clone of '
-            "sglang-epd (mooncake-cpu without CUDA)"
-        ) from None
-    except ImportError as error:
-        raise ConfigError(f"Mooncake cannot be loaded: {error}. It needs {_LIBRARIES}") from error
-    engine = module.TransferEngine()
-    code = engine.initialize(hostname, "P2PHANDSHAKE", protocol, device_name)
-    if code != 0:
-        raise ConfigError(f"Mooncake does not start with {protocol} on {hostname} (code {code})")
-    return engine
 
 
 def _probe(engine: Any, session: str, contact: Future[int]) -> None:
@@ -286,14 +213,3 @@ def _await(engine: Any, batch: int, deadline: float) -> int:
             return status
         pause_s = min(max((now - started) / 16, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         time.sleep(min(pause_s, deadline - now))
-
-
-def _host_port(hostname: str, port: int) -> str:
-    return f"[{hostname}]:{port}" if _is_ipv6(hostname) else f"{hostname}:{port}"
-
-
-def _is_ipv6(hostname: str) -> bool:
-    try:
-        return ipaddress.ip_address(hostname).version == 6
-    except ValueError:
-        return False

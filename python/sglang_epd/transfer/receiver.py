@@ -1,11 +1,11 @@
-"""The receiver thread of a language server: one a server, whatever its ranks.
+"""The receiver thread of a language server: one a server, for all its ranks.
 
 It owns the ledger, the arena and two ROUTER sockets: `payload` (TCP, encoders, behind a
 gate) and `control` (a Unix socket in a folder only this user may enter: the tokenizer, and
 every scheduler). A thread of its own answers offers while its process is inside a forward
 pass, so that a grant never waits for one.
 
-What a peer sends is never trusted: whatever is malformed, oversized, unknown or
+What a peer sends is never trusted: a message that is malformed, oversized, unknown or
 late is counted, logged once a kind, and dropped.
 
 An encoder's connection has a name that outlives a break of it. What is said to an encoder
@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import zmq
@@ -31,9 +30,11 @@ from sglang_epd.errors import EpdError, ProtocolError, from_code
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
-from sglang_epd.transfer.gate import Gate
+from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.engines import Engine
+from sglang_epd.transfer.gate import Gate, bracketed
 from sglang_epd.transfer.ledger import Ledger
-from sglang_epd.transfer.reservations import Block, Reservations
+from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
 
@@ -60,15 +61,6 @@ _WAITING_TICK_MS = 5
 _HOUSEKEEPING_S = 0.1
 # After this long without a payload the arena's memory goes back to the system.
 _IDLE_S = 15.0
-
-
-class RemoteMemory(Protocol):
-    """A transfer engine that remote encoders write through."""
-
-    @property
-    def session(self) -> str: ...
-
-    def register(self, address: int, nbytes: int) -> None: ...
 
 
 @dataclass
@@ -118,7 +110,7 @@ class Receiver:
         readers: int = 1,
         cache_bytes: int = 0,
         grant_ttl_s: float = 30.0,
-        engine: RemoteMemory | None = None,
+        engine: Engine | None = None,
         tally: Tally | None = None,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
@@ -147,7 +139,7 @@ class Receiver:
         self._payload.setsockopt(zmq.IPV6, 1)
         self._payload.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         self._payload.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        # Who dials again under the same name is the same encoder; who cannot be told is known.
+        # A connection that dials again under its name takes over; a peer that is gone is an error.
         self._payload.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._payload.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = Gate(self._context, self._payload)
@@ -155,12 +147,12 @@ class Receiver:
         longest = max(wire.MAX_CHUNK_BYTES, wire.MAX_HEADER_BYTES)
         self._payload.setsockopt(zmq.MAXMSGSIZE, longest)
         try:
-            port = self._payload.bind_to_random_port(f"tcp://{_bracketed(bind_host)}")
+            port = self._payload.bind_to_random_port(f"tcp://{bracketed(bind_host)}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             self._arena.close()
             raise OSError(f"cannot listen on {bind_host}: {error}") from error
-        self.endpoint = self._gate.address(_bracketed(advertise_host), port)
+        self.endpoint = self._gate.address(advertise_host, port)
         control_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
@@ -244,7 +236,7 @@ class Receiver:
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
             except Exception:
-                # Whatever it is, the next message must still be read.
+                # The next message must still be read.
                 self.tally.add("dropped", "internal")
                 logger.exception("Could not handle a message")
 
@@ -298,22 +290,22 @@ class Receiver:
     ) -> None:
         self._last_payload = now
         block = self._ledger.granted(message)
-        error = wire.ACK_NOT_GRANTED
-        if block is not None:
+        error = ""
+        if block is None:
+            # Its memory may be in quarantine until this.
+            self._ledger.withdraw(message)
+            error = wire.ACK_NOT_GRANTED
+            self.tally.add("dropped", error)
+        else:
             try:
                 self._take(block, message, frames)
-                error = ""
             except ProtocolError as problem:
-                self._drop("payload", problem.message)
-                error = wire.ACK_MALFORMED
                 self._ledger.withdraw(message)
-        if not error and not message.last:
-            return
-        if not self._ledger.fill(message, now) and not error:
-            error = wire.ACK_NOT_GRANTED
-        if error == wire.ACK_NOT_GRANTED:
-            self.tally.add("dropped", "not_granted")
-        if message.last or error:
+                error = wire.ACK_MALFORMED
+                self._drop("payload", problem.message)
+        if not error and message.last:
+            self._ledger.fill(message, now)
+        if error or message.last:
             self._tell(peer, wire.Ack(message.ticket, message.item, message.grant, error))
 
     def _take(self, block: Block, message: wire.Payload, frames: list[zmq.Frame]) -> None:
@@ -371,7 +363,7 @@ class Receiver:
             if held.offer.nbytes != spec_bytes(held.offer.layout.embedding):
                 raise ProtocolError("offer: size and shape disagree")
         landing = self._landing(held.offer)
-        answer = self._ledger.offer(held.offer, now, landing=_kind(landing), peer=held.peer)
+        answer = self._ledger.offer(held.offer, now, landing=landing, peer=held.peer)
         if isinstance(answer, wire.Wait):
             if not held.waits:
                 self.tally.add("waits")
@@ -380,7 +372,7 @@ class Receiver:
             self._held[held.name] = held
         elif isinstance(answer, wire.Decline):
             self._decline(held, answer.reason)
-        elif not self._tell(held.peer, self._grant(answer, landing, now)):
+        elif not self._tell(held.peer, self._grant(answer, now)):
             # Nobody was told of it: it can be used by others at once.
             self._ledger.withdraw(wire.Withdraw(answer.ticket, answer.item, answer.grant))
         elif held.waits:
@@ -412,21 +404,21 @@ class Receiver:
             if not self._unknown[held.peer]:
                 del self._unknown[held.peer]
 
-    def _landing(self, offer: wire.Offer) -> wire.Landing:
-        """How an encoder is to deliver, but for the place."""
-        if self._engine is not None and offer.remote:
-            return wire.Remote(self._engine.session, 0)
-        if offer.process and host.shares_memory(offer.process):
-            address = self._arena.address
-            return wire.Shared(address.path, address.size, address.seal, 0)
-        return wire.Inline()
+    def _landing(self, offer: wire.Offer) -> str:
+        """How an encoder is to deliver."""
+        if self._engine is not None and offer.engine == self._engine.name:
+            return "remote"
+        return "shared" if host.shares_memory(offer.process) else "inline"
 
-    def _grant(self, block: Block, landing: wire.Landing, now: float) -> wire.Grant:
-        if isinstance(landing, wire.Remote):
-            landing = wire.Remote(landing.session, self._arena.machine_address + block.offset)
-        elif isinstance(landing, wire.Shared):
-            begin = self._arena.data_offset + block.offset
-            landing = wire.Shared(landing.path, landing.size, landing.seal, begin)
+    def _grant(self, block: Block, now: float) -> wire.Grant:
+        landing: wire.Landing = wire.Inline()
+        if block.landing == "remote":
+            assert self._engine is not None
+            place = self._arena.machine_address + block.offset
+            landing = wire.Remote(self._engine.session, place)
+        elif block.landing == "shared":
+            address, place = self._arena.address, self._arena.data_offset + block.offset
+            landing = wire.Shared(address.path, address.size, address.seal, place)
         ttl_s = block.until - now
         return wire.Grant(block.ticket, block.item, block.grant, ttl_s, landing)
 
@@ -486,11 +478,3 @@ class Receiver:
 
     def _send(self, socket: zmq.Socket, peer: bytes, message: wire.Message) -> None:
         socket.send_multipart([peer, wire.encode_message(message)], zmq.NOBLOCK)
-
-
-def _kind(landing: wire.Landing) -> str:
-    return str(landing.__struct_config__.tag)
-
-
-def _bracketed(host_name: str) -> str:
-    return f"[{host_name}]" if ":" in host_name and not host_name.startswith("[") else host_name

@@ -332,8 +332,8 @@ class Sender:
     def _ask(self, peer: _Peer, offer: wire.Offer) -> None:
         """Make an offer; if it is lost with the connection it is made again."""
         process = self._process if peer.shares else ""
-        remote = self._remote is not None
-        self._post(peer, msgspec.structs.replace(offer, process=process, remote=remote))
+        engine = self._remote.engine_name if self._remote else ""
+        self._post(peer, msgspec.structs.replace(offer, process=process, engine=engine))
 
     def _post(self, peer: _Peer, message: wire.Message) -> None:
         """Send without waiting; nothing happens where the socket is closed."""

@@ -9,12 +9,12 @@ import os
 import queue
 import time
 from collections import OrderedDict
-from typing import Protocol
 
 import numpy as np
 
 from sglang_epd.errors import UnavailableError
 from sglang_epd.transfer.arena import Address, Arena
+from sglang_epd.transfer.engines import Engine
 from sglang_epd.wire import messages as wire
 
 # Language servers of this machine whose arenas stay mapped.
@@ -22,23 +22,6 @@ _MAX_ARENAS = 64
 # Through which embeddings go to a remote engine, if the card must know the memory.
 STAGING_BYTES = 16 << 20
 STAGING_BUFFERS = 4
-
-
-class Engine(Protocol):
-    """A transfer engine that writes into other processes' registered memory."""
-
-    def register(self, address: int, nbytes: int) -> None: ...
-
-    def write(
-        self,
-        session: str,
-        local_address: int,
-        remote_address: int,
-        nbytes: int,
-        timeout_s: float,
-        *,
-        keep: object = None,
-    ) -> None: ...
 
 
 class SharedWriter:
@@ -77,23 +60,20 @@ class RemoteWriter:
 
     Args:
         engine: does the writing.
-        staged: whether to go by way of memory that was registered once, as network cards
-            want it; TCP reads from anywhere.
-        buffers, nbytes: how much of that memory.
+        buffers, nbytes: memory that is registered once, for an engine that sends from such.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        staged: bool,
         buffers: int = STAGING_BUFFERS,
         nbytes: int = STAGING_BYTES,
     ) -> None:
         self._engine = engine
-        self._staged = staged
+        self.engine_name = engine.name
         self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
-        for _ in range(buffers if staged else 0):
+        for _ in range(buffers if engine.staged else 0):
             buffer = np.zeros(nbytes, dtype=np.uint8)
             engine.register(int(buffer.ctypes.data), nbytes)
             self._free.put(buffer)
@@ -104,7 +84,7 @@ class RemoteWriter:
         Raises:
             UnavailableError: it was not written; part of it may yet be.
         """
-        if self._staged:
+        if self._engine.staged:
             self._write_staged(landing, payload, time.monotonic() + timeout_s)
             return
         source = int(payload.ctypes.data)

@@ -6,7 +6,7 @@ channel's (the processes of one language server).
        |                           | -------- Welcome ----------> |
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
        |                           | -------- Needed -----------> |  what is not here already
-       |                           | <------- Claim ------------- |  whoever the items are for
+       |                           | <------- Claim ------------- |  the items' reader
        |                           | <------- Again ------------> |  scheduler to tokenizer
        | -------- Offer ---------> |                              |
        | <- Wait, Grant, Decline - |                              |
@@ -16,8 +16,8 @@ channel's (the processes of one language server).
        |                           | -------- Laid, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
-A ticket is an unguessable capability: whoever names it may deliver that request's
-items, and nobody else can.
+A ticket is an unguessable capability: a peer that names it may deliver that request's
+items, and no other can.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Shared(msgspec.Struct, frozen=True, tag="shared"):
 
 
 class Remote(msgspec.Struct, frozen=True, tag="remote"):
-    """Write through Mooncake's transfer engine to `address` of `session`."""
+    """Write to `address` of `session` through the engine that the offer named."""
 
     session: str
     address: int
@@ -142,7 +142,8 @@ class Offer(Message, frozen=True, tag="offer"):
     Attributes:
         process: the encoder's process, as `transfer.host` names it; empty if it cannot
             share memory.
-        remote: whether the encoder can write through Mooncake.
+        engine: the transfer engine that the encoder can write through (`transfer.engines`);
+            empty for none.
         renewal: an earlier grant was lost; another encoder may have been asked since,
             and is not to be replaced.
     """
@@ -153,7 +154,7 @@ class Offer(Message, frozen=True, tag="offer"):
     layout: Layout
     nbytes: int
     process: str = ""
-    remote: bool = False
+    engine: str = ""
     renewal: bool = False
 
 
@@ -166,7 +167,7 @@ class UnreadOffer(Message, frozen=True, tag="offer"):
     layout: msgspec.Raw
     nbytes: int
     process: str = ""
-    remote: bool = False
+    engine: str = ""
     renewal: bool = False
 
     def read(self) -> Offer:

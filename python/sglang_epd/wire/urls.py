@@ -42,6 +42,11 @@ def server_url(raw: str) -> str:
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
 
 
+def host_port(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def _host(host: str, *, bracketed: bool) -> str:
     try:
         address = ipaddress.ip_address(host)

@@ -1,2 +1,48 @@
 """What `sglang-epd doctor` looks at, a file a subject. A check is a function that yields
-findings and raises nothing; whatever it asks has a deadline."""
+findings and raises nothing; each wait in one has a deadline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"  # something that one can live without is not there
+    WARN = "warn"  # it will run, but not as it should
+    FAIL = "fail"  # it will not run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what.
+        found: in a few words.
+        mend: what to do about it; empty where there is nothing to do.
+    """
+
+    subject: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+
+def ok(subject: str, found: str) -> Finding:
+    return Finding(subject, Verdict.OK, found)
+
+
+def note(subject: str, found: str, mend: str = "") -> Finding:
+    return Finding(subject, Verdict.NOTE, found, mend)
+
+
+def warn(subject: str, found: str, mend: str) -> Finding:
+    return Finding(subject, Verdict.WARN, found, mend)
+
+
+def fail(subject: str, found: str, mend: str) -> Finding:
+    return Finding(subject, Verdict.FAIL, found, mend)

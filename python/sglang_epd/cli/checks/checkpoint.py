@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_epd.cli.checks.finding import Finding, fail, note, ok
+from sglang_epd.cli.checks import Finding, fail, note, ok
 from sglang_epd.families import IN_TREE
 
 _MOST_HEADER_BYTES = 100 << 20

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sglang_epd.cli.checks.finding import Finding, fail, note, ok, warn
+from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.cli.places import accelerators
 from sglang_epd.errors import ConfigError
 

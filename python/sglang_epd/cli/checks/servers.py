@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from sglang_epd.cli.checks.finding import Finding, fail, ok, warn
+from sglang_epd import http_client
+from sglang_epd.cli.checks import Finding, fail, ok, warn
 from sglang_epd.cli.probes import Target, ask
+from sglang_epd.trust import Trust
 
 _TIMEOUT_S = 5.0
 # Requests carry the seconds that are left, not a time; shared stores do compare times.
@@ -58,15 +59,15 @@ async def _knock(
 ) -> list[tuple[str, int | None, float | None]]:
     """Of each encoder: the status of an empty encode request, and its clock against ours."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=ca_certs or None))
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    tls = Trust(ca_certs=ca_certs).client_ssl()
+    async with http_client.session(headers, ssl=tls) as session:
 
         async def knock(url: str) -> tuple[str, int | None, float | None]:
             try:
-                async with session.post(
-                    f"{url}/v1/encode", data=b"", headers=headers, allow_redirects=False
-                ) as answer:
+                async with (
+                    asyncio.timeout(_TIMEOUT_S),
+                    session.post(f"{url}/v1/encode", data=b"", allow_redirects=False) as answer,
+                ):
                     return url, answer.status, _skew_s(answer.headers.get("Date", ""))
             except (aiohttp.ClientError, OSError, TimeoutError):
                 return url, None, None  # told above already

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_epd.cli.checks.finding import Finding, fail, note, ok, warn
+from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits

@@ -10,8 +10,12 @@ import prometheus_client
 import pytest
 
 import sglang_epd
-from sglang_epd.observability import receiver
-from sglang_epd.tally import COUNTERS, Tally
+from sglang_epd.observability.language import (
+    DispatchTally,
+    PrometheusTally,
+    ReceiverMetrics,
+)
+from sglang_epd.tally import Tally
 
 PREFIX = "sglang:epd_receiver_"
 
@@ -24,7 +28,7 @@ def registry() -> prometheus_client.CollectorRegistry:
 
 @pytest.fixture
 def tally(registry):
-    return receiver.PrometheusTally(registry)
+    return PrometheusTally(ReceiverMetrics(registry))
 
 
 @pytest.fixture
@@ -33,30 +37,22 @@ def value(registry):
     return lambda name, **labels: registry.get_sample_value(f"{PREFIX}{name}", labels)
 
 
-@pytest.mark.parametrize("name", COUNTERS)
-def test_each_event_is_counted_here_and_there(tally, value, name):
-    label = COUNTERS[name][0]
-    kind = "some" if label else ""
-    labels = {label: kind} if label else {}
-    tally.add(name, kind)
-    tally.add(name, kind, amount=4)
-    assert tally.counts[name, kind] == 5
-    assert value(f"{name}_total", **labels) == 5
-
-
-def test_kinds_are_counted_apart(tally, value):
+def test_kinds_are_counted_apart_in_memory_and_in_prometheus(tally, value):
     tally.add("declines", "unknown")
     tally.add("declines", "duplicate", 2)
-    assert value("declines_total", reason="unknown") == 1
-    assert value("declines_total", reason="duplicate") == 2
+    tally.add("offers")
+    assert value("declines_total", reason="unknown") == tally.counts["declines", "unknown"] == 1
+    assert value("declines_total", reason="duplicate") == tally.counts["declines", "duplicate"] == 2
+    assert value("offers_total") == tally.counts["offers", ""] == 1
 
 
 def test_what_is_held_is_shown_as_it_is_now(tally, value):
-    tally.held(4096, 2, 1)
-    tally.held(8192, 3, 0)
+    tally.held(4096, 2, 1, 7)
+    tally.held(8192, 3, 0, 9)
     assert value("held_bytes") == 8192
     assert value("waiting_offers") == 3
     assert value("quarantined_blocks") == 0
+    assert value("kept_bytes") == 9
 
 
 def test_waits_are_spread_over_buckets(tally, value):
@@ -75,24 +71,28 @@ def test_without_prometheus_the_same_is_counted_in_memory():
     assert tally.counts == {("dropped", "ProtocolError"): 1}
 
 
-def test_every_event_that_the_channel_counts_is_known_with_its_kind():
+def test_every_event_that_the_channel_counts_is_known_with_its_kind(registry):
     """A name that is not would be an exception in the receiver's thread."""
-    found = set()
+    metrics, found = ReceiverMetrics(registry), set()
     for path in (Path(sglang_epd.__file__).parent / "transfer").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tally.add"):
-                name, *kind = map(ast.unparse, node.args)
+                name, *kind = node.args
                 found.add(ast.literal_eval(name))
-                assert bool(kind) == bool(COUNTERS[ast.literal_eval(name)][0]), ast.unparse(node)
-    assert found == set(COUNTERS)
+                labels = getattr(metrics, ast.literal_eval(name))._labelnames
+                assert len(kind) == len(labels), ast.unparse(node)
+    counters = {
+        name for name, one in vars(metrics).items() if isinstance(one, prometheus_client.Counter)
+    }
+    assert found == counters
 
 
 def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
     """Each of SGLang's processes writes files, which the page adds up while they live."""
     code = (
         "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
-        "from sglang_epd.observability.receiver import PrometheusTally\n"
-        "tally = PrometheusTally()\n"
+        "from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics\n"
+        "tally = PrometheusTally(ReceiverMetrics())\n"
         "tally.add('payloads', 'shared')\n"
         "tally.held(4096, 1, 0)\n"
         "page = CollectorRegistry()\n"
@@ -109,3 +109,26 @@ def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
     )
     assert f'{PREFIX}payloads_total{{landing="shared"}} 1.0' in done.stdout
     assert f"{PREFIX}held_bytes 4096.0" in done.stdout
+
+
+def test_requests_are_told_by_their_items_and_encoders(registry):
+    tally = DispatchTally("ns", registry)
+    for items in (1, 3):
+        tally.observe("request_items", items, "IMAGE")
+    tally.observe("request_encoders", 2)
+    tally.observe("media_seconds", 0.2)
+
+    def value(name, **labels):
+        return registry.get_sample_value(f"sglang:epd_dispatch_{name}", labels)
+
+    assert value("request_items_sum", modality="IMAGE") == 4
+    assert value("request_items_bucket", modality="IMAGE", le="2.0") == 1
+    assert value("request_encoders_count") == 1
+    assert value("media_seconds_bucket", le="0.1") == 0
+    assert value("media_seconds_bucket", le="0.3") == 1
+    assert value("namespace", namespace="ns") == 1
+
+
+def test_only_what_is_declared_is_counted(registry):
+    with pytest.raises(AttributeError):
+        DispatchTally("ns", registry).observe("surprises", 1.0)

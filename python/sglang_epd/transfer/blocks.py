@@ -1,0 +1,89 @@
+"""Bytes of the arena with an owner.
+
+    GRANTED --> FILLED --> HANDED <--> KEPT --> FREE
+       |          |          |                    ^
+       |          +----------+--------------------|
+       +--> QUARANTINED --------------------------|
+       +------------------------------------------+
+
+A block is granted to one encoder for one item, filled, and handed to the processes that
+read it; when all of them have dropped it, it is free again, or kept for the next request
+with the same item until its room is needed (`kept`). A granted block that nobody wants
+any more, but that its encoder may still be writing to (shared memory and Mooncake write
+without asking), is quarantined: not reused before the encoder, which is asked, says that it
+is done, or is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from sglang_epd.wire.messages import Layout
+
+
+class BlockState(Enum):
+    GRANTED = "granted"
+    FILLED = "filled"
+    HANDED = "handed"
+    KEPT = "kept"
+    QUARANTINED = "quarantined"
+    FREE = "free"
+
+
+_S = BlockState
+TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
+    _S.GRANTED: frozenset({_S.FILLED, _S.QUARANTINED, _S.FREE}),
+    _S.FILLED: frozenset({_S.HANDED, _S.KEPT, _S.FREE}),
+    _S.HANDED: frozenset({_S.KEPT, _S.FREE}),
+    _S.KEPT: frozenset({_S.HANDED, _S.FREE}),
+    _S.QUARANTINED: frozenset({_S.FREE}),
+    _S.FREE: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class Block:
+    """Bytes of the arena with an owner.
+
+    Attributes:
+        grant: its number, never used twice.
+        slot: where its readers count.
+        ticket, item: whose it is.
+        peer: the encoder's connection, if it may be asked about the grant.
+        writer: the process that may write to it without asking, or "" if unknown.
+        landing: the way the payload is to come: inline, shared or remote.
+        expected: how often each reader will drop it.
+        closed: the request that it was granted to will not hand it out again.
+        key, layout: what it holds, once it is filled.
+    """
+
+    grant: int
+    offset: int
+    nbytes: int
+    slot: int
+    ticket: str = ""
+    item: int = 0
+    peer: Hashable | None = None
+    writer: str = ""
+    landing: str = "inline"
+    until: float = 0.0
+    written: int = 0
+    state: BlockState = BlockState.GRANTED
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    closed: bool = False
+    key: bytes = b""
+    layout: Layout | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether anybody but the receiver writes to it."""
+        return self.landing != "inline"
+
+    def move(self, state: BlockState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"block cannot go from {self.state.value} to {state.value}")
+        self.state = state

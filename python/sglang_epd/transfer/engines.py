@@ -1,0 +1,66 @@
+"""Transfer engines: they write payloads into memory that another process has registered.
+
+An engine has the name of an `--encoder-transfer-backend`; an encoder tells it in its offers,
+and a receiver with the same engine answers with an address. A new one is a module like
+`mooncake`, and a row of the table.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang_epd.transfer import mooncake
+
+
+class Engine(Protocol):
+    """This process's end of an engine. Any thread may call it.
+
+    Attributes:
+        name: its row in the table.
+        session: by which peers reach it.
+        staged: whether it sends from registered memory only, as network cards want it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def session(self) -> str: ...
+
+    @property
+    def staged(self) -> bool: ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let peers write to this memory. Raises ConfigError."""
+
+    def write(
+        self,
+        session: str,
+        local_address: int,
+        remote_address: int,
+        nbytes: int,
+        timeout_s: float,
+        *,
+        keep: object = None,
+    ) -> None:
+        """Copy to a peer, and return when it has the bytes.
+
+        Args:
+            keep: owner of the source memory, held until the engine is done with it.
+
+        Raises:
+            UnavailableError: they were not written; some may yet be.
+        """
+
+
+_ENGINES = {mooncake.NAME: mooncake.started}
+
+
+def started(backend: str) -> Engine | None:
+    """This process's engine for a transfer backend; None where that has none.
+
+    Raises:
+        ConfigError: it cannot be used here.
+    """
+    start = _ENGINES.get(backend)
+    return start() if start else None

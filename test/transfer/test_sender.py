@@ -344,7 +344,7 @@ async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline(control_p
 async def test_an_offer_says_what_its_encoder_can_do(sender, router):
     async with sender.offer(router.endpoint, offer()):
         asked = await router.receive()
-    assert asked == wire.Offer("t", 0, b"k" * 32, LAYOUT, 16, host.this_process(), False)
+    assert asked == wire.Offer("t", 0, b"k" * 32, LAYOUT, 16, host.this_process())
     alone = Sender(share_memory=False)
     async with alone.offer(router.endpoint, offer()):
         assert await router.receive() == offer()

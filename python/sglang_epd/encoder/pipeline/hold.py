@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_epd.cache import Entry
-from sglang_epd.encoder.scheduling import Job
-from sglang_epd.encoder.work import Stage, Work
+from sglang_epd.encoder.pipeline.scheduling import Job
+from sglang_epd.encoder.pipeline.work import Stage, Work
 from sglang_epd.wire.messages import Layout
 
 if TYPE_CHECKING:
-    from sglang_epd.encoder.computations import Computations
+    from sglang_epd.encoder.pipeline.computations import Computations
 
 
 class MediaNeededError(Exception):

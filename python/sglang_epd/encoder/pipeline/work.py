@@ -20,11 +20,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
 
 if TYPE_CHECKING:
-    from sglang_epd.encoder.hold import Hold
+    from sglang_epd.encoder.pipeline.hold import Hold
 
 
 class State(enum.Enum):

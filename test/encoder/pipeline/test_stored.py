@@ -11,10 +11,10 @@ import torch
 
 from encoder.towers import WIDTH, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder import computations as module
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.pipeline import computations as module
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.hold import Hold, MediaNeededError
+from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.errors import UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError

@@ -23,12 +23,12 @@ import torch
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.claims import SMALL_PIXELS, claimed_pixels
-from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.claims import SMALL_PIXELS, claimed_pixels
+from sglang_epd.encoder.pipeline.hold import Hold, MediaNeededError
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.utilisation import Utilisation
+from sglang_epd.encoder.pipeline.work import UNDER_WAY, Lane, State, Work
 from sglang_epd.encoder.tower import Tower, TowerBrokenError, TowerLostError
-from sglang_epd.encoder.utilisation import Utilisation
-from sglang_epd.encoder.work import UNDER_WAY, Lane, State, Work
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,

@@ -15,8 +15,8 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.hold import Hold, MediaNeededError
 from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue
+from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import (
     DeadlineError,

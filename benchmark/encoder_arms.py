@@ -187,7 +187,7 @@ def _load(model: str) -> Any:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_epd.encoder.engine import Engine
+    from sglang_epd.encoder.model.engine import Engine
     from sglang_epd.machine import decode_mb
     from sglang_epd.media import MediaLimits
 

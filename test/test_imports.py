@@ -50,16 +50,15 @@ SGLANG = {
     "plugin.py",
     "checkpoint.py",
     "transfer/mooncake.py",
-    *(
-        f"encoder/{name}.py"
-        for name in ("engine", "loading", "preparing", "towers", "server", "videos")
-    ),
+    "encoder/server.py",
+    "encoder/towers.py",
+    *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing", "videos")),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
 # What the planner imports of sglang_epd: the parts that decide, and the errors of both.
 DECIDING = {
     *("cache.embeddings", "dispatch.policies", "dispatch.pool", "dispatch.retries"),
-    *("encoder.scheduling", "errors", "transfer.extents", "wire.messages"),
+    *("encoder.pipeline.scheduling", "errors", "transfer.extents", "wire.messages"),
 }
 
 

@@ -13,8 +13,8 @@ import torch
 from encoder.site import Site, serving
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.urls import UrlReader

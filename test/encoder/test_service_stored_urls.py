@@ -11,7 +11,7 @@ import pytest
 
 from encoder.site import BODY, Site
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from encoder.site import BODY, Site
-from sglang_epd.encoder import computations as module
+from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.errors import OverloadedError
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 from sglang_epd.wire.messages import Wait

@@ -119,7 +119,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_epd.decoding import Decoders
-    from sglang_epd.encoder.adapted import AdaptedPreparer
+    from sglang_epd.encoder.model.adapted import AdaptedPreparer
     from sglang_epd.families import family_of
     from sglang_epd.families.adapter import load_processor
     from sglang_epd.families.proof import adapt

@@ -135,7 +135,7 @@ def _break_tower(told: Path) -> None:
     """As after a device error that every later call fails with."""
     while not told.exists():
         time.sleep(0.01)
-    engine = importlib.import_module("sglang_epd.encoder.engine")
+    engine = importlib.import_module("sglang_epd.encoder.model.engine")
     (tower,) = [one for one in gc.get_objects() if type(one) is engine.Engine]
 
     def fail(_module: Any, _inputs: Any) -> NoReturn:

@@ -80,7 +80,7 @@ def workers(topology: Topology, name: str) -> list[psutil.Process]:
     return [
         child
         for child in front.children(recursive=True)
-        if any("sglang_epd.encoder.worker" in part for part in child.cmdline())
+        if any("sglang_epd.encoder.workers.worker" in part for part in child.cmdline())
     ]
 
 

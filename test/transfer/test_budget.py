@@ -23,8 +23,8 @@ import torch
 
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest

@@ -1,8 +1,9 @@
 """The `--encoder-only` server.
 
-`server` starts it, `app` is its HTTP surface, `service` takes a request through the
-stages, `engine` drives SGLang's model and media processor. `towers` decides whether that
-is in this process or in worker processes; `workers` is the front's side of those,
-`worker` theirs, `channel` what is between them. May import `transfer`, `media`, `wire`,
-`observability`, `config` and `errors`; only `engine`, `towers` and `server` touch SGLang.
+`server` starts it, `app` is its HTTP surface, and `service` takes a request through its
+stages. `tower` is the contract of what encodes; `towers` decides whether that is in this
+process or in workers. Three rooms: `pipeline` (items from their bytes to their embedding),
+`model` (SGLang's tower and media processor) and `workers` (towers in processes of their own).
+May import `transfer`, `media`, `wire`, `observability`, `config` and `errors`; only `model`,
+`towers` and `server` touch SGLang.
 """

@@ -31,11 +31,11 @@ from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
-from sglang_epd.encoder.computations import Computations, Limits
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.memory import give_back, keep_large_apart
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.registration import Registration
-from sglang_epd.encoder.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader

@@ -23,9 +23,9 @@ from typing import Any
 
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.computations import Computations
-from sglang_epd.encoder.hold import Hold, MediaNeededError
 from sglang_epd.encoder.intake import Arrival, Intake
+from sglang_epd.encoder.pipeline.computations import Computations
+from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.urls import Content, UrlReader
 from sglang_epd.errors import (
     DeadlineError,

@@ -22,9 +22,9 @@ import msgspec
 
 from sglang_epd import logs
 from sglang_epd.config import Settings
-from sglang_epd.encoder.engine import Engine
+from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Tower
-from sglang_epd.encoder.workers import Rank, Times, WorkerTower
+from sglang_epd.encoder.workers.crew import Rank, Times, WorkerTower
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
 

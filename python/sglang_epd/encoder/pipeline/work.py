@@ -9,7 +9,8 @@
        +-> failed             +-> failed
            (no store has it, and nobody its media)
 
-Decided and done by `computations`; here is only what is so.
+Decided and done by `computations`; here is only what is so. A `Hold` is one asker's interest
+in an embedding: several askers share one `Work`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import chain
 
-from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+import torch
+
+from sglang_epd.cache import Entry
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
+from sglang_epd.errors import EpdError
+from sglang_epd.wire.messages import Layout
 
-if TYPE_CHECKING:
-    from sglang_epd.encoder.hold import Hold
+
+class MediaNeededError(Exception):
+    """An embedding that was asked for without media is not in the store, or has gone since.
+
+    Its asker asks again, with the media: the error goes no further.
+    """
 
 
 class State(enum.Enum):
@@ -63,8 +74,8 @@ class Work:
     # Its encoded media; None while the store is asked for askers who have not read them.
     data: bytes | None
     job: Job
+    state: State
     holds: list[Hold] = field(default_factory=list)
-    state: State = State.WAITING
     lane: Lane | None = None
     # What its media claim to be, since they are here.
     pixels: int = 0
@@ -73,11 +84,11 @@ class Work:
     losses: int = 0
     ms: dict[str, float] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
-    since: float = 0.0
+    since: float = field(default_factory=time.perf_counter)
 
     @property
     def wanted(self) -> bool:
-        return any(hold._wanted for hold in self.holds)
+        return any(hold.wanted for hold in self.holds)
 
     @property
     def media(self) -> bytes:
@@ -186,3 +197,150 @@ class Lane:
         items = len(ready) + preparing
         patches = sum(ready) + preparing * self.typical
         return items >= batch.items or patches >= batch.patches
+
+
+class Hold:
+    """One asker's interest in an embedding.
+
+    `Computations` makes it and says what comes of it (`join`, `show`, `give`, `fail`); the
+    asker waits, says whether it wants the embedding now, and releases it.
+
+    Args:
+        key: of the embedding.
+        modality: of the item.
+        data: its encoded media; None where the embedding is at hand.
+        job: its turn, owner and deadline.
+        looked: the store does not have the embedding.
+        changed: called when the asker wants the embedding again, or does not any more.
+        released: called once, with the work or the cache's entry that it had.
+
+    Attributes:
+        wanted: whether the embedding is of use now.
+        work: the embedding in the making that it waits for, if any.
+        entry: the embedding in the cache, pinned for it, if it has one.
+        source: how it comes about: "cached", "coalesced" (with another asker), "stored"
+            (it was in the shared store) or "computed".
+        ms: milliseconds that it spent in each stage.
+        began: when it was asked for, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        modality: str,
+        data: bytes | None,
+        job: Job,
+        *,
+        looked: bool,
+        changed: Callable[[Hold], None],
+        released: Callable[[Hold, Work | None, Entry | None], None],
+    ) -> None:
+        self.key = key
+        self.modality = modality
+        self.data = data
+        self.job = job
+        self.looked = looked
+        self._changed = changed
+        self._released = released
+        self._over = False
+        self.wanted = True
+        self.work: Work | None = None
+        self.entry: Entry | None = None
+        self._layout: Layout | None = None
+        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.source = "computed"
+        self.ms: dict[str, float] = {}
+        self.began = time.perf_counter()
+        self._stages: list[list[Stage]] = []
+
+    # Its asker
+
+    @property
+    def stages(self) -> Iterator[Stage]:
+        """What it went through, in its order, as far as it is over."""
+        return chain.from_iterable(self._stages)
+
+    async def layout(self) -> Layout:
+        """The embedding's layout, as soon as it is known.
+
+        Raises:
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._known)
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def made(self) -> asyncio.Future[None]:
+        """Done when the embedding is there, or will not be."""
+        return self._made
+
+    async def embedding(self) -> torch.Tensor:
+        """The embedding [tokens, width]; stays until the hold is released or unwanted.
+
+        Raises:
+            MediaNeededError: ask again, with the media.
+            EpdError: there will be none.
+        """
+        await asyncio.shield(self._made)
+        assert self.entry is not None
+        return self.entry.embedding
+
+    def want(self, wanted: bool) -> None:
+        """Say whether the embedding is of use now.
+
+        Nothing is run for askers that do not want it now, and what they hold may go where
+        memory is short; it is made again when one wants it again.
+        """
+        if wanted != self.wanted and not self._over:
+            self.wanted = wanted
+            self._changed(self)
+
+    def release(self) -> None:
+        """Give the interest up; may be called again."""
+        if not self._over:
+            self._over = True
+            self.data = None  # an error that was raised from here may keep the hold
+            work, entry, self.work, self.entry = self.work, self.entry, None, None
+            self._released(self, work, entry)
+
+    # `Computations`
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was told that there will be no embedding."""
+        return self._made.done() and self._made.exception() is not None
+
+    def begin_again(self) -> None:
+        """The embedding that was there has gone."""
+        self._made = asyncio.get_running_loop().create_future()
+
+    def join(self, work: Work) -> None:
+        """Its embedding is being made."""
+        self.work = work
+        work.holds.append(self)
+        self._stages.append(work.stages)
+
+    def show(self, layout: Layout) -> None:
+        """The layout is known."""
+        self._layout = layout
+        if not self._known.done():
+            self._known.set_result(None)
+
+    def give(self, entry: Entry) -> None:
+        """The embedding is there, and pinned for this hold."""
+        self.work, self.entry = None, entry
+        self.show(entry.layout)
+        if not self._made.done():
+            self._made.set_result(None)
+
+    def fail(self, error: EpdError | MediaNeededError) -> None:
+        """There will be no embedding."""
+        self.work = None
+        # An exception of its own for each: one that is kept keeps the frames it went
+        # through, and what they hold.
+        for future in (self._known, self._made):
+            if not future.done():
+                future.set_exception(type(error)(str(error)))
+                future.exception()

@@ -21,13 +21,13 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoders
-from sglang_epd.encoder.adapted import AdaptedPreparer
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
-from sglang_epd.encoder.copyout import CopyOut
-from sglang_epd.encoder.loading import without_language_model
-from sglang_epd.encoder.preparing import Preparer
+from sglang_epd.encoder.model.adapted import AdaptedPreparer
+from sglang_epd.encoder.model.copyout import CopyOut
+from sglang_epd.encoder.model.loading import without_language_model
+from sglang_epd.encoder.model.preparing import Preparer
+from sglang_epd.encoder.model.videos import can_be_read
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.encoder.videos import can_be_read
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
 
 FOREVER = 1e12
 ONE = Bounds(patches=1, items=1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_epd.encoder.utilisation import Utilisation
+from sglang_epd.encoder.pipeline.utilisation import Utilisation
 
 
 def test_it_is_a_share_of_the_last_minute():

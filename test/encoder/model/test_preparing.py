@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_epd.encoder.engine import preparing_threads
-from sglang_epd.encoder.preparing import _group
+from sglang_epd.encoder.model.engine import preparing_threads
+from sglang_epd.encoder.model.preparing import _group
 from sglang_epd.errors import ConfigError
 
 

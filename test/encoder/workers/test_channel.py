@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_epd.encoder.channel import read_tensor, write_tensor
+from sglang_epd.encoder.workers.channel import read_tensor, write_tensor
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.messages import TensorSpec
 

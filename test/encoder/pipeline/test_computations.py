@@ -12,11 +12,11 @@ import pytest
 from encoder.towers import ROW_BYTES, FakeTower, settle, until
 from media.samples import encoded, picture
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.breakage import Breakage
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds, FairQueue
+from sglang_epd.encoder.pipeline import computations as module
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue
+from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import (
     DeadlineError,

@@ -8,7 +8,7 @@ from PIL import Image
 import clips
 from families.conftest import FRAME, PAD, Processor
 from sglang_epd.decoding import Decoders
-from sglang_epd.encoder.adapted import AdaptedPreparer
+from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.errors import MediaError, MediaTooLargeError, MediaTypeError
 from sglang_epd.families import Family
 from sglang_epd.families.expansion import EXPANSION, read

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from media.samples import encoded, picture
-from sglang_epd.encoder.claims import SMALL_PIXELS, claimed_pixels
+from sglang_epd.encoder.pipeline.claims import SMALL_PIXELS, claimed_pixels
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "JPEG2000"])

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from encoder.towers import FakeTower
-from sglang_epd.encoder.scheduling import Bounds, Job
-from sglang_epd.encoder.work import Lane, State, Work
+from sglang_epd.encoder.pipeline.scheduling import Bounds, Job
+from sglang_epd.encoder.pipeline.work import Lane, State, Work
 
 BATCH = Bounds(patches=10, items=3)
 LEGAL = {

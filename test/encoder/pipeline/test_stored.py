@@ -11,10 +11,10 @@ import torch
 
 from encoder.towers import WIDTH, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder import computations as module
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.pipeline import computations as module
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.errors import UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
@@ -192,9 +192,9 @@ async def test_what_was_given_away_for_room_is_fetched_again(
     await value(hold)
     computations.cache.drop(key_of(b"x"))
     hold.want(False)
-    computations.cache.release(hold._entry)  # as where others needed the room
-    computations._kept_bytes -= hold._entry.nbytes
-    hold._entry = None
+    computations.cache.release(hold.entry)  # as where others needed the room
+    computations._kept_bytes -= hold.entry.nbytes
+    hold.entry = None
     hold.want(True)
     assert await value(hold) == 7.0
     assert not preparations(towers)

@@ -1,6 +1,6 @@
 """A worker process: builds one rank's engine, then does what the front says.
 
-Started by `workers` as `python -m sglang_epd.encoder.worker FD FRONT`, where FD is its
+Started by `crew` as `python -m sglang_epd.encoder.workers.worker FD FRONT`, where FD is its
 end of the channel and FRONT the front's process id. It knows nothing of SGLang: the
 engine comes from a factory that the front names.
 
@@ -20,7 +20,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from sglang_epd.encoder.channel import (
+from sglang_epd.encoder.tower import Prepared, TowerBrokenError
+from sglang_epd.encoder.workers.channel import (
     TO_WORKER,
     Discard,
     Done,
@@ -35,7 +36,6 @@ from sglang_epd.encoder.channel import (
     Start,
     write_tensor,
 )
-from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import EncodeError, EpdError
 from sglang_epd.processes.dependent import depend_on
 from sglang_epd.processes.packets import Channel, close_all, read_file, receive_now, send_now

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_epd.encoder.one_server import follow_one_server, seconds_per_grid
+from sglang_epd.encoder.model.one_server import follow_one_server, seconds_per_grid
 
 
 def preprocessor(name: str | None) -> SimpleNamespace:

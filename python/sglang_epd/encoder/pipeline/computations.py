@@ -23,12 +23,18 @@ import torch
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.claims import SMALL_PIXELS, claimed_pixels
-from sglang_epd.encoder.hold import Hold, MediaNeededError
-from sglang_epd.encoder.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.claims import SMALL_PIXELS, claimed_pixels
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.utilisation import Utilisation
+from sglang_epd.encoder.pipeline.work import (
+    UNDER_WAY,
+    Hold,
+    Lane,
+    MediaNeededError,
+    State,
+    Work,
+)
 from sglang_epd.encoder.tower import Tower, TowerBrokenError, TowerLostError
-from sglang_epd.encoder.utilisation import Utilisation
-from sglang_epd.encoder.work import UNDER_WAY, Lane, State, Work
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -141,7 +147,13 @@ class Computations:
             looked: as of `at_hand`: the store is not asked once more.
         """
         hold = Hold(
-            self, key, modality, data, Job(owner, len(data or b""), deadline), looked=looked
+            key,
+            modality,
+            data,
+            Job(owner, len(data or b""), deadline),
+            looked=looked,
+            changed=self._want,
+            released=self._release,
         )
         self._attach(hold, new=True)
         # What a store is being asked for is counted when it has answered.
@@ -227,60 +239,57 @@ class Computations:
             self._give(hold, entry)
             return
         if self._refusal:
-            self._tell(hold, UnavailableError(self._refusal))
+            hold.fail(UnavailableError(self._refusal))
             return
         work = self._works.get(hold.key)
         if work is None:
-            store = None if hold._looked else self.store
-            if hold._data is None and store is None:
-                self._tell(hold, MediaNeededError("the embedding of known media is gone"))
+            store = None if hold.looked else self.store
+            if hold.data is None and store is None:
+                hold.fail(MediaNeededError("the embedding of known media is gone"))
                 return
             hold.source = "computed"
-            work = Work(hold.key, hold._modality, hold._data, hold._job)
-            work.since = time.perf_counter()
+            state = State.WAITING if store is None else State.LOOKING
+            work = Work(hold.key, hold.modality, hold.data, hold.job, state)
             self._works[hold.key] = work
             if store is None:
                 self._let_wait(work)
             else:
-                work.state = State.LOOKING
                 self._spawn(self._look(work, store, new), [work])
         else:
             hold.source = "coalesced"
             if work.data is None:
-                work.data = hold._data
-            work.job.deadline = max(work.job.deadline, hold._job.deadline)
+                work.data = hold.data
+            work.job.deadline = max(work.job.deadline, hold.job.deadline)
         hold.join(work)
         self._consider(work)
         if work.prepared is not None:
-            self._show(hold, work.prepared.layout)
+            hold.show(work.prepared.layout)
 
     def _want(self, hold: Hold) -> None:
-        if hold._work is not None:
-            self._consider(hold._work)
-        elif hold._entry is not None:
-            if hold._wanted:
-                self._kept_bytes -= hold._entry.nbytes
-            elif self._kept_bytes + hold._entry.nbytes <= _KEPT_BYTES:
-                self._kept_bytes += hold._entry.nbytes
+        if hold.work is not None:
+            self._consider(hold.work)
+        elif hold.entry is not None:
+            if hold.wanted:
+                self._kept_bytes -= hold.entry.nbytes
+            elif self._kept_bytes + hold.entry.nbytes <= _KEPT_BYTES:
+                self._kept_bytes += hold.entry.nbytes
             else:
-                self.cache.release(hold._entry)
-                hold._entry = None
-        elif hold._wanted and not (hold._done.done() and hold._done.exception()):
-            hold._done = asyncio.get_running_loop().create_future()
+                self.cache.release(hold.entry)
+                hold.entry = None
+        elif hold.wanted and not hold.failed:
+            hold.begin_again()
             self._attach(hold)
         self._pump_soon()
 
-    def _release(self, hold: Hold) -> None:
-        work, entry = hold._work, hold._entry
-        hold._work = hold._entry = None
+    def _release(self, hold: Hold, work: Work | None, entry: Entry | None) -> None:
         if entry is not None:
-            if not hold._wanted:
+            if not hold.wanted:
                 self._kept_bytes -= entry.nbytes
             self.cache.release(entry)
         elif work is not None:
             work.holds.remove(hold)
             if work.holds:
-                work.job.deadline = max(other._job.deadline for other in work.holds)
+                work.job.deadline = max(other.job.deadline for other in work.holds)
                 self._consider(work)
             elif work.state not in UNDER_WAY:
                 self._end(work, State.FAILED)
@@ -311,24 +320,15 @@ class Computations:
         )
         self._waiting.push(work.job)
 
-    @staticmethod
-    def _show(hold: Hold, layout: Layout) -> None:
-        hold._layout = layout
-        if not hold._known.done():
-            hold._known.set_result(None)
-
     def _give(self, hold: Hold, entry: Entry) -> None:
         """An entry that is pinned for this hold."""
-        hold._work, hold._entry = None, entry
-        self._show(hold, entry.layout)
-        if not hold._done.done():
-            hold._done.set_result(None)
-        if not hold._wanted:
+        hold.give(entry)
+        if not hold.wanted:
             self._kept_bytes += entry.nbytes
             if self._kept_bytes > _KEPT_BYTES:
                 self._kept_bytes -= entry.nbytes
                 self.cache.release(entry)
-                hold._entry = None
+                hold.entry = None
 
     # Stages
 
@@ -479,7 +479,7 @@ class Computations:
             self._end(work, State.FAILED)
             return
         for hold in work.holds:
-            self._show(hold, prepared.layout)
+            hold.show(prepared.layout)
         old = work.job
         work.job = Job(
             old.owner,
@@ -515,8 +515,8 @@ class Computations:
     def _in_use(self) -> int:
         """Bytes of embeddings that are being made or used.
 
-        What is kept for the unwanting has a bound of its own: they may be long in coming, and
-        others are not to wait for them.
+        Embeddings that are kept for receivers without memory do not count here: `_KEPT_BYTES`
+        bounds them.
         """
         return self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
 
@@ -632,17 +632,7 @@ class Computations:
         work.holds = []
         self._end(work, State.FAILED)
         for hold in holds:
-            hold._work = None
-            self._tell(hold, error)
-
-    @staticmethod
-    def _tell(hold: Hold, error: EpdError | MediaNeededError) -> None:
-        # An exception of its own for each: one that is kept keeps the frames it went
-        # through, and what they hold.
-        for future in (hold._known, hold._done):
-            if not future.done():
-                future.set_exception(type(error)(str(error)))
-                future.exception()
+            hold.fail(error)
 
     def _end(self, work: Work, state: State) -> None:
         for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
@@ -664,7 +654,7 @@ class Computations:
         return int(sum(lane.patches for lane in self._lanes) + len(self._waiting) * typical)
 
     def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
-        # Whoever set it off may ask for something else; it is about whom it is done for.
+        # Logged under the owner's request, not under that of the asker that set it off.
         with logs.about(str(works[0].job.owner) if len(works) == 1 else ""):
             task = asyncio.create_task(stage)
         self._tasks.add(task)

@@ -21,11 +21,11 @@ import pytest_asyncio
 import torch
 
 from sglang_epd.encoder.tower import TowerLostError
-from sglang_epd.encoder.workers import Rank, Times, TowerStartError, WorkerTower
+from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.wire.messages import TensorSpec
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 # Generous where the machine may be slow, small where a test waits for the bound itself.
 TIMES = Times(
@@ -369,7 +369,7 @@ async def test_workers_end_with_a_front_that_is_killed(tmp_path):
     """Idle, at a batch, stopped, and still loading: of each a tower of two ranks."""
     script = textwrap.dedent(f"""
         import asyncio
-        from sglang_epd.encoder.workers import Rank, WorkerTower
+        from sglang_epd.encoder.workers.crew import Rank, WorkerTower
 
         def tower(name, *options):
             ranks = [Rank(each) for each in options]
@@ -406,7 +406,7 @@ async def test_workers_end_with_a_front_that_is_killed(tmp_path):
 
 async def test_torch_comes_with_the_engine():
     """It takes seconds to import."""
-    code = "import sys, sglang_epd.encoder.worker as _; sys.exit('torch' in sys.modules)"
+    code = "import sys, sglang_epd.encoder.workers.worker as _; sys.exit('torch' in sys.modules)"
     worker = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], env=ENV)
     assert worker.returncode == 0
 
@@ -414,7 +414,7 @@ async def test_torch_comes_with_the_engine():
 async def test_a_front_whose_towers_fail_to_start_ends_with_a_status():
     script = textwrap.dedent("""
         import asyncio
-        from sglang_epd.encoder.workers import Rank, WorkerTower
+        from sglang_epd.encoder.workers.crew import Rank, WorkerTower
 
         async def main():
             ranks = [Rank({"rank": 0}), Rank({"error": "no such checkpoint"})]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_epd.encoder.loading import without_language_model
+from sglang_epd.encoder.model.loading import without_language_model
 
 WEIGHTS = {
     "vision_tower.weight": torch.full((2, 2), 1.0),

@@ -20,9 +20,14 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
-from sglang_epd.encoder.one_server import Loaded, follow_one_server, seconds_per_grid, take_loaded
+from sglang_epd.encoder.model.one_server import (
+    Loaded,
+    follow_one_server,
+    seconds_per_grid,
+    take_loaded,
+)
+from sglang_epd.encoder.model.videos import can_be_read
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.encoder.videos import can_be_read
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_epd.encoder.channel import (
+from sglang_epd.encoder.tower import Prepared, TowerLostError
+from sglang_epd.encoder.workers.channel import (
     TO_FRONT,
     Discard,
     Done,
@@ -44,7 +45,6 @@ from sglang_epd.encoder.channel import (
     Start,
     read_tensor,
 )
-from sglang_epd.encoder.tower import Prepared, TowerLostError
 from sglang_epd.errors import EncodeError, EpdError, from_code
 from sglang_epd.processes.packets import Channel, close_all, pair, write_file
 
@@ -465,7 +465,7 @@ class _Crew:
     def _spawn(self, rank: int, start: Rank, factory: str) -> None:
         front, worker = pair()
         with worker:
-            command = [sys.executable, "-P", "-m", "sglang_epd.encoder.worker"]
+            command = [sys.executable, "-P", "-m", "sglang_epd.encoder.workers.worker"]
             try:
                 process = subprocess.Popen(
                     [*command, str(worker.fileno()), str(os.getpid())],

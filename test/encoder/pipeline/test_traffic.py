@@ -14,10 +14,10 @@ import torch
 
 from encoder.towers import ROW_BYTES, FakeTower, until
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder import computations as module
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.computations import Computations, Limits
-from sglang_epd.encoder.scheduling import Bounds
+from sglang_epd.encoder.pipeline import computations as module
+from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest

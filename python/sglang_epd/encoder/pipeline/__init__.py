@@ -1,0 +1,1 @@
+"""Items from their request to their embedding: queue, batches, loss."""

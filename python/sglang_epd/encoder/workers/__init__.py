@@ -1,0 +1,1 @@
+"""Processes that hold a tower each, for `--dp-size` and `--tp-size`."""

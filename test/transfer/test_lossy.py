@@ -338,17 +338,20 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
     receiver.start()
     scheduler = await asyncio.to_thread(Scheduler, tmp_path / "run" / "c")
     senders = [Sender(share_memory=number % 2 == 0, dead_s=5.0) for number in range(100)]
+    # Those that gave up are granted memory, and say so, before those that wait: on a busy machine
+    # that takes a while.
+    patient = (2 * BOUND_S, 2 * BOUND_S)
 
     async def deliver(sender: Sender, ticket: str) -> str:
         await asyncio.sleep(rng.random())
         try:
-            async with asyncio.timeout(rng.choice((0.001, 0.02, 0.2, 30.0, 30.0))):
+            async with asyncio.timeout(rng.choice((0.001, 0.02, 0.2, *patient))):
                 return await encode(sender, receiver.endpoint, ticket, 0)
         except TimeoutError:
             return "late"
 
     def read() -> None:
-        limit, done = time.monotonic() + BOUND_S, 0
+        limit, done = time.monotonic() + 2 * BOUND_S, 0
         while done < len(tickets):
             assert time.monotonic() < limit, f"{done} of {len(tickets)}"
             scheduler.claims.socket.poll(10)

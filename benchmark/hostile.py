@@ -82,7 +82,7 @@ IN_TREE = Arm(
 # In-tree EPD often ends of these, and starts anew for the next.
 THEIRS = (
     *("chunks", "drips", "large-urls", "escapes", "large-inline"),
-    *("tiff", "jpeg2000", "webp", "video-packets", "leaving"),
+    *("tiff", "jpeg2000", "webp", "video-packets", "leaving", "many-items"),
 )
 ARMS = {arm.title: arm for arm in (OURS, IN_TREE)}
 

@@ -77,9 +77,9 @@ class Settings(Struct, frozen=True, kw_only=True):
         receive_budget_mb [language]: Embeddings that it holds at a time: granted, received, being
             read or kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
             server may use, from 2048 to 16384.
-        embedding_cache_mb [language]: Of that budget, embeddings that nobody uses any more, kept
-            for the next request with the same image; they go when their room is needed. Half of
-            the budget unless given.
+        embedding_cache_mb [language]: The part of that budget in which embeddings that are not in
+            use stay for the next request with the same image. They are evicted when their room is
+            needed. Half of the budget unless given.
         grant_timeout_s [language]: How long an encoder may take from a grant to the payload.
         max_body_mb [encoders]: Largest encode request.
         encoder_max_items [encoders]: Items in work at a time; more are answered with 503. Items

@@ -102,7 +102,7 @@ class _Home(NamedTuple):
 
 
 class Affinity:
-    """What was encoded somewhere goes there again, unless others would be left idle.
+    """Sends an item to the encoder that had it before, within a bound of the load.
 
     Each key has an order of the encoders of its own (rendezvous hashing: Thaler and
     Ravishankar, 1998), which every language server finds for itself, and in which an

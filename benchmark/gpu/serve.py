@@ -1,0 +1,258 @@
+"""This package, in-tree EPD and one server on one GPU: the same answers, and how soon.
+
+    python benchmark/gpu/serve.py --minutes 8 --out OUT
+    python benchmark/gpu/serve.py --device cpu --steps parity --rounds 2 --minutes 20
+
+Steps, in their order: log-probabilities of tiny models in bfloat16 and in float32, the time
+to the first token with the shapes of Qwen3-VL-8B and Qwen2.5-VL-7B and random weights, and
+an encoder that is killed in the middle of requests. A step that fails is told with the ends
+of its servers' logs, and the next one begins. Servers of all arms share the GPU, start side
+by side, and have the same flags: a bounded KV cache, and no CUDA graphs unless `--graphs`
+asks for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import serve_checkpoints
+import serve_parity
+from serve_fleet import Fleet, Hardware, in_tree, one_server, ours
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from comparison.results import machine, versions
+
+_START_S = {"cuda": 150.0, "cpu": 400.0}
+# What a step needs at least, start-up included.
+_LEAST_S = 60.0
+
+
+@dataclass
+class Step:
+    """What became of a step.
+
+    Attributes:
+        status: "ok"; "failed", where something was measured that is not as it should be;
+            "broken", where it could not be measured; "skipped", where time was short.
+        wrong: why it is not ok.
+        tables: rows by title, the first of each its head.
+        figures: everything measured, as plain data.
+    """
+
+    status: str = "ok"
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    """One run.
+
+    Args:
+        options: as typed.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.hardware = Hardware(
+            device=options.device,
+            attention=options.attention,
+            tower_attention=options.tower_attention,
+            graphs=options.graphs,
+            flags=options.flags,
+        )
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._end = time.monotonic() + 60 * options.minutes
+        self.steps: dict[str, Step] = {}
+        self._making: dict[str, subprocess.Popen[bytes]] = {}
+
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def run(self, names: list[str]) -> int:
+        """All steps; returns the process's exit status."""
+        _check_package()
+        try:
+            self._make_ahead(names)
+            for name in names:
+                self._step(name, STEPS[name])
+        finally:
+            for making in self._making.values():
+                making.kill()
+            self._print()
+        return int(any(step.status in ("failed", "broken") for step in self.steps.values()))
+
+    def checkpoint(self, name: str) -> Path:
+        """The folder of a checkpoint; waits where it is being made.
+
+        Raises:
+            RuntimeError: it could not be made.
+        """
+        making = self._making.pop(name, None)
+        if making is not None and making.wait(max(1.0, self.left_s())) != 0:
+            raise RuntimeError(f"checkpoint {name} could not be made")
+        return serve_checkpoints.make(name, self.options.checkpoints)
+
+    @contextmanager
+    def fleet(self, label: str, arms: list[Any], model: str, flags: str) -> Iterator[Fleet]:
+        """The servers of some arms, ended afterwards; the ends of their logs are printed if
+        what was done with them fails."""
+        fleet = Fleet(arms, self.checkpoint(model), flags, self.out / "logs" / label)
+        try:
+            fleet.start(min(_START_S[self.options.device], max(1.0, self.left_s())))
+            yield fleet
+        except Exception:
+            print(fleet.tails(), flush=True)
+            raise
+        finally:
+            fleet.stop()
+
+    def _make_ahead(self, names: list[str]) -> None:
+        """Begin large checkpoints, one after the other, in a process beside the first step."""
+        large = [name for step, name in LARGE.items() if step in names]
+        if self.options.device == "cuda" and large:
+            script = Path(serve_checkpoints.__file__)
+            folder = ["--folder", str(self.options.checkpoints)]
+            for name in large:
+                with (self.out / f"checkpoint-{name}.log").open("wb") as log:
+                    self._making[name] = subprocess.Popen(
+                        [sys.executable, str(script), name, *folder],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+
+    def _step(self, name: str, do: Callable[[Bench, Step], None]) -> None:
+        step = self.steps[name] = Step()
+        begin = time.monotonic()
+        print(f"=== {name}: {self.left_s():.0f} s left", flush=True)
+        if self.left_s() < _LEAST_S:
+            step.status = "skipped"
+        else:
+            try:
+                do(self, step)
+            except Exception as error:
+                traceback.print_exc()
+                step.status = "broken"
+                step.wrong.append(f"{type(error).__name__}: {error}"[:4000])
+            else:
+                step.status = "failed" if step.wrong else "ok"
+        step.seconds = time.monotonic() - begin
+        self._write()
+
+    def _write(self) -> None:
+        told = {
+            "command": shlex.join(sys.argv),
+            "machine": machine(),
+            "versions": versions(),
+            "hardware": asdict(self.hardware),
+            "steps": {name: asdict(step) for name, step in self.steps.items()},
+        }
+        unfinished = self.out / "serve.json.part"
+        unfinished.write_text(json.dumps(told, indent=1) + "\n")
+        unfinished.replace(self.out / "serve.json")
+
+    def _print(self) -> None:
+        for name, step in self.steps.items():
+            for title, rows in step.tables.items():
+                print(f"\n{name}: {title}\n{aligned(rows)}")
+        print()
+        for name, step in self.steps.items():
+            print(f"{name}: {step.status} in {step.seconds:.0f} s")
+            for wrong in step.wrong:
+                print(f"    {wrong.splitlines()[0][:200]}")
+        sys.stdout.flush()
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def _check_package() -> None:
+    """SGLang finds the package by its entry points: without them every arm would be in-tree.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    found = [one.value for one in entry_points(group="sglang.srt.plugins")]
+    if not any(value.startswith("sglang_epd") for value in found):
+        sys.exit(f"sglang-epd is not installed beside SGLang; its plug-ins are {found}")
+
+
+def parity(bench: Bench, step: Step, *, dtype: str) -> None:
+    """Both tiny families, one after the other."""
+    hardware = bench.hardware
+    if dtype == "float32" and hardware.device == "cuda":
+        # Flash attention has no float32.
+        hardware = Hardware(
+            attention=bench.options.attention_float32,
+            tower_attention="sdpa",
+            flags=bench.options.flags,
+        )
+    for model in ("tiny-3", "tiny-2.5"):
+        arms = [one_server(caches=False), in_tree(), ours(to_tokenizer=True)]
+        flags = hardware.of_servers(dtype, max_tokens=20_000)
+        with bench.fleet(f"parity-{dtype}-{model}", arms, model, flags) as fleet:
+            gaps = serve_parity.compare(fleet, bench.options.rounds, bench.left_s)
+            step.tables[f"{model} in {dtype}"] = serve_parity.rows(gaps)
+            step.wrong += [f"{model}: {one}" for one in serve_parity.verdict(gaps, dtype)]
+            step.wrong += [f"{model}: {arm} did not start" for arm in fleet.failures]
+            step.figures[model] = {
+                "start_s": fleet.seconds,
+                "not_started": fleet.failures,
+                "gaps": {name: one.figures for name, one in gaps.items()},
+            }
+
+
+STEPS: dict[str, Callable[[Bench, Step], None]] = {
+    "parity": lambda bench, step: parity(bench, step, dtype="bfloat16"),
+    "parity-float32": lambda bench, step: parity(bench, step, dtype="float32"),
+}
+# Steps by the large checkpoint that each needs.
+LARGE: dict[str, str] = {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of logs and serve.json")
+    parser.add_argument("--checkpoints", type=Path, default=Path("/dev/shm/checkpoints"))
+    parser.add_argument("--device", choices=_START_S, default="cuda")
+    parser.add_argument("--attention", default="fa3", help="language models' backend")
+    parser.add_argument("--attention-float32", default="torch_native")
+    parser.add_argument("--tower-attention", default="", help="towers' backend, or SGLang's choice")
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs")
+    parser.add_argument("--flags", default="", help="of every server, after `=`")
+    parser.add_argument("--rounds", type=int, default=6, help="of parity")
+    options = parser.parse_args()
+    # Ends the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(Bench(options).run(options.steps))
+
+
+if __name__ == "__main__":
+    # Servers are asked on loopback.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
+    main()

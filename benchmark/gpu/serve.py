@@ -31,7 +31,10 @@ from typing import Any
 
 import serve_checkpoints
 import serve_parity
-from serve_fleet import Fleet, Hardware, in_tree, one_server, ours
+import serve_ttft
+from serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours
+from serve_kill import kill
+from serve_ttft import Cell
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -40,6 +43,10 @@ from comparison.results import machine, versions
 _START_S = {"cuda": 150.0, "cpu": 400.0}
 # What a step needs at least, start-up included.
 _LEAST_S = 60.0
+# Of requests one at a time, in all cells and arms; and of each load.
+_ALONE_S = 75.0
+_LOAD_S = 6.0
+_URL_REPEATS = 4
 
 
 @dataclass
@@ -123,6 +130,17 @@ class Bench:
             raise
         finally:
             fleet.stop()
+
+    def part(self, step: Step, fleet: Fleet, title: str, do: Callable[[], None]) -> None:
+        """A part of a step, whose failure does not keep the next one from being measured."""
+        print(f"--- {title}: {self.left_s():.0f} s left", flush=True)
+        try:
+            do()
+        except Exception as error:
+            traceback.print_exc()
+            print(fleet.tails(), flush=True)
+            step.wrong.append(f"{title}: {type(error).__name__}: {error}"[:4000])
+        self._write()
 
     def _make_ahead(self, names: list[str]) -> None:
         """Begin large checkpoints, one after the other, in a process beside the first step."""
@@ -223,12 +241,67 @@ def parity(bench: Bench, step: Step, *, dtype: str) -> None:
             }
 
 
+def ttft(bench: Bench, step: Step, *, model: str) -> None:
+    """Time to the first token, and at the end the encoder that is killed."""
+    on_cpu = bench.options.device == "cpu"
+    sizes = ("448",) if on_cpu else ("1080p", "448")
+    cells = [Cell(images, size) for size in sizes for images in (4, 1)]
+    arms = [one_server(caches=True), in_tree(), ours()]
+    flags = bench.hardware.of_servers("bfloat16", max_tokens=24_000)
+    checkpoint = "tiny-3" if on_cpu else model
+    with bench.fleet(f"ttft-{model}", arms, checkpoint, flags) as fleet, GpuWatch() as watch:
+        step.wrong += [f"{arm} did not start" for arm in fleet.failures]
+        figures = step.figures
+        figures |= {"start_s": fleet.seconds, "not_started": fleet.failures}
+        measured = serve_ttft.Measured()
+        loads: list[serve_ttft.Load] = []
+
+        def one_at_a_time() -> None:
+            nonlocal measured
+            seconds = min(_ALONE_S, 0.4 * bench.left_s())
+            measured = serve_ttft.alone(fleet, cells, bench.options.repeats, seconds)
+            step.wrong += measured.failures
+            step.tables["one at a time"] = serve_ttft.summary(fleet, cells, measured)
+            for cell in cells:
+                step.tables[f"owners, {cell}"] = serve_ttft.owners(fleet, cell, measured)
+            figures["alone_ms"] = measured.plain()
+            figures["memory_mib"] = watch.memory_mib()
+
+        def under_load() -> None:
+            for cell in (one for one in cells if one.images == 1):
+                loads.extend(serve_ttft.under_load(fleet, cell, measured, watch, _LOAD_S))
+                rows = [serve_ttft.LOAD_TITLES, *(one.row() for one in loads)]
+                step.tables["under load"] = rows
+            figures["loads"] = [asdict(one) for one in loads]
+
+        def by_url() -> None:
+            rows, failures = serve_ttft.by_url(fleet, Cell(1, cells[0].size), _URL_REPEATS)
+            step.tables["by URL"] = rows
+            step.wrong += failures
+
+        def killed() -> None:
+            start_s = min(_START_S[bench.options.device], max(1.0, bench.left_s()))
+            rows, wrong = kill(fleet, cells[0], start_s)
+            step.tables["encoder killed"] = rows
+            step.wrong += wrong
+
+        bench.part(step, fleet, "one at a time", one_at_a_time)
+        if measured.samples:
+            bench.part(step, fleet, "under load", under_load)
+        bench.part(step, fleet, "by URL", by_url)
+        if "sglang-epd" in fleet.running and bench.left_s() > _LEAST_S:
+            bench.part(step, fleet, "encoder killed", killed)
+        bench.part(step, fleet, "metrics", fleet.keep_metrics)
+
+
 STEPS: dict[str, Callable[[Bench, Step], None]] = {
     "parity": lambda bench, step: parity(bench, step, dtype="bfloat16"),
+    "ttft-8b": lambda bench, step: ttft(bench, step, model="8b"),
     "parity-float32": lambda bench, step: parity(bench, step, dtype="float32"),
+    "ttft-7b": lambda bench, step: ttft(bench, step, model="7b"),
 }
 # Steps by the large checkpoint that each needs.
-LARGE: dict[str, str] = {}
+LARGE = {"ttft-8b": "8b", "ttft-7b": "7b"}
 
 
 def main() -> None:
@@ -246,6 +319,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs")
     parser.add_argument("--flags", default="", help="of every server, after `=`")
     parser.add_argument("--rounds", type=int, default=6, help="of parity")
+    parser.add_argument("--repeats", type=int, default=30, help="of requests one at a time")
     options = parser.parse_args()
     # Ends the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +166,13 @@ class Fleet:
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+    def keep_metrics(self) -> None:
+        """Write what every server says at `/metrics` beside its log."""
+        for server in self.servers:
+            url = server.ready_url.removesuffix("/health") + "/metrics"
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                server.log_path.with_suffix(".metrics").write_bytes(answer.read())
 
     def tails(self) -> str:
         """The end of every server's log."""

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ class Bench:
             traceback.print_exc()
             print(fleet.tails(), flush=True)
             step.wrong.append(f"{title}: {type(error).__name__}: {error}"[:4000])
-        self._write()
+        self.write()
 
     def _make_ahead(self, names: list[str]) -> None:
         """Begin large checkpoints, one after the other, in a process beside the first step."""
@@ -172,9 +172,9 @@ class Bench:
             else:
                 step.status = "failed" if step.wrong else "ok"
         step.seconds = time.monotonic() - begin
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         told = {
             "command": shlex.join(sys.argv),
             "machine": machine(),
@@ -219,26 +219,31 @@ def _check_package() -> None:
 def parity(bench: Bench, step: Step, *, dtype: str) -> None:
     """Both tiny families, one after the other."""
     hardware = bench.hardware
-    if dtype == "float32" and hardware.device == "cuda":
-        # Flash attention has no float32.
-        hardware = Hardware(
+    if dtype == "float32":
+        # As near as can be: one server, too, resizes pictures on the CPU. And flash attention
+        # has no float32.
+        hardware = replace(
+            hardware,
             attention=bench.options.attention_float32,
             tower_attention="sdpa",
-            flags=bench.options.flags,
+            graphs=False,
+            flags=f"{bench.options.flags} --image-processor-backend pil",
         )
+    flags = hardware.of_servers(dtype, max_tokens=20_000)
     for model in ("tiny-3", "tiny-2.5"):
         arms = [one_server(caches=False), in_tree(), ours(to_tokenizer=True)]
-        flags = hardware.of_servers(dtype, max_tokens=20_000)
         with bench.fleet(f"parity-{dtype}-{model}", arms, model, flags) as fleet:
             gaps = serve_parity.compare(fleet, bench.options.rounds, bench.left_s)
-            step.tables[f"{model} in {dtype}"] = serve_parity.rows(gaps)
-            step.wrong += [f"{model}: {one}" for one in serve_parity.verdict(gaps, dtype)]
-            step.wrong += [f"{model}: {arm} did not start" for arm in fleet.failures]
-            step.figures[model] = {
-                "start_s": fleet.seconds,
-                "not_started": fleet.failures,
-                "gaps": {name: one.figures for name, one in gaps.items()},
-            }
+            wrong = [*serve_parity.verdict(gaps, dtype), *fleet.not_started]
+        rows = step.tables[f"{model} in {dtype}"] = serve_parity.rows(gaps)
+        print(aligned(rows), *wrong, sep="\n", flush=True)
+        step.wrong += [f"{model}: {one}" for one in wrong]
+        step.figures[model] = {
+            "start_s": fleet.seconds,
+            "not_started": fleet.failures,
+            "gaps": {name: one.figures for name, one in gaps.items()},
+        }
+        bench.write()
 
 
 def ttft(bench: Bench, step: Step, *, model: str) -> None:
@@ -250,7 +255,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
     flags = bench.hardware.of_servers("bfloat16", max_tokens=24_000)
     checkpoint = "tiny-3" if on_cpu else model
     with bench.fleet(f"ttft-{model}", arms, checkpoint, flags) as fleet, GpuWatch() as watch:
-        step.wrong += [f"{arm} did not start" for arm in fleet.failures]
+        step.wrong += fleet.not_started
         figures = step.figures
         figures |= {"start_s": fleet.seconds, "not_started": fleet.failures}
         measured = serve_ttft.Measured()

@@ -128,6 +128,10 @@ class Fleet:
     def servers(self) -> list[ServerProcess]:
         return [server for running in self.running.values() for server in running.servers]
 
+    @property
+    def not_started(self) -> list[str]:
+        return [f"{arm} did not start" for arm in self.failures]
+
     def start(self, timeout_s: float) -> None:
         """Start all servers side by side. An arm that does not start is ended and left out.
 

@@ -1,8 +1,9 @@
 """Log-probabilities of this package beside those of one server.
 
-On a GPU the kernels of a batch round otherwise than those of one request, so two right
-servers differ. The yardstick is what one server differs from itself, when a request is
-computed alone and beside others, and what in-tree EPD differs from it.
+On a GPU the kernels of a batch round otherwise than those of one request, and one server
+resizes pictures on the GPU where encoders resize them on the CPU, so two right servers
+differ. The yardstick is what one server differs from itself, when a request is computed
+alone and beside others, and what in-tree EPD differs from it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ALONE, BATCHED, IN_TREE, WRONG = (
     "wrong",
 )
 YARDS = (ALONE, BATCHED, IN_TREE)
+BESIDE_IN_TREE = "sglang-epd beside in-tree EPD"
 OURS = ("sglang-epd", "sglang-epd, kept", "sglang-epd, zmq_to_tokenizer")
 Messages = list[dict[str, Any]]
 Ask = Callable[[], Generation]
@@ -134,7 +136,7 @@ def compare(fleet: Fleet, rounds: int, left_s: Callable[[], float]) -> dict[str,
     """
     reference = Client(fleet.running["one"].url)
     arms = _arms(fleet)
-    gaps = {name: Gaps() for name in (ALONE, BATCHED, *arms, WRONG)}
+    gaps = {name: Gaps() for name in (ALONE, BATCHED, *arms, BESIDE_IN_TREE, WRONG)}
     before: dict[str, Generation] = {}
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and left_s() <= 0:
@@ -144,8 +146,13 @@ def compare(fleet: Fleet, rounds: int, left_s: Callable[[], float]) -> dict[str,
             wanted = _generation(reference, messages)
             _add(gaps[ALONE], partial(_generation, reference, messages), wanted)
             _add(gaps[BATCHED], partial(_in_a_batch, reference, messages, number), wanted)
-            for name, client in arms.items():
-                _add(gaps[name], partial(_generation, client, messages), wanted)
+            answers = {
+                name: _add(gaps[name], partial(_generation, client, messages), wanted)
+                for name, client in arms.items()
+            }
+            theirs, mine = answers.get(IN_TREE), answers.get(OURS[0])
+            if theirs is not None and mine is not None:
+                gaps[BESIDE_IN_TREE].add(mine, theirs)
             if (other := before.get(case.__name__)) is not None:
                 gaps[WRONG].add(other, wanted)
             before[case.__name__] = wanted
@@ -179,7 +186,16 @@ def verdict(gaps: dict[str, Gaps], dtype: str) -> list[str]:
 
 def rows(gaps: dict[str, Gaps]) -> list[list[str]]:
     """A table of the differences."""
-    found = [["beside one server", "compared", "first token, max", "mean", "all, max", "mean"]]
+    found = [
+        [
+            "log-probabilities beside one server's",
+            "compared",
+            "first token, max",
+            "mean",
+            "all, max",
+            "mean",
+        ]
+    ]
     for name, one_arms in gaps.items():
         told = one_arms.figures
         cells = [f"{told[key]:.5f}" if key in told else "-" for key in _SHOWN]
@@ -187,6 +203,7 @@ def rows(gaps: dict[str, Gaps]) -> list[list[str]]:
     return found
 
 
+_TITLES = ("beside one server", "compared", "first token, max", "mean", "all, max", "mean")
 _SHOWN = ("first_max", "first_mean", "max", "mean")
 
 
@@ -204,11 +221,15 @@ def _arms(fleet: Fleet) -> dict[str, Client]:
     return arms
 
 
-def _add(gaps: Gaps, ask: Ask, wanted: Generation) -> None:
+def _add(gaps: Gaps, ask: Ask, wanted: Generation) -> Generation | None:
+    """Ask, and take the differences down; None where there is no answer."""
     try:
-        gaps.add(ask(), wanted)
+        answer = ask()
     except (AssertionError, OSError) as error:
         gaps.failures.append(f"{type(error).__name__}: {error}"[:300])
+        return None
+    gaps.add(answer, wanted)
+    return answer
 
 
 def _generation(client: Client, messages: Messages) -> Generation:

@@ -17,15 +17,17 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ _LEAST_S = 60.0
 _ALONE_S = 75.0
 _LOAD_S = 6.0
 _URL_REPEATS = 4
+# Both large checkpoints.
+_LARGE_BYTES = 40 << 30
 
 
 @dataclass
@@ -86,6 +90,7 @@ class Bench:
         )
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
+        self._checkpoints: Path = options.checkpoints or _roomy() / "sglang-epd-checkpoints"
         self._end = time.monotonic() + 60 * options.minutes
         self.steps: dict[str, Step] = {}
         self._making: dict[str, subprocess.Popen[bytes]] = {}
@@ -96,6 +101,7 @@ class Bench:
     def run(self, names: list[str]) -> int:
         """All steps; returns the process's exit status."""
         _check_package()
+        print(f"checkpoints: {self._checkpoints}; {machine()}; {versions()}", flush=True)
         try:
             self._make_ahead(names)
             for name in names:
@@ -115,7 +121,7 @@ class Bench:
         making = self._making.pop(name, None)
         if making is not None and making.wait(max(1.0, self.left_s())) != 0:
             raise RuntimeError(f"checkpoint {name} could not be made")
-        return serve_checkpoints.make(name, self.options.checkpoints)
+        return serve_checkpoints.make(name, self._checkpoints)
 
     @contextmanager
     def fleet(self, label: str, arms: list[Any], model: str, flags: str) -> Iterator[Fleet]:
@@ -147,7 +153,7 @@ class Bench:
         large = [name for step, name in LARGE.items() if step in names]
         if self.options.device == "cuda" and large:
             script = Path(serve_checkpoints.__file__)
-            folder = ["--folder", str(self.options.checkpoints)]
+            folder = ["--folder", str(self._checkpoints)]
             for name in large:
                 with (self.out / f"checkpoint-{name}.log").open("wb") as log:
                     self._making[name] = subprocess.Popen(
@@ -203,6 +209,22 @@ def aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def _roomy() -> Path:
+    """Memory, where the large checkpoints fit, else the disk."""
+    memory = Path("/dev/shm")
+    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
+    return memory if room > _LARGE_BYTES else Path(tempfile.gettempdir())
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the figures, as far as it is installed."""
+    found = {}
+    for name in ("sglang", "sglang-kernel", "torch", "transformers", "triton", "sglang-epd"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _check_package() -> None:
@@ -316,7 +338,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and serve.json")
-    parser.add_argument("--checkpoints", type=Path, default=Path("/dev/shm/checkpoints"))
+    parser.add_argument("--checkpoints", type=Path, help="folder; where there is room unless given")
     parser.add_argument("--device", choices=_START_S, default="cuda")
     parser.add_argument("--attention", default="fa3", help="language models' backend")
     parser.add_argument("--attention-float32", default="torch_native")

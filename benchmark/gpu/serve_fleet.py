@@ -122,7 +122,11 @@ class Fleet:
     def __post_init__(self) -> None:
         place = Place(cores=sorted(os.sched_getaffinity(0)))
         for arm in self.arms:
-            self.running[arm.name] = Running(arm, str(self.model), self.flags, place, self.logs)
+            running = Running(arm, str(self.model), self.flags, place, self.logs)
+            for server in running.servers:
+                # Every server has all cores: there is nothing to pin.
+                server.command = server.command[server.command.index(sys.executable) :]
+            self.running[arm.name] = running
 
     @property
     def servers(self) -> list[ServerProcess]:
@@ -200,7 +204,8 @@ class GpuWatch:
 
     def __enter__(self) -> GpuWatch:
         query = "--query-gpu=utilization.gpu,memory.used"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"-lms={_SAMPLE_MS}"]
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        command.append(f"--loop-ms={_SAMPLE_MS}")
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         except FileNotFoundError:

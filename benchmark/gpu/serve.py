@@ -40,7 +40,7 @@ from serve_ttft import Cell
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from comparison.results import machine, versions
+from comparison.results import machine
 
 _START_S = {"cuda": 150.0, "cpu": 400.0}
 # What a step needs at least, start-up included.

@@ -31,16 +31,16 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-import serve_checkpoints
-import serve_parity
-import serve_ttft
-from serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours
-from serve_kill import kill
-from serve_ttft import Cell
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from comparison.results import machine
+import serve_checkpoints  # noqa: E402
+import serve_parity  # noqa: E402
+import serve_ttft  # noqa: E402
+from comparison.results import machine  # noqa: E402
+from serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
+from serve_kill import kill  # noqa: E402
+from serve_ttft import Cell  # noqa: E402
 
 _START_S = {"cuda": 150.0, "cpu": 400.0}
 # What a step needs at least, start-up included.
@@ -316,9 +316,9 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
         if measured.samples:
             bench.part(step, fleet, "under load", under_load)
         bench.part(step, fleet, "by URL", by_url)
+        bench.part(step, fleet, "metrics", fleet.keep_metrics)
         if "sglang-epd" in fleet.running and bench.left_s() > _LEAST_S:
             bench.part(step, fleet, "encoder killed", killed)
-        bench.part(step, fleet, "metrics", fleet.keep_metrics)
 
 
 STEPS: dict[str, Callable[[Bench, Step], None]] = {

@@ -13,12 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "scripts"), str(ROOT / "test")]
+from comparison.arms import Arm, Place, Running, Server
 
-from comparison.arms import Arm, Place, Running, Server  # noqa: E402
-
-from sglang_epd.cli.processes import ServerError, ServerProcess, stop_all  # noqa: E402
+from sglang_epd.cli.processes import ServerError, ServerProcess, stop_all
 
 _TAIL_LINES = 60
 _SAMPLE_MS = 100

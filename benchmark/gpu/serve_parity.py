@@ -9,15 +9,11 @@ alone and beside others, and what in-tree EPD differs from it.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "test"))
 
 from serve_fleet import Fleet
 from serve_pictures import data_url, picture

@@ -7,17 +7,13 @@ import http.server
 import json
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import requests
 from open_loop import Answer, Bodies, open_loop

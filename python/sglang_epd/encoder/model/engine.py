@@ -136,7 +136,6 @@ class Engine:
             self._lander = self._threads_of("epd-land", 1)
         # Weights are loaded on another stream than passes run on.
         self._device.synchronize()
-        # Of several ranks one alone would wait for the others inside a pass.
         self._alone = server_args.tp_size == 1
         self._breakage = Breakage(self._probe)
 
@@ -210,10 +209,12 @@ class Engine:
 
     async def _probe(self) -> None:
         """Succeeds unless the tower fails at everything."""
-        # Of a failed batch, and needed by others of the device or by the batch's halves.
+        if not self._alone:
+            return  # one rank would wait for the others in a pass; all of them end in any case
+        # A failed batch leaves it, and the batch's halves may need it in other pieces.
         self._device.empty_cache()
         await asyncio.to_thread(self._device.synchronize)
-        if self._alone and "IMAGE" in self.modalities:
+        if "IMAGE" in self.modalities:
             await self._run_own_picture()
 
     def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:

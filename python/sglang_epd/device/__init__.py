@@ -12,7 +12,7 @@ import torch
 from sglang_epd.device.host import Host
 from sglang_epd.device.protocol import Device, Event, Stream
 
-__all__ = ["Device", "Event", "Stream", "device_of", "out_of_memory"]
+__all__ = ["Device", "Event", "Host", "Stream", "device_of", "out_of_memory"]
 
 _CUDA_MEMORY_ALLOCATION = 2
 

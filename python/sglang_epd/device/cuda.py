@@ -79,11 +79,11 @@ class Cuda:
     ) -> Event:
         for event in waits:
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with self.use(stream):
             destination.copy_(source, non_blocking=True)
         for end in (source, destination):
-            if end.is_cuda:  # torch holds pinned memory by itself
-                end.record_stream(stream)
+            if end.device.type != "cpu":  # torch holds pinned memory by itself
+                self.hold(end, stream)
         done: Event = stream.record_event()
         return done
 

@@ -189,7 +189,7 @@ def test_cuda_is_called_in_one_file():
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
     }
     callers |= {found.importer for found in everything() if found.module.startswith("torch.cuda")}
-    assert callers == {"device/cuda.py", "encoder/model/copyout.py"}
+    assert callers == {"device/cuda.py"}
 
 
 def test_hooks_are_made_where_all_of_them_are_listed():

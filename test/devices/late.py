@@ -245,6 +245,9 @@ class LateDevice(Cuda):
                 lambda one: Late(one, first.block, self) if isinstance(one, torch.Tensor) else one,
                 func(*tree_map(_memory, args), **kwargs),
             )
+        return self._work(func, args, kwargs)
+
+    def _work(self, func: Any, args: Any, kwargs: Any) -> Any:
         memory_args, memory_kwargs = tree_map(_memory, args), tree_map(_memory, kwargs)
         written = [
             value

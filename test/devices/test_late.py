@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices.late import LateDevice
 
+from devices.late import LateDevice
 from sglang_epd.device import out_of_memory
 
 SEEDS = range(20)

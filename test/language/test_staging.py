@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from devices.late import LateDevice
 
+from devices.late import LateDevice
 from sglang_epd.language.staging import Stager
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.blocks import Block

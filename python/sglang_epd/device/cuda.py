@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,6 +29,14 @@ def timestamp() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def capture_beside_other_threads() -> None:
+    """Have what other threads ask of the device not spoil the capture of a graph, as torch's
+    default would."""
+    torch.cuda.graph.__init__ = functools.partialmethod(  # type: ignore[method-assign,assignment]
+        torch.cuda.graph.__init__, capture_error_mode="thread_local"
+    )
 
 
 class Cuda:

@@ -8,10 +8,10 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from devices.late import LateDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
+from devices.late import LateDevice
 from sglang_epd.device import Host
 from sglang_epd.encoder.model.copyout import CopyOut
 
@@ -78,8 +78,9 @@ def test_each_pass_gives_its_own_rows(batches, dtype, static, data):
     copies = CopyOut(device, reuses_output=static, chunk_bytes=CHUNK_BYTES)
     tower = Tower(device, static=static)
     with torch.inference_mode():
-        land_first = lambda: data.draw(st.booleans())  # noqa: E731
-        assert not wrong(device, copies, tower, batches, dtype, land_first)
+        assert not wrong(
+            device, copies, tower, batches, dtype, lambda: bool(data.draw(st.booleans()))
+        )
     assert device.pinned_bytes == 2 * CHUNK_BYTES
     del tower
     device.synchronize()
@@ -132,7 +133,8 @@ def test_passes_of_one_thread_and_copies_of_another():
     lander.start()
     for number, rows in passes:
         room.acquire()
-        launched.put(copies.launch(lambda: tower(pixels_of(number, rows, torch.float32))))
+        pixels = pixels_of(number, rows, torch.float32)
+        launched.put(copies.launch(lambda pixels=pixels: tower(pixels)))
     lander.join()
     assert not failed
 

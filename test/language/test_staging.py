@@ -15,7 +15,7 @@ import torch
 from devices.late import LateDevice
 from sglang_epd.language.staging import Stager
 from sglang_epd.transfer.arena import Arena
-from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire.messages import Landed, Layout, TensorSpec
@@ -156,6 +156,20 @@ def test_a_block_is_not_used_again_before_its_copy_is_done():
     rank.close()
     rank.reservations.reclaim(0.0)
     assert not len(rank.reservations)
+
+
+def test_a_block_is_let_go_at_the_next_copy_where_nobody_asks():
+    rank = Rank(0, registered=True)
+    (first, rows), (second, more) = [found for _ in range(2) if (found := rank.land())]
+    rank.prefill(rows)
+    del rows
+    rank.device.synchronize()
+    rank.prefill(more)
+    rank.reservations.reclaim(0.0)
+    assert first.state is BlockState.FREE
+    assert second.state is BlockState.HANDED
+    del more
+    rank.close()
 
 
 def test_the_host_waits_for_nothing_where_memory_is_registered():

@@ -274,7 +274,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
     sizes = ("448",) if on_cpu else ("1080p", "448")
     cells = [Cell(images, size) for size in sizes for images in (4, 1)]
     arms = [one_server(caches=True), in_tree(), ours()]
-    flags = bench.hardware.of_servers("bfloat16", max_tokens=24_000)
+    flags = bench.hardware.of_servers("bfloat16", max_tokens=18_000)
     checkpoint = "tiny-3" if on_cpu else model
     with bench.fleet(f"ttft-{model}", arms, checkpoint, flags) as fleet, GpuWatch() as watch:
         step.wrong += fleet.not_started

@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--attention", default="fa3", help="language models' backend")
     parser.add_argument("--attention-float32", default="torch_native")
     parser.add_argument("--tower-attention", default="", help="towers' backend, or SGLang's choice")
-    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs of decode")
     parser.add_argument("--flags", default="", help="of every server, after `=`")
     parser.add_argument("--rounds", type=int, default=6, help="of parity")
     parser.add_argument("--repeats", type=int, default=30, help="of requests one at a time")

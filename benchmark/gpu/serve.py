@@ -34,13 +34,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
-import serve_checkpoints  # noqa: E402
-import serve_parity  # noqa: E402
-import serve_ttft  # noqa: E402
 from comparison.results import machine  # noqa: E402
-from serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
-from serve_kill import kill  # noqa: E402
-from serve_ttft import Cell  # noqa: E402
+
+from gpu import serve_checkpoints, serve_parity, serve_ttft  # noqa: E402
+from gpu.serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
+from gpu.serve_kill import kill  # noqa: E402
+from gpu.serve_ttft import Cell  # noqa: E402
 
 _START_S = {"cuda": 150.0, "cpu": 400.0}
 # What a step needs at least, start-up included.
@@ -181,12 +180,20 @@ class Bench:
         self.write()
 
     def write(self) -> None:
+        tables = {
+            f"{name}: {title}": rows
+            for name, step in self.steps.items()
+            for title, rows in step.tables.items()
+        }
         told = {
-            "command": shlex.join(sys.argv),
-            "machine": machine(),
-            "versions": versions(),
-            "hardware": asdict(self.hardware),
-            "steps": {name: asdict(step) for name, step in self.steps.items()},
+            "part": "serve",
+            "headline": ", ".join(f"{name} {step.status}" for name, step in self.steps.items()),
+            "machine": {**machine(), "versions": versions(), "command": shlex.join(sys.argv)},
+            "tables": tables,
+            "figures": {
+                "hardware": asdict(self.hardware),
+                **{name: _told(step) for name, step in self.steps.items()},
+            },
         }
         unfinished = self.out / "serve.json.part"
         unfinished.write_text(json.dumps(told, indent=1) + "\n")
@@ -202,6 +209,10 @@ class Bench:
             for wrong in step.wrong:
                 print(f"    {wrong.splitlines()[0][:200]}")
         sys.stdout.flush()
+
+
+def _told(step: Step) -> dict[str, Any]:
+    return {name: value for name, value in asdict(step).items() if name != "tables"}
 
 
 def aligned(rows: list[list[str]]) -> str:

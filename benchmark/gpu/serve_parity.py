@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from serve_fleet import Fleet
-from serve_pictures import data_url, picture
-
+from gpu.serve_fleet import Fleet
+from gpu.serve_pictures import data_url, picture
 from integration.client import Client, Generation, image_part, text_part, user
 
 _TOKENS = 8

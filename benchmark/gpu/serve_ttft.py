@@ -19,9 +19,10 @@ from typing import Any
 
 import requests
 from open_loop import Answer, Bodies, open_loop
-from serve_fleet import Fleet, GpuWatch
-from serve_pictures import data_url, picture
 from ttft import OWNERS, Sample, ask, steps
+
+from gpu.serve_fleet import Fleet, GpuWatch
+from gpu.serve_pictures import data_url, picture
 
 WARM_UP = 2
 # From the moment that the tower's output is in host memory until prefill begins.

@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft"),
-    *("hostile_media", "hostile_attacks", "hostile_report"),
+    *("hostile_media", "hostile_attacks", "hostile_report", "gpu"),
 )
 
 
@@ -34,6 +34,6 @@ for _name in _MODULES:
         _load(_name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def benchmark_folder() -> Path:
     return BENCHMARK

@@ -88,9 +88,10 @@ def host_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
 
 def pass_rows(passes: list[dict[str, Any]]) -> list[list[str]]:
     """Passes that run alone."""
-    rows = [["pictures", "patches", "launch ms", "kernels ms", "alone ms", "images/s"]]
+    rows = [["pictures", "patches", "launch ms", "waits", "kernels ms", "alone ms", "images/s"]]
     for one in passes:
-        figures = [f"{one[key]:.1f}" for key in ("launch_ms", "kernels_ms", "alone_ms")]
+        figures = [f"{one['launch_ms']:.1f}", "yes" if one["waits"] else ""]
+        figures += [f"{one[key]:.1f}" for key in ("kernels_ms", "alone_ms")]
         rate = one["pictures"] / one["kernels_ms"] * 1e3
         pictures = f"{one['pictures']} of {one['size']} px"
         rows.append([pictures, str(one["patches"]), *figures, f"{rate:.0f}"])

@@ -85,11 +85,11 @@ class TimedEngine(Engine):
 
     def on_device(self, prepared: Prepared) -> Prepared:
         """The same picture, its patches on the device."""
-        modality, items = prepared.content
+        modality, items, made = prepared.content
         there = [copy.copy(item) for item in items]
         for item in there:
             item.feature = item.feature.to(self._encoder.device)
-        return Prepared(prepared.layout, prepared.patches, prepared.group, (modality, there))
+        return Prepared(prepared.layout, prepared.patches, prepared.group, (modality, there, made))
 
     def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
         with self.passes.timed(batch):

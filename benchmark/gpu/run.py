@@ -67,7 +67,8 @@ PARTS = {
     "tower": Part((script("tower.py"), *_OWN), 3.0, ("--tiny",)),
     "engine": Part((script("tower.py"), "--of", "sglang", *_OWN), 3.5, ("--tiny",)),
     "tower-7b": Part((script("tower.py"), "--shape", "qwen2.5-vl-7b", *_OWN), 0.7, ("--tiny",)),
-    "device": Part(("-m", "pytest", "-q", "-n0", script("test_device.py")), 2.0),
+    # Without the settings of the suite, which ask for plug-ins.
+    "device": Part(("-m", "pytest", "-q", "-c", os.devnull, script("test_device.py")), 2.0),
     "uploads": Part((script("uploads.py"), *_OWN), 2.0, ("--tiny",)),
     "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 6.0),
 }

@@ -124,10 +124,12 @@ class Vision:
         else:
             kind = qwen2_5.Qwen2_5_VisionTransformerPretrainedModel
             config = qwen2_5.Qwen2_5_VLVisionConfig(**shape.options)
-        config._attn_implementation = self.attention
+        config._attn_implementation = "sdpa"
         torch.manual_seed(1)
         with torch.device(device):
             self.module = kind._from_config(config, dtype=self.dtype).eval()
+        # Afterwards: transformers would look for a package of this name.
+        self.module.config._attn_implementation = self.attention
         self.processor = Qwen2VLImageProcessor(
             patch_size=shape.patch_size,
             temporal_patch_size=2,

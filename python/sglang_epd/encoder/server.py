@@ -288,16 +288,17 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
 def _bounds(settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_device
 
-    patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
-    batch = Bounds(patches, settings.encoder_batch_items)
+    patches, items = _batch(get_device().device)
+    batch = Bounds(settings.encoder_batch_patches or patches, settings.encoder_batch_items or items)
     # Half of what a language server holds.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
 
-def _batch_patches(device: str) -> int:
-    """What a forward pass is best made of. A processor computes a patch of a batch that is
-    larger than its caches more slowly; an accelerator needs much to be busy."""
-    return 2048 if device.startswith("cpu") else 16_384
+def _batch(device: str) -> tuple[int, int]:
+    """Patches and items that a forward pass is best made of. A processor computes a patch of a
+    batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
+    that small pictures may be many."""
+    return (2048, 32) if device.startswith("cpu") else (16_384, 128)
 
 
 def _sender(settings: Settings) -> Sender:

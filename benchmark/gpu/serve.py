@@ -36,7 +36,15 @@ sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
 from gpu import serve_checkpoints, serve_parity, serve_ttft  # noqa: E402
 from gpu.results import aligned, machine  # noqa: E402
-from gpu.serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
+from gpu.serve_fleet import (  # noqa: E402
+    Fleet,
+    GpuWatch,
+    Hardware,
+    NothingStartedError,
+    in_tree,
+    one_server,
+    ours,
+)
 from gpu.serve_kill import kill  # noqa: E402
 from gpu.serve_ttft import Cell  # noqa: E402
 
@@ -92,6 +100,7 @@ class Bench:
         self._checkpoints: Path = options.checkpoints or _roomy() / "sglang-epd-checkpoints"
         self._end = time.monotonic() + 60 * options.minutes
         self.steps: dict[str, Step] = {}
+        self._over = False
         self._making: dict[str, subprocess.Popen[bytes]] = {}
 
     def left_s(self) -> float:
@@ -167,7 +176,7 @@ class Bench:
         step = self.steps[name] = Step()
         begin = time.monotonic()
         print(f"=== {name}: {self.left_s():.0f} s left", flush=True)
-        if self.left_s() < _LEAST_S:
+        if self._over or self.left_s() < _LEAST_S:
             step.status = "skipped"
         else:
             try:
@@ -176,6 +185,7 @@ class Bench:
                 traceback.print_exc()
                 step.status = "broken"
                 step.wrong.append(f"{type(error).__name__}: {error}"[:4000])
+                self._over = isinstance(error, NothingStartedError)
             else:
                 step.status = "failed" if step.wrong else "ok"
         step.seconds = time.monotonic() - begin
@@ -312,9 +322,10 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
         bench.part(step, fleet, "one at a time", one_at_a_time)
         if measured.samples:
             bench.part(step, fleet, "under load", under_load)
-        bench.part(step, fleet, "by URL", by_url)
+        if model == "8b":
+            bench.part(step, fleet, "by URL", by_url)
         bench.part(step, fleet, "metrics", fleet.keep_metrics)
-        if "sglang-epd" in fleet.running and bench.left_s() > _LEAST_S:
+        if model == "8b" and "sglang-epd" in fleet.running and bench.left_s() > _LEAST_S:
             bench.part(step, fleet, "encoder killed", killed)
 
 
@@ -351,6 +362,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Servers of one step leave compiled modules to those of the next.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Servers are asked on loopback.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
     main()

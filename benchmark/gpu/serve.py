@@ -185,7 +185,8 @@ class Bench:
                 traceback.print_exc()
                 step.status = "broken"
                 step.wrong.append(f"{type(error).__name__}: {error}"[:4000])
-                self._over = isinstance(error, NothingStartedError)
+                # Later steps have other flags, and may start.
+                self._over = isinstance(error, NothingStartedError) and len(self.steps) == 1
             else:
                 step.status = "failed" if step.wrong else "ok"
         step.seconds = time.monotonic() - begin

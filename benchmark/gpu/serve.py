@@ -3,9 +3,10 @@
     python benchmark/gpu/serve.py --minutes 8 --out OUT
     python benchmark/gpu/serve.py --device cpu --steps parity --rounds 2 --minutes 20
 
-Steps, in their order: log-probabilities of tiny models in bfloat16 and in float32, the time
-to the first token with the shapes of Qwen3-VL-8B and Qwen2.5-VL-7B and random weights, and
-an encoder that is killed in the middle of requests. A step that fails is told with the ends
+Steps, in their order: log-probabilities of a tiny Qwen3-VL in bfloat16; the time to the first
+token with the shapes of Qwen3-VL-8B and random weights, and an encoder that is killed in the
+middle of requests; log-probabilities of a tiny Qwen2.5-VL, and of both in float32; the time to
+the first token with the shapes of Qwen2.5-VL-7B. A step that fails is told with the ends
 of its servers' logs, and the next one begins. Servers of all arms share the GPU, start side
 by side, and have the same flags: a bounded KV cache, and no CUDA graphs unless `--graphs`
 asks for them.
@@ -23,9 +24,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
+
+import msgspec  # noqa: E402
 
 from gpu import serve_checkpoints, serve_parity, serve_ttft  # noqa: E402
 from gpu.results import aligned, machine  # noqa: E402
@@ -247,8 +251,8 @@ def _check_package() -> None:
         sys.exit(f"sglang-epd is not installed beside SGLang; its plug-ins are {found}")
 
 
-def parity(bench: Bench, step: Step, *, dtype: str) -> None:
-    """Both tiny families, one after the other."""
+def parity(bench: Bench, step: Step, *, dtype: str, models: Sequence[str]) -> None:
+    """Tiny models, one after the other."""
     hardware = bench.hardware
     if dtype == "float32":
         # As near as can be: one server, too, resizes pictures on the CPU. And flash attention
@@ -261,7 +265,7 @@ def parity(bench: Bench, step: Step, *, dtype: str) -> None:
             flags=f"{bench.options.flags} --image-processor-backend pil",
         )
     flags = hardware.of_servers(dtype, max_tokens=20_000)
-    for model in ("tiny-3", "tiny-2.5"):
+    for model in models:
         arms = [one_server(caches=False), in_tree(), ours(to_tokenizer=True)]
         with bench.fleet(f"parity-{dtype}-{model}", arms, model, flags) as fleet:
             gaps = serve_parity.compare(fleet, bench.options.rounds, bench.left_s)
@@ -297,10 +301,13 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
             seconds = min(_ALONE_S, 0.4 * bench.left_s())
             measured = serve_ttft.alone(fleet, cells, bench.options.repeats, seconds)
             step.wrong += measured.failures
+            figures["samples"] = {
+                key: [msgspec.to_builtins(one) for one in samples]
+                for key, samples in measured.samples.items()
+            }
             step.tables["one at a time"] = serve_ttft.summary(fleet, cells, measured)
             for cell in cells:
                 step.tables[f"owners, {cell}"] = serve_ttft.owners(fleet, cell, measured)
-            figures["alone_ms"] = measured.plain()
             figures["memory_mib"] = watch.memory_mib()
 
         def under_load() -> None:
@@ -332,10 +339,11 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
 
 
 STEPS: dict[str, Callable[[Bench, Step], None]] = {
-    "parity": lambda bench, step: parity(bench, step, dtype="bfloat16"),
-    "ttft-8b": lambda bench, step: ttft(bench, step, model="8b"),
-    "parity-float32": lambda bench, step: parity(bench, step, dtype="float32"),
-    "ttft-7b": lambda bench, step: ttft(bench, step, model="7b"),
+    "parity": partial(parity, dtype="bfloat16", models=["tiny-3"]),
+    "ttft-8b": partial(ttft, model="8b"),
+    "parity-2.5": partial(parity, dtype="bfloat16", models=["tiny-2.5"]),
+    "parity-float32": partial(parity, dtype="float32", models=["tiny-3", "tiny-2.5"]),
+    "ttft-7b": partial(ttft, model="7b"),
 }
 # Steps by the large checkpoint that each needs.
 LARGE = {"ttft-8b": "8b", "ttft-7b": "7b"}

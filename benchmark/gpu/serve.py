@@ -15,240 +15,31 @@ asks for them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
-
 import msgspec  # noqa: E402
 
-from gpu import serve_checkpoints, serve_parity, serve_ttft  # noqa: E402
-from gpu.results import aligned, machine  # noqa: E402
-from gpu.serve_fleet import (  # noqa: E402
-    Fleet,
-    GpuWatch,
-    Hardware,
-    NothingStartedError,
-    in_tree,
-    one_server,
-    ours,
-)
+from gpu import serve_parity, serve_ttft  # noqa: E402
+from gpu.results import aligned  # noqa: E402
+from gpu.serve_bench import LEAST_S, Bench, Step  # noqa: E402
+from gpu.serve_fleet import GpuWatch, in_tree, one_server, ours  # noqa: E402
 from gpu.serve_kill import kill  # noqa: E402
 from gpu.serve_ttft import Cell  # noqa: E402
 
-_START_S = {"cuda": 240.0, "cpu": 400.0}
-# What a step needs at least, start-up included.
-_LEAST_S = 60.0
 # Of requests one at a time, in all cells and arms; and of each load.
 _ALONE_S = 75.0
 _LOAD_S = 6.0
 _URL_REPEATS = 4
 _TOOLKIT = Path("/usr/local/cuda")
-# Both large checkpoints.
-_LARGE_BYTES = 40 << 30
-
-
-@dataclass
-class Step:
-    """What became of a step.
-
-    Attributes:
-        status: "ok"; "failed", where something was measured that is not as it should be;
-            "broken", where it could not be measured; "skipped", where time was short;
-            "unfinished".
-        wrong: why it is not ok.
-        tables: rows by title, the first of each its head.
-        figures: everything measured, as plain data.
-    """
-
-    status: str = "unfinished"
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-    tables: dict[str, list[list[str]]] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-class Bench:
-    """One run.
-
-    Args:
-        options: as typed.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.hardware = Hardware(
-            device=options.device,
-            attention=options.attention,
-            tower_attention=options.tower_attention,
-            graphs=options.graphs,
-            flags=options.flags,
-        )
-        self.out: Path = options.out
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._checkpoints: Path = options.checkpoints or _roomy() / "sglang-epd-checkpoints"
-        self._end = time.monotonic() + 60 * options.minutes
-        self.steps: dict[str, Step] = {}
-        self._over = False
-        self._making: dict[str, subprocess.Popen[bytes]] = {}
-
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-    def run(self, names: list[str]) -> int:
-        """All steps; returns the process's exit status."""
-        _check_package()
-        print(f"checkpoints: {self._checkpoints}; {machine()}", flush=True)
-        try:
-            self._make_ahead(names)
-            for name in names:
-                self._step(name, STEPS[name])
-        finally:
-            for making in self._making.values():
-                making.kill()
-            self._print()
-        return int(
-            any(step.status in ("failed", "broken", "unfinished") for step in self.steps.values())
-        )
-
-    def checkpoint(self, name: str) -> Path:
-        """The folder of a checkpoint; waits where it is being made.
-
-        Raises:
-            RuntimeError: it could not be made.
-        """
-        making = self._making.pop(name, None)
-        if making is not None and making.wait(max(1.0, self.left_s())) != 0:
-            raise RuntimeError(f"checkpoint {name} could not be made")
-        return serve_checkpoints.make(name, self._checkpoints)
-
-    @contextmanager
-    def fleet(self, label: str, arms: list[Any], model: str, flags: str) -> Iterator[Fleet]:
-        """The servers of some arms, ended afterwards; the ends of their logs are printed if
-        what was done with them fails."""
-        fleet = Fleet(arms, self.checkpoint(model), flags, self.out / "logs" / label)
-        try:
-            fleet.start(min(_START_S[self.options.device], max(1.0, self.left_s())))
-            yield fleet
-        except Exception:
-            print(fleet.tails(), flush=True)
-            raise
-        finally:
-            fleet.stop()
-
-    def part(self, step: Step, fleet: Fleet, title: str, do: Callable[[], None]) -> None:
-        """A part of a step, whose failure does not keep the next one from being measured."""
-        print(f"--- {title}: {self.left_s():.0f} s left", flush=True)
-        try:
-            do()
-        except Exception as error:
-            traceback.print_exc()
-            print(fleet.tails(), flush=True)
-            step.wrong.append(f"{title}: {type(error).__name__}: {error}"[:4000])
-        self.write()
-
-    def _make_ahead(self, names: list[str]) -> None:
-        """Begin large checkpoints, one after the other, in a process beside the first step."""
-        large = [name for step, name in LARGE.items() if step in names]
-        if self.options.device == "cuda" and large:
-            script = Path(serve_checkpoints.__file__)
-            folder = ["--folder", str(self._checkpoints)]
-            for name in large:
-                with (self.out / f"checkpoint-{name}.log").open("wb") as log:
-                    self._making[name] = subprocess.Popen(
-                        [sys.executable, str(script), name, *folder],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-
-    def _step(self, name: str, do: Callable[[Bench, Step], None]) -> None:
-        step = self.steps[name] = Step()
-        begin = time.monotonic()
-        print(f"=== {name}: {self.left_s():.0f} s left", flush=True)
-        if self._over or self.left_s() < _LEAST_S:
-            step.status = "skipped"
-        else:
-            try:
-                do(self, step)
-            except Exception as error:
-                traceback.print_exc()
-                step.status = "broken"
-                step.wrong.append(f"{type(error).__name__}: {error}"[:4000])
-                # Later steps have other flags, and may start.
-                self._over = isinstance(error, NothingStartedError) and len(self.steps) == 1
-            else:
-                step.status = "failed" if step.wrong else "ok"
-        step.seconds = time.monotonic() - begin
-        self.write()
-
-    def write(self) -> None:
-        tables = {
-            f"{name}: {title}": rows
-            for name, step in self.steps.items()
-            for title, rows in step.tables.items()
-        }
-        told = {
-            "part": "serve",
-            "headline": ", ".join(f"{name} {step.status}" for name, step in self.steps.items()),
-            "machine": machine(),
-            "tables": tables,
-            "figures": {
-                "hardware": asdict(self.hardware),
-                **{name: _told(step) for name, step in self.steps.items()},
-            },
-        }
-        unfinished = self.out / "serve.json.part"
-        unfinished.write_text(json.dumps(told, indent=1) + "\n")
-        unfinished.replace(self.out / "serve.json")
-
-    def _print(self) -> None:
-        for name, step in self.steps.items():
-            for title, rows in step.tables.items():
-                print(f"\n{name}: {title}\n{aligned(rows)}")
-        print()
-        for name, step in self.steps.items():
-            print(f"{name}: {step.status} in {step.seconds:.0f} s")
-            for wrong in step.wrong:
-                print(f"    {wrong.splitlines()[0][:200]}")
-        sys.stdout.flush()
-
-
-def _told(step: Step) -> dict[str, Any]:
-    return {name: value for name, value in asdict(step).items() if name != "tables"}
-
-
-def _roomy() -> Path:
-    """Memory, where the large checkpoints fit, else the disk."""
-    memory = Path("/dev/shm")
-    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return memory if room > _LARGE_BYTES else Path(tempfile.gettempdir())
-
-
-def _check_package() -> None:
-    """SGLang finds the package by its entry points: without them every arm would be in-tree.
-
-    Raises:
-        SystemExit: it is not installed.
-    """
-    found = [one.value for one in entry_points(group="sglang.srt.plugins")]
-    if not any(value.startswith("sglang_epd") for value in found):
-        sys.exit(f"sglang-epd is not installed beside SGLang; its plug-ins are {found}")
 
 
 def parity(bench: Bench, step: Step, *, dtype: str, models: Sequence[str]) -> None:
@@ -323,8 +114,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
             step.wrong += failures
 
         def killed() -> None:
-            start_s = min(_START_S[bench.options.device], max(1.0, bench.left_s()))
-            rows, wrong = kill(fleet, cells[0], start_s)
+            rows, wrong = kill(fleet, cells[0], bench.start_s)
             step.tables["encoder killed"] = rows
             step.wrong += wrong
 
@@ -334,7 +124,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
         if model == "8b":
             bench.part(step, fleet, "by URL", by_url)
         bench.part(step, fleet, "metrics", fleet.keep_metrics)
-        if model == "8b" and "sglang-epd" in fleet.running and bench.left_s() > _LEAST_S:
+        if model == "8b" and "sglang-epd" in fleet.running and bench.left_s() > LEAST_S:
             bench.part(step, fleet, "encoder killed", killed)
 
 
@@ -357,7 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and serve.json")
     parser.add_argument("--checkpoints", type=Path, help="folder; where there is room unless given")
-    parser.add_argument("--device", choices=_START_S, default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--attention", default="fa3", help="language models' backend")
     parser.add_argument("--attention-float32", default="torch_native")
     parser.add_argument("--tower-attention", default="", help="towers' backend, or SGLang's choice")
@@ -368,7 +158,8 @@ def main() -> None:
     options = parser.parse_args()
     # Ends the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(Bench(options).run(options.steps))
+    large = [name for step, name in LARGE.items() if step in options.steps]
+    sys.exit(Bench(options, large).run({name: STEPS[name] for name in options.steps}))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ _CLOSE_S = 3
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
+_CACHE_MB = 4096
 
 
 def launch(server_args: Any) -> None:
@@ -428,12 +429,13 @@ def cache_bytes(*, enabled: bool) -> int:
     Raises:
         ConfigError: the variable is not a whole number of MiB.
     """
-    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "4096"
+    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "0"
     if not enabled:
         return 0
     if not raw.isdecimal():
         raise ConfigError(f"SGLANG_VLM_CACHE_SIZE_MB={raw!r} is not a number of MiB")
-    return int(raw) << 20
+    # SGLang writes a 0 there for Qwen3-VL on Hopper GPUs, whatever the flag says.
+    return (int(raw) or _CACHE_MB) << 20
 
 
 def _housekeeping(

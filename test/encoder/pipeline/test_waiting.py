@@ -212,12 +212,13 @@ async def test_a_grant_for_an_item_that_was_cancelled_while_it_waited_comes_back
     assert server.count("withdrawals") == 1
 
 
-@pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1000), (1000, 8)])
+@pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1000), (1000, 16)])
 async def test_items_that_wait_keep_no_encoder_from_those_that_they_wait_for(
     service, sender, asking, language_server, max_items, max_bytes
 ):
     """Requests are sent in parts, as dispatchers do, and none fits into memory beside the others:
-    one of them at a time may fill the lower half of the memory, with both of its parts.
+    one of them at a time may fill the lower half of the memory, with both of its parts. A part has
+    at most a quarter of the bytes that may be in work.
     """
     service.admission.max_items, service.admission.max_bytes = max_items, max_bytes
     server, names = language_server(8 * ALIGNMENT), [f"r{n}" for n in range(8)]

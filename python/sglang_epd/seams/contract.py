@@ -147,6 +147,8 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): "self rids_to_check",
+    ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
+    ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),

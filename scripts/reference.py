@@ -75,7 +75,8 @@ _SWITCHES = (
         "whole number",
         "4096",
         "encoders with `--enable-prefix-mm-cache`",
-        "SGLang's: embeddings kept for the next who asks.",
+        "SGLang's: embeddings kept for the next who asks. 0 is taken as not set: SGLang sets it "
+        "so for Qwen3-VL on Hopper GPUs.",
     ),
 )
 _SETTINGS_HEAD = """# Settings

@@ -21,11 +21,13 @@ import torch
 
 from gpu.towers import Passes
 from gpu.vision import SHAPES
+from sglang_epd.encoder.model import features
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import MediaLimits
 
 ROOT = Path(__file__).resolve().parents[2]
+_PINNED_BYTES = features.PINNED_BYTES
 _FAMILIES = {"qwen3_vl": "tiny-qwen3-vl", "qwen2_5_vl": "tiny-qwen2_5-vl"}
 
 
@@ -74,6 +76,10 @@ class TimedEngine(Engine):
         )
         self.passes.clear()
         return self
+
+    def pin(self, pinned: bool) -> None:
+        """Whether patches are pinned from now on."""
+        features.PINNED_BYTES = _PINNED_BYTES if pinned else 0
 
     def prepared(self, data: bytes) -> Prepared:
         """A picture; blocks."""

@@ -33,7 +33,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu.arms import SIZES, Arm, arms_of, fed_rows, headline, host_rows, pass_rows
+from gpu.arms import SIZES, Arm, arms_of, best_rates, fed_rows, headline, host_rows, pass_rows
 from gpu.feeding import Fed, Sampler, feed
 from gpu.results import Results, arguments
 from gpu.towers import ReadyTower, Transformers
@@ -65,7 +65,7 @@ class Bench:
         self._tiny = tiny
         self._seconds = 0.3 if tiny else 1.5
         self._pictures: dict[str, list[bytes]] = {}
-        self._ready: dict[str, list[Prepared]] = {}
+        self._ready: dict[tuple[str, bool], list[Prepared]] = {}
 
     def pictures(self, size: str) -> list[bytes]:
         if size not in self._pictures:
@@ -73,15 +73,17 @@ class Bench:
             self._pictures[size] = [made_jpeg(SIZES[size], seed) for seed in range(count)]
         return self._pictures[size]
 
-    def ready(self, size: str) -> list[Prepared]:
-        if size not in self._ready:
+    def ready(self, size: str, *, pinned: bool) -> list[Prepared]:
+        if (size, pinned) not in self._ready:
+            self.source.pin(pinned)
             pictures = self.pictures(size)[:_READY]
-            self._ready[size] = [self.source.prepared(data) for data in pictures]
-        return self._ready[size]
+            self._ready[size, pinned] = [self.source.prepared(data) for data in pictures]
+        return self._ready[size, pinned]
 
     def run(self, arm: Arm, seconds: float | None = None) -> Fed:
         """One run."""
-        ready = self.ready(arm.size)
+        ready = self.ready(arm.size, pinned=arm.pinned)
+        self.source.pin(arm.pinned)
         tower = self.source.tower(max(arm.preparers, 1), arm.torch_threads, arm.depth)
         batch = max(1, min(arm.items, arm.patches // ready[0].patches))
         return asyncio.run(
@@ -101,7 +103,7 @@ class Bench:
         Before the pass the device is given something to do for long enough that all of the
         pass is launched when the pass begins: what the device then takes is for its kernels.
         """
-        made = [self.source.on_device(one) for one in self.ready(size)]
+        made = [self.source.on_device(one) for one in self.ready(size, pinned=True)]
         batch = [made[at % len(made)] for at in range(count)]
         cuda = self.cuda
         launches: list[float] = []
@@ -245,7 +247,9 @@ def _tell(results: Results, runs: dict[Arm, list[Fed]]) -> None:
         {"arm": asdict(arm), "name": arm.name, "runs": [asdict(one) for one in fed]}
         for arm, fed in runs.items()
     ]
-    results.tables["Through the encoder's stages"] = fed_rows(runs)
+    results.tables["Through the encoder's stages"] = fed_rows(
+        runs, best_rates(results.figures["passes"])
+    )
     results.tables["Processor milliseconds a picture"] = host_rows(runs)
     results.headline = headline(runs)
 

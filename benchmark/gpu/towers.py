@@ -182,6 +182,10 @@ class Transformers:
         )
         return self._made
 
+    def pin(self, pinned: bool) -> None:
+        """Whether patches are pinned from now on."""
+        self._vision.pins = pinned and self._vision.device.type == "cuda"
+
     def prepared(self, data: bytes) -> Prepared:
         """A picture; blocks."""
         picture = Image.open(io.BytesIO(data))

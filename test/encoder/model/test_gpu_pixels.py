@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:
 PICTURE = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
 
 
-def encoded(picture: Image.Image = PICTURE, kind: str = "JPEG") -> bytes:
+def encoded(picture: Image.Image = PICTURE, kind: str = "JPEG", **options: bool) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind)
+    picture.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -40,6 +40,7 @@ def test_a_jpeg_is_decoded_to_its_pixels() -> None:
     "data",
     [
         encoded(kind="PNG"),
+        encoded(progressive=True),
         encoded(PICTURE.convert("L")),
         encoded(PICTURE.convert("CMYK")),
         encoded()[:-200],
@@ -47,7 +48,16 @@ def test_a_jpeg_is_decoded_to_its_pixels() -> None:
         b"\xff\xd8\xff\xd9",
         b"",
     ],
-    ids=["PNG", "grey", "CMYK", "cut off", "without pixels", "without a size", "nothing"],
+    ids=[
+        "PNG",
+        "progressive",
+        "grey",
+        "CMYK",
+        "cut off",
+        "without pixels",
+        "without a size",
+        "nothing",
+    ],
 )
 def test_anything_else_is_left_to_the_decoders(data: bytes) -> None:
     assert pixels().decode(data) is None

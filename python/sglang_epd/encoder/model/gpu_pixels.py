@@ -22,6 +22,8 @@ from sglang_epd.media.size import image_size
 logger = logging.getLogger(__name__)
 
 _JPEG = (b"\xff\xd8", b"\xff\xd9")
+# In the pixels of a picture no such bytes can be.
+_PROGRESSIVE = b"\xff\xc2"
 _COLOURS = 3
 
 
@@ -49,11 +51,12 @@ class GpuPixels:
         """A JPEG's pixels, uint8 [3, height, width] on the device.
 
         Returns:
-            None for what is to be decoded elsewhere: other formats, pictures without three
-            colours, those that are larger than allowed or that nvJPEG does not decode.
+            None for what is to be decoded elsewhere: other formats, progressive JPEGs, any of
+            whose scans takes time, pictures without three colours, those that are larger than
+            allowed or that nvJPEG does not decode.
         """
         first, last = _JPEG
-        if not (data.startswith(first) and data.endswith(last)):
+        if not (data.startswith(first) and data.endswith(last)) or _PROGRESSIVE in data:
             return None
         size = image_size(data)
         if size is None or size[0] * size[1] > self._limits.max_pixels:

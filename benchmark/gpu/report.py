@@ -66,10 +66,14 @@ def page(parts: dict[str, Any]) -> str:
         told.append([name, part["status"], f"{part['seconds']:.0f}", headline])
         if part.get("tables"):
             texts.append(_section(name, part))
-    machines = {_machine(part["machine"]) for part in parts.values() if "machine" in part}
+    machines: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if "machine" in part:
+            machines.setdefault(_machine(part["machine"]), []).append(name)
+    places = " ".join(f"{', '.join(names)}: {where}" for where, names in machines.items())
     return f"""# One GPU
 
-`python benchmark/gpu/run.py --out DIR`, and `benchmark/gpu/report.py DIR`. {" ".join(machines)}
+`python benchmark/gpu/run.py --out DIR`, and `benchmark/gpu/report.py DIR`. {places}
 
 {table(told)}
 

@@ -21,7 +21,7 @@ from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, MODALITIES
 
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
-# What is laid out allocates by these numbers; no model's context comes near them.
+# Prompts are allocated by these numbers; no model's context comes near them.
 _MAX_TOKENS = 1 << 22
 _MAX_PATCHES = 1 << 26
 # msgpack's headers of binary data, with a length in one byte and in four.
@@ -39,9 +39,8 @@ class EncodeItem(msgspec.Struct, frozen=True, dict=True):
         label: what a person calls it ("image 2 of 3"), for error messages.
         data: the encoded media (JPEG, PNG, ...), or None when `url` says where it is.
         options: per-item preprocessing options of the request (`detail`, ...).
-        content_hash: what is behind the URL has this SHA-256, by the caller (`sha256:` and
-            64 hexadecimal digits); empty where nobody says. Encoders before minor version 2
-            do not compare it.
+        content_hash: SHA-256 of the URL's content, by the caller (`sha256:` and 64 hexadecimal
+            digits); empty without one. Encoders before minor version 2 do not compare it.
     """
 
     item: int
@@ -67,7 +66,7 @@ class EncodeItem(msgspec.Struct, frozen=True, dict=True):
 
 
 class ReplyTo(msgspec.Struct, frozen=True):
-    """Where and as whom the items are delivered."""
+    """The address and ticket under which the items are delivered."""
 
     endpoint: str
     ticket: str
@@ -79,7 +78,7 @@ class EncodeRequest(msgspec.Struct, frozen=True):
     Attributes:
         request_id: unique among the live requests of the encoder.
         namespace: the asker's encoder identity; must equal the encoder's own.
-        ttl_s: seconds from receipt until nobody wants the result any more.
+        ttl_s: seconds from receipt to the request's deadline.
         asker: what the asker calls the request in its logs; empty where it does not tell.
     """
 
@@ -100,7 +99,7 @@ class EncodeRequest(msgspec.Struct, frozen=True):
 
 
 class ItemOutcome(msgspec.Struct, frozen=True):
-    """What became of one item.
+    """The outcome of one item.
 
     Attributes:
         state: "delivered", "declined" or "failed".

@@ -21,7 +21,7 @@ def server_url(raw: str) -> str:
 
     Raises:
         ProtocolError: it is no such URL, or has credentials, a path, a query, or an address
-            that nobody can connect to.
+            that no client can connect to.
     """
     if not raw or len(raw) > _MAX_CHARACTERS or not _PLAIN.fullmatch(raw):
         raise ProtocolError("a server's URL is some visible ASCII characters")

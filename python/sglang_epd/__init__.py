@@ -3,5 +3,5 @@
 What an image is on its way to prefill lives here: planning and dispatch on the
 language server, encoding on the encoder server, and the channel between the two.
 Models, attention, scheduling and HTTP stay SGLang's. `plugin.py` is the only
-place that decides what is hooked and when.
+place that decides which functions are hooked and when.
 """

@@ -34,7 +34,7 @@ PROCESSOR_CONFIGS = (
 )
 
 
-# (offset, size) to bytes; and (read, begin, end) to a digest of what lies there.
+# (offset, size) to bytes; and (read, begin, end) to a digest of the bytes between.
 _Read = Callable[[int, int], bytes]
 _Digest = Callable[[_Read, int, int], str]
 
@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 
 
 def served(*, whole: bool = False) -> Checkpoint:
-    """The checkpoint of this process's server; downloads what is not in the cache yet.
+    """The checkpoint of this process's server; downloads files that the cache lacks.
 
     Args:
         whole: as of `Checkpoint`.
@@ -88,7 +88,7 @@ def served(*, whole: bool = False) -> Checkpoint:
             f"--model-path {path}: EPD servers compare fingerprints of a checkpoint's files; "
             "give a folder, or a model by its hub name"
         )
-    # First: without a network the loader says best what is missing.
+    # First: without a network the loader's message names the missing files best.
     weights = _weights(path, revision, model.load_format, model.download_dir)
     configs = {}
     # A file that cannot be had, for want of a network or at all, was not read by SGLang's

@@ -58,8 +58,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         request_timeout_s [language]: One deadline for a request's media, from its arrival until
             its embeddings are in the scheduler; retries spend it. Where it is not set, SGLang's
             `SGLANG_ENCODER_RECV_TIMEOUT` counts.
-        dispatch_policy [language]: How items are spread over encoders: `affinity` (what was
-            encoded somewhere goes there again), `least_loaded` (patches in work), `round_robin`,
+        dispatch_policy [language]: How items are spread over encoders: `affinity` (an item returns
+            to the encoder that has encoded it), `least_loaded` (patches in work), `round_robin`,
             or `shuffle` (SGLang's own).
         encoder_wait_s [language]: How long a request waits where no encoder is left to ask; then
             it gets 503.
@@ -68,8 +68,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_header [language]: Whether a request may name its encoders (`x-encoder-hosts-ports:
             host:port,...`).
         tell_sources [language]: Whether answers of `/generate` say where their media came from
-            (`meta_info.media_sources`). A user learns from it whether somebody with the same cache
-            salt has sent the same media before.
+            (`meta_info.media_sources`). A user learns from it whether another client with the same
+            cache salt has sent the same media before.
         encode [language, with `--enable-adaptive-dispatch-to-encoder`]: Whether anything goes to
             encoders.
         min_patches [language, with `--enable-adaptive-dispatch-to-encoder`]: Requests whose images

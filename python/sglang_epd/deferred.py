@@ -31,7 +31,7 @@ class _Watch(MetaPathFinder):
     the change behind the module's own code.
 
     It goes when the module has run, not when it was found: a module is also looked for
-    by those who only ask whether it exists, and an import may fail.
+    by code that only asks whether it exists, and an import may fail.
     """
 
     def __init__(self, name: str, change: Change) -> None:

@@ -1,4 +1,4 @@
-"""How much of this machine's memory one server may plan with, unless it is told.
+"""How much of this machine's memory one server may plan with by default.
 
 A host has eight accelerators at most, as a rule, and so eight servers of which each holds
 embeddings in host memory. With a sixteenth each they take half of it together, and only when

@@ -1,4 +1,4 @@
-"""What makes two servers hold the same encoder.
+"""The namespace: a digest of everything that makes two servers hold the same tower.
 
 A namespace is a digest over everything that an embedding depends on besides the
 media: architecture, tower configuration, what joins towers and language model, the

@@ -47,7 +47,7 @@ class Span:
         self._span = span
 
     def __bool__(self) -> bool:
-        """Whether anybody will see it; what only a span needs is not computed otherwise."""
+        """Whether the span is recorded; code that serves a span alone runs only then."""
         return bool(self._span.get_span_context().trace_flags.sampled)
 
     @property
@@ -130,8 +130,8 @@ def begin(name: str, headers: Mapping[str, str], **attributes: Any) -> Span:
     """A span under that of another process.
 
     Args:
-        headers: in small letters, of whoever sent them. What is no trace context, or longer
-            than one, is as if it was not there: a trace of its own begins.
+        headers: the client's, in small letters. A header that is no trace context, or longer
+            than one, is ignored: a trace of its own begins.
     """
     return _start(name, _told(headers), None, attributes)
 

@@ -1,4 +1,4 @@
-"""Whom servers believe: bearer tokens and TLS, from SGLang's flags and one variable.
+"""Authentication between servers: bearer tokens and TLS, from SGLang's flags and one variable.
 
 `SGLANG_EPD_TOKEN` is the secret of this package's servers; `--api-key` counts beside it.
 `--ssl-certfile`, `--ssl-keyfile` and `--ssl-keyfile-password` are what a server shows,
@@ -20,8 +20,8 @@ class Trust:
     """What one server shows and accepts.
 
     Attributes:
-        tokens: accepted from others; the first is what this server shows. None: everybody
-            is accepted.
+        tokens: accepted from others; the first is what this server shows. None: every
+            request is accepted.
         certfile, keyfile, keyfile_password: this server's certificate; empty for no TLS.
         ca_certs: whose certificates are believed; empty for those that the system believes
             (`SSL_CERT_FILE` names others).
@@ -70,7 +70,7 @@ class Trust:
         return {"Authorization": f"Bearer {self.token}"} if self.tokens else {}
 
     def admits(self, authorization: bytes) -> bool:
-        """Whether who sent this `Authorization` header may ask; takes the same time for all."""
+        """Whether this `Authorization` header has an accepted token; takes the same time always."""
         matches = [
             hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in self.tokens
         ]

@@ -166,7 +166,7 @@ _TOO_LARGE = "it takes more memory to decode than media of its size do"
 
 
 def _failed(error: Exception) -> Failed:
-    """What the server is told of an error that a library raised."""
+    """The message to the server about an error that a library raised."""
     detail = f"{type(error).__name__}: {error}"
     memory = ("memory", "bad_alloc", "Cannot allocate")
     if isinstance(error, MemoryError) or any(word in str(error) for word in memory):

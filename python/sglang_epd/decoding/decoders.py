@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _CHILD = "sglang_epd.decoding.child:serve"
 _PICTURES = ("sglang_epd.decoding.child",)
 _FILMS = ("sglang_epd.decoding.video", "sglang_epd.decoding.sound", *_PICTURES)
-# What comes with a place: 1080p, the index of an hour of video, a minute of sound.
+# Set aside for each place: 1080p, the index of an hour of video, a minute of sound.
 SMALL_BYTES = 64 << 20
 # Files up to this are covered by it, twice: in memory, and where the child has read them.
 _SMALL_FILE_BYTES = 8 << 20
@@ -147,7 +147,7 @@ class Decoding:
         self._let_go()
 
     def stop(self) -> None:
-        """Nobody waits for it any more: end its child; from any thread."""
+        """End its child, because the item is no longer wanted; from any thread."""
         with self._lock:
             self._stopped = True
             if self._child is not None:
@@ -231,7 +231,7 @@ class Decoding:
         """What the child answers, and the descriptor that came with it, -1 for none.
 
         Raises:
-            EpdError: whatever it says, or came of it.
+            EpdError: the child's own, or one for its end.
         """
         child = self._held()
         left = self._deadline - time.monotonic()
@@ -245,7 +245,7 @@ class Decoding:
             self._end_child()
             raise DeadlineError("the request's deadline passed while it was decoded") from None
         except (EOFError, OSError, ProtocolError):
-            # One that says what is no answer may say more, which would be the next item's.
+            # A child that sends no valid answer may send more, which would be the next item's.
             self._end_child()
             if self._stopped:
                 raise RequestCancelledError("nobody waits for it any more") from None

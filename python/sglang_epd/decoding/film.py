@@ -26,7 +26,7 @@ class Film:
         self._count = 0
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Frames uint8 [count, height, width, 3], in memory that nobody else writes.
+        """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
 
         Raises:
             IndexError: there is no such frame.

@@ -53,7 +53,7 @@ class Adapter:
     def __init__(self, registered: Any, family: Family) -> None:
         self.family = family
         self.processor = family.processor(registered)
-        # Of an output, what is the same for every prompt; `proof` finds it.
+        # The part of an output that is the same for every prompt; `proof` finds it.
         self.constants: dict[str, Any] = {}
         # Whether positions of the language model follow the grids of media.
         self.positions_follow_grids = False
@@ -77,7 +77,7 @@ class Adapter:
             videos: decoders (`films`).
 
         Raises:
-            Exception: whatever the processor raises.
+            Exception: any error of the processor.
         """
         request = SimpleNamespace(
             rid="",
@@ -100,9 +100,9 @@ class Adapter:
         """Prepare one picture or video.
 
         Raises:
-            EncodeError: what the processor made of it cannot be told to a language server.
+            EncodeError: the processor's result cannot be sent to a language server.
             MediaTypeError: the processor knows nothing of that kind.
-            Exception: whatever the processor raises.
+            Exception: any error of the processor.
         """
         mark = self.family.mark(self.processor, modality)
         if not mark:
@@ -169,7 +169,7 @@ class Adapter:
         Raises:
             MediaError: the prompt and the items do not match.
             MediaTypeError: it has something that this model is not served with.
-            EncodeError: the encoder told what cannot be.
+            EncodeError: the encoder sent an impossible expansion.
         """
         from sglang.srt.managers.schedule_batch import (
             Modality,
@@ -211,7 +211,7 @@ class Adapter:
                 )
                 for where, some in zip(places, embedding.split(counts), strict=True)
             ]
-        # SGLang names what is in brackets in the order of the items.
+        # SGLang names bracketed runs in the order of the items.
         items.sort(key=lambda item: item.offsets)
         return MultimodalProcessorOutput(
             mm_items=items,
@@ -271,7 +271,7 @@ def constants_of(output: Any) -> dict[str, Any]:
     """What a processor's output says of the model rather than of its prompt.
 
     Raises:
-        MediaError: it says something of the prompt that nobody here can make.
+        MediaError: it says something of the prompt that no server here can make.
     """
     constants = {}
     for name in output.__struct_fields__:

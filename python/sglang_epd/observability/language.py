@@ -55,7 +55,7 @@ class DispatchMetrics(Metrics):
 
 
 class DispatchTally(PrometheusTally):
-    """Counts what becomes of a language server's requests with media.
+    """Counts the outcomes of a language server's requests with media.
 
     Args:
         namespace: of the encoders that this server takes embeddings from.

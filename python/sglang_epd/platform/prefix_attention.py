@@ -1,4 +1,4 @@
-"""Torch-native attention of what follows a cached prefix.
+"""Torch-native attention of the tokens behind a cached prefix.
 
 SGLang's backend computes attention for every token of a prompt, those of the cached prefix
 with queries of nothing in particular, and drops their rows: a short question behind a long

@@ -41,7 +41,7 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-# What serves users, and what is nearer to its end, comes first on a busy machine. Beside three
+# Processes that serve users, or that end soon, come first on a busy machine. Beside three
 # hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
 _NICE = 10
 _BEAR = msgspec.msgpack.Decoder(Bear)
@@ -85,7 +85,7 @@ class _Forker:
         self._poll.register(fd, select.POLLIN)
         try:
             send_now(end, Born(pid), [fd])
-        except OSError:  # nobody waits for it any more; it sees the end of its channel
+        except OSError:  # the item is no longer wanted; it sees the end of its channel
             return
 
     def _live(self, told: Bear, end: socket.socket) -> NoReturn:

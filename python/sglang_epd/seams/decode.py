@@ -77,7 +77,7 @@ class DecodePrompts:
         modalities: SGLang's `Modality` members by name.
         default_port: of a bootstrap server whose port the request does not say.
         context_tokens: longer prompts are refused before they are laid out: the request says
-            which server is asked, so what is told may be anybody's.
+            which server is asked, so the answer may come from any server.
         metrics: counts what happened.
         live: the live requests by id, each with its `time_stats`.
     """

@@ -1,4 +1,4 @@
-"""Hooks on SGLang, applied when SGLang imports what they are on; and whether they hold.
+"""Hooks on SGLang, applied when SGLang imports their targets; and whether they hold.
 
 SGLang's `HookRegistry` imports its targets while plug-ins register: the encoder and the
 model runner in processes that never use them, and `prometheus_client` before SGLang has
@@ -60,7 +60,7 @@ class _State:
 
     Attributes:
         installed: all of them.
-        applied: what stands in SGLang.
+        applied: the function that SGLang now calls.
         failed: why it cannot.
         required: whether all have to hold.
     """

@@ -82,8 +82,8 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
 
     SGLang asks for a client every 4 s, and of a body of more than 64 KiB, which an image is,
     uvicorn has stopped reading: the first question has it read on, and only the second, 8 s
-    after the beginning, finds that nobody is there. By then encoders have encoded what nobody
-    waits for. Here the second question comes at once, and the pauses grow.
+    after the beginning, finds that the client is gone. By then encoders have encoded media that
+    no client waits for. Here the second question comes at once, and the pauses grow.
 
     Args:
         http: the client's request; None where there is none to leave.

@@ -1,8 +1,8 @@
 """Where the processes of one server find each other.
 
 The launcher draws a run id and its children inherit it; the folder itself is made
-only by a language server's scheduler, and who drew the id removes it at exit. What a
-killed server left behind is removed by the next one: the scheduler holds a lock on its
+only by a language server's scheduler, and the process that drew the id removes it at
+exit. The next server removes the folder of a killed one: the scheduler holds a lock on its
 folder for as long as it lives.
 """
 
@@ -44,7 +44,7 @@ def control_path() -> Path:
 
 
 def claim() -> int:
-    """Make this server's folder and hold it; remove the folders that nobody holds.
+    """Make this server's folder and lock it; remove the folders without a lock.
 
     Returns:
         The lock's file descriptor, which stays open until the process ends.

@@ -60,7 +60,7 @@ class SchedulerSeam:
         return self._leader.waiting if self._leader is not None else []
 
     def pass_on(self, pulled: list[Any]) -> list[Any]:
-        """On the leading rank, before the broadcast: hold back what waits for items."""
+        """On the leading rank, before the broadcast: hold back requests that wait for items."""
         return self._leader.pass_on(pulled) if self._leader is not None else pulled
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:

@@ -46,7 +46,7 @@ def resolve(original: Any, server_args: Any) -> None:
 
 
 def check(server_args: Any) -> None:
-    """Refuse, at start-up and by name, what would fail or be ignored later.
+    """Refuse, at start-up and by name, flags that would fail or be ignored later.
 
     Raises:
         ConfigError: a flag that this version does not honour.
@@ -80,7 +80,7 @@ def check(server_args: Any) -> None:
 
 
 def _check_family(server_args: Any, architecture: str) -> None:
-    """What can be said of a model that is not on SGLang's list before anything is loaded;
+    """Refuse, before anything is loaded, models outside SGLang's list that cannot be split;
     `families.proof` says the rest.
 
     Raises:

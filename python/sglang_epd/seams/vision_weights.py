@@ -3,7 +3,7 @@
 SGLang's models build their tower and read its weights even with `--language-only`;
 nothing calls it there, because every image arrives as an embedding. So it is built of one
 block, none of its tensors is read from the checkpoint, files without any other are not
-opened, and what is left of it is released, before SGLang sizes the KV cache. Kept, and its
+opened, and its few built layers are released, before SGLang sizes the KV cache. Kept, and its
 speed measured, where `--enable-adaptive-dispatch-to-encoder` may run it.
 
 Leans on `model_executor.model_runner.ModelRunner.load_model`, and on `families.reading`.
@@ -46,7 +46,7 @@ _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
 class ReleasedTower(nn.Module):
-    """Stands where the tower was, and says so to whoever calls it.
+    """Stands where the tower was; a call raises an error that says so.
 
     What a tower says of prompts (Pixtral's puts the names of pictures into them) needs
     nothing of its memory, and stays.
@@ -94,7 +94,7 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
 
 
 def _prove(model_runner: Any) -> None:
-    """A model that SGLang does not list has to name pictures by what is known here."""
+    """Refuse a model that needs more than a language server has to name pictures in a prompt."""
     config = model_runner.model_config
     architecture = config.hf_config.architectures[0]
     family = family_of(architecture)

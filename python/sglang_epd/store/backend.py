@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Keep the pieces, one after the other, under a name: all of them or nothing."""
 
     async def remove(self, name: str) -> None:
-        """Forget what is under a name, if there is anything."""
+        """Remove the entry of a name, if there is one."""
 
     async def close(self) -> None:
         """Let go of connections; calls in flight end by themselves."""

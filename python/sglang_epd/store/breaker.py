@@ -79,7 +79,7 @@ class Breaker:
         if self.blocks:
             call.close()
             raise LeftAloneError("left alone for a while")
-        # One at a time: others would wait for what is not there.
+        # One at a time: others would wait for a store that may still be gone.
         probe = self._probing = self.state is State.OPEN
         try:
             async with asyncio.timeout(timeout_s):

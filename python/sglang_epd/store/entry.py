@@ -128,7 +128,7 @@ class Sealer:
         """Read an entry; the embedding is a view of `raw`.
 
         Args:
-            key, modality: what was asked for.
+            key, modality: of the entry that was asked for.
             raw: uint8, one dimension, in memory of its own.
 
         Raises:

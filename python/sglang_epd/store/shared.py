@@ -29,17 +29,17 @@ from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-# Told of each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
+# Called for each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
 Observer = Callable[[str, str, float, int], None]
 
-# What is read at a time; each may take `max_item_bytes`.
+# Reads at a time; each may take `max_item_bytes`.
 _READS = 8
 _CONNECT_S = 5.0
 _WRITE_S = 10.0
 # When the server ends.
 _LAST_WRITES_S = 1.5
 _LAST_WORDS_S = 0.5
-# Digests of what is read and written.
+# Digests of entries that are read and written.
 _HASHERS = 2
 
 
@@ -141,7 +141,7 @@ class SharedStore:
         return self._writing.nbytes
 
     def status(self) -> dict[str, Any]:
-        """For people: how it does, and what came of it so far; not where it is."""
+        """For people: its state and its counts so far, without its address."""
         return {
             "kind": self._url.kind,
             "breakers": {name: breaker.state.value for name, breaker in self.breakers.items()},
@@ -151,7 +151,7 @@ class SharedStore:
         }
 
     async def close(self) -> None:
-        """Give what waits to be written a moment; takes two seconds at most."""
+        """Give queued writes a moment; takes two seconds at most."""
         await self._writing.close(_LAST_WRITES_S)
         self._hashing.close()
         try:

@@ -276,7 +276,7 @@ class Expect(Message, frozen=True, tag="expect"):
         layouts: of each item, where all are known: the prefix cache is asked before anything
             is sent, and a `Needed` follows the first claim.
         announcer: the tokenizer process that announced it, to receive `Again` should its items be
-                needed after all.
+            needed after all.
         trace: W3C's `traceparent` of what the request's media are part of; empty for none.
     """
 

@@ -81,7 +81,7 @@ class PrefillQueue:
         """Pin the request's cached prefix until its prefill begins.
 
         Returns:
-            Items of the request whose KV is cached, so that nobody has to encode them.
+            Items of the request whose KV is cached, so that they need no encoder.
         """
         if self._costs.prefix_cache:
             request.pinned = self._cache.match(request.chain)

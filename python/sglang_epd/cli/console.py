@@ -28,7 +28,7 @@ _STATE_COLOURS = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Who reads has left (`up | head`): write no more, and come to an end in order."""
+        """The reader has left (`up | head`): write no more, and end in order."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -106,7 +106,7 @@ class LineReporter:
         self._status.update(f"{ready} of {self._total} ready; {phases}")
 
     def ready(self) -> None:
-        """All servers have been ready; told once."""
+        """Say, once, that all servers have been ready."""
         self.is_ready = True
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ PHASES = (
     ("Uvicorn running", "listening"),
 )
 FIRST_PHASE = "importing"
-# At most so much at a time, so that a flood delays nobody else's lines.
+# At most so much at a time, so that a flood delays no other server's lines.
 _CHUNK_BYTES = 1 << 20
 # Longer lines are shown in pieces.
 _LINE_BYTES = 64 << 10

@@ -1,6 +1,6 @@
 """The `sglang-epd` command: its subcommands, and what an error looks like.
 
-A subcommand is a function in a module of its own, which imports what is slow to import
+A subcommand is a function in a module of its own, which imports slow modules
 inside the function: `sglang-epd --help` imports none of it. The planner's subcommand is an entry
 point, because nothing here imports the planner.
 """
@@ -59,7 +59,7 @@ for _point in distribution("sglang-epd").entry_points.select(group="sglang_epd.c
 def run() -> None:
     """The console script: as `app`, but what a user can mend is one line on stderr.
 
-    Exit codes: 0, 1 for what failed, 2 for what was typed wrong.
+    Exit codes: 0, 1 for a failure, 2 for a wrong command line.
     """
     try:
         app()

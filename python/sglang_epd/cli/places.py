@@ -25,7 +25,7 @@ class Place:
     Attributes:
         shown: for people; empty where it shares all with the others.
         env: what tells the server.
-        prefix: what goes before its command.
+        prefix: words before its command.
     """
 
     shown: str = ""

@@ -33,7 +33,7 @@ _QUEUED = ("looking", "waiting", "preparing", "ready")
 _ENCODER_HITS = ("cached", "stored", "coalesced")
 _LANGUAGE_HITS = ("kv", "language_cache")
 _ROLES = {"unified": "language", "prefill": "prefill", "decode": "decode"}
-# Requests that wait in a server of SGLang, whatever for.
+# Requests that wait in a server of SGLang, for any reason.
 _QUEUES = (
     "sglang:num_queue_reqs",
     "sglang:num_prefill_bootstrap_queue_reqs",
@@ -57,7 +57,7 @@ class View:
         namespace: of the embeddings that it makes or takes; empty where it has none.
         encoders: those that a language server knows, by state.
         problem: why there is nothing to tell; empty for none.
-        hint: what would have it tell more; empty for nothing.
+        hint: a setting that would make it answer more; empty for none.
     """
 
     name: str
@@ -85,10 +85,10 @@ class View:
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask.
+    """A server to ask.
 
     Attributes:
-        role: empty where the answers will tell.
+        role: empty where its answers will say.
         told: state, restarts and pid, from the `up` that runs it.
     """
 
@@ -99,7 +99,7 @@ class Target:
 
 
 def target(url: str) -> Target:
-    """A server by the URL that somebody typed.
+    """A server by its URL as it was typed.
 
     Raises:
         ConfigError: it is none.

@@ -62,7 +62,7 @@ class ServerError(RuntimeError):
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port for a server that starts later, each only once in this process.
 
-    Taken from a range that nobody else draws from: Linux gives outgoing connections 32768
+    Taken from a range that no other program draws from: Linux gives outgoing connections 32768
     and up, SGLang its process groups 22000 to 29999, Mooncake 12300 to 17000. A port of
     those may be gone by the time that a server of twenty seconds' start-up binds it.
 
@@ -78,7 +78,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Process(Protocol):
-    """What is asked of a started process; `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a started process needs."""
 
     @property
     def pid(self) -> int: ...
@@ -93,7 +93,7 @@ class Process(Protocol):
 class ServerProcess:
     """One server as a child process, with everything that it starts in turn.
 
-    Use it as a context manager: entering starts it, leaving stops it whatever happened.
+    Use it as a context manager: entering starts it, leaving always stops it.
 
     Args:
         name: how messages call it.

@@ -33,7 +33,7 @@ def root(env: Mapping[str, str] = os.environ) -> Path:
     """The folder of all of this user's runs.
 
     Raises:
-        ConfigError: somebody else can write there.
+        ConfigError: another user can write there.
     """
     given = env.get("XDG_RUNTIME_DIR", "")
     if given and os.access(given, os.W_OK):
@@ -70,7 +70,7 @@ class Run:
         (self.folder / _TEMPORARY).symlink_to(self.temporary)
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is told of this run, as a whole."""
+        """Replace the record of this run, as a whole."""
         temporary = self.folder / f"{_STATE}.new"
         with temporary.open("w") as file:
             os.chmod(file.fileno(), 0o600)

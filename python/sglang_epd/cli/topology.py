@@ -38,7 +38,7 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What was asked for.
+    """The topology that was asked for.
 
     Attributes:
         model: path or hub name.
@@ -147,7 +147,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     """Lay a topology out.
 
     Args:
-        free_port: a port that nobody has, each only once.
+        free_port: an unused port, each only once.
         place: devices for a server that asks for so many, each only once.
     """
     api_port = shape.port or free_port()

@@ -1,6 +1,6 @@
 """Whether a request's media are encoded by encoders or by this server's own tower.
 
-Pure: what is known goes in, a decision with both predicted costs comes out. The costs are
+Pure: measurements go in, a decision with both predicted costs comes out. The costs are
 seconds until the embeddings are there. Elsewhere they are those of the encoder that is
 done last, of moving the embeddings, and of one round trip; here those of the tower, behind
 what it has to do already, times what it costs that prefill and decode stand still
@@ -61,7 +61,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What people set, and what is known of the model.
+    """Settings of users, and facts about the model.
 
     Attributes:
         encode: whether encoders are asked at all.
@@ -201,7 +201,7 @@ class Link:
         self._add(nbytes, min(max(0.0, seconds), most))
 
     def cost(self, now: float) -> LinkCost:
-        """What is known now; within bounds, whatever was measured."""
+        """The current estimate, within bounds."""
         if now - self._learnt_at > self._VALID_S:
             self._begin()
         weight, x, xx, y, xy = self._sums
@@ -221,16 +221,16 @@ class Link:
 
 
 class LocalQueue:
-    """What this server's tower has to do still: it is told what comes, and takes it that
-    the tower works at its rate. Nobody has to say when an item was done, or was not run
-    because SGLang had its embedding in a cache."""
+    """The remaining work of this server's tower. It counts arriving items and assumes that the
+    tower works at its rate. No report is needed when an item is done, or is not run because
+    SGLang has its embedding in a cache."""
 
     def __init__(self) -> None:
         self._patches = 0.0
         self._at = 0.0
 
     def patches(self, now: float, rate: float) -> float:
-        """What is left at `now`, in seconds of a clock that only goes on."""
+        """The remaining work at `now`, in seconds of a clock that only goes on."""
         self._patches = max(0.0, self._patches - max(0.0, now - self._at) * rate)
         self._at = now
         return self._patches

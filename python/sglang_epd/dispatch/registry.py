@@ -89,7 +89,7 @@ class Registry:
     """Handles the routes; use it from one event loop.
 
     Args:
-        pool: whom it tells.
+        pool: hears of encoders.
         trust: who may register.
         siblings: the server's other tokenizer workers, if it may have any.
     """
@@ -164,7 +164,7 @@ class Registry:
         )
 
     async def _read(self, request: web.Request) -> _Registration:
-        """The message; not before who sends it may.
+        """Authenticate the sender, then read and decode the body.
 
         Raises:
             ProtocolError: it is none.
@@ -184,7 +184,7 @@ def _lease_s(asked: _Registration) -> float:
     if len(asked.namespace) > _MAX_NAMESPACE or not asked.namespace.isprintable():
         raise ProtocolError(f"a namespace is at most {_MAX_NAMESPACE} printable characters")
     if asked.lease_s is None:
-        # Of one of ours that says who it is, but not for how long.
+        # Of an encoder of ours with an identity and without a lease.
         return LEASE_S if asked.namespace else math.inf
     least, most = _LEASES_S
     if not least <= asked.lease_s <= most:

@@ -1,4 +1,4 @@
-"""What a policy is told of an item: its key and what encoding it will cost.
+"""An item as a policy sees it: its key and the expected cost of its encoding.
 
 Both are estimates, made before anything is fetched or decoded. The encoder has the true
 key and the true cost.
@@ -16,12 +16,12 @@ from sglang_epd.dispatch.policies import Work
 from sglang_epd.media import image_size
 from sglang_epd.wire.http import EncodeItem, ItemLayout
 
-# Of most vision towers; what is learnt makes up for others.
+# Of most vision towers; running means make up for others.
 _PIXELS_PER_PATCH = 14 * 14
 # Where nothing has been learnt: a picture of 448 x 448, some seconds of video, half a
 # minute of sound.
 _START_PATCHES = {"IMAGE": 1024.0, "VIDEO": 16_384.0, "AUDIO": 3000.0}
-# What Qwen's processors make of the largest picture, unless they are told to make less.
+# Patches that Qwen's processors make of the largest picture by default.
 _MAX_IMAGE_PATCHES = 65_536.0
 # What a grid may claim to have cost.
 _MAX_PATCHES = 1 << 22
@@ -66,8 +66,8 @@ class Costs:
 def describe(items: Sequence[EncodeItem], costs: Costs) -> list[Work]:
     """Items as policies see them, in their order.
 
-    Hashes inline bytes that nobody has hashed yet (some 3 GB a second). Raises nothing,
-    whatever the bytes are.
+    Hashes inline bytes that have no digest yet (some 3 GB a second). Raises nothing, for any
+    input.
     """
     return [Work(_key(item), costs.estimate(item)) for item in items]
 

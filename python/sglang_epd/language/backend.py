@@ -234,7 +234,7 @@ class Leader:
             if now < claim.until:
                 continue
             del self._open[name]
-            # Should it wake after all, nobody is to be handed the items.
+            # Should it wake after all, it must not get the items.
             self._claims.abandon(name)
             claim.end(error.code, error.message)
             if claim.request is not None:

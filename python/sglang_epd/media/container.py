@@ -1,6 +1,6 @@
 """Whether a video or sound file may be shown to FFmpeg.
 
-FFmpeg opens whatever it recognises, playlists that name other files and hosts among it.
+FFmpeg opens every format that it recognises, playlists that name other files and hosts among it.
 So files are admitted by what they are: videos as ISO base media, that is MP4 and QuickTime,
 or Matroska, that is WebM; sounds as WAV, FLAC, MP3 or Ogg. What opening and decoding them
 takes, in memory and in time, is bounded by the process that does it (`decoding`).

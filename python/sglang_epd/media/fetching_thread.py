@@ -49,7 +49,7 @@ class FetchingThread:
     loop. Cancelling a call cancels it in the thread.
 
     Args:
-        limits: what may be read.
+        limits: media that may be read.
         options: further ones of `MediaFetcher`.
     """
 

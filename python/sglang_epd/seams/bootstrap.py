@@ -114,8 +114,8 @@ def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: No
 def serve_layouts(_result: None, server: Any) -> None:
     """After `_setup_routes`: add ours on a `--language-only` server.
 
-    Not where some media are laid out elsewhere, because a decode server would wait for those: `--enable-adaptive-dispatch-to-encoder` keeps them from the encoders, and
-    several tokenizer workers are other processes than this one.
+    Not with `--enable-adaptive-dispatch-to-encoder`, which keeps some media from encoders, so
+    that a decode server would wait in vain, nor with several tokenizer workers, because
     """
     from sglang.srt.runtime_context import get_disagg, get_serving
 

@@ -13,7 +13,7 @@ from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.cli.places import accelerators
 from sglang_epd.errors import ConfigError
 
-# SGLang's ports that servers use unless they are told otherwise, and whose they are.
+# SGLang's default ports, and the servers that use them.
 USUAL_PORTS = {
     30000: "--port",
     8997: "--encoder-bootstrap-port",
@@ -78,7 +78,7 @@ def ports(wanted: Sequence[int] = ()) -> Iterator[Finding]:
                 flag = USUAL_PORTS.get(port, "--port")
                 found = f"{port}: {error.strerror}"
                 mend = f"`ss -ltnp sport = :{port}` says whose it is; {flag} takes another"
-                # An own server may be there already, unless somebody asked for this one.
+                # A server of this user may hold it already, unless this port was asked for.
                 yield (fail if wanted else note)("ports", found, mend)
             else:
                 free.append(str(port))

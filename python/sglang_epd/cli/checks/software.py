@@ -1,4 +1,4 @@
-"""What is installed: versions, plug-ins, SGLang's seams, libraries, settings."""
+"""The installation: versions, plug-ins, SGLang's seams, libraries, settings."""
 
 from __future__ import annotations
 

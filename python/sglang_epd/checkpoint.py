@@ -41,7 +41,7 @@ _Digest = Callable[[_Read, int, int], str]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What of a checkpoint tells its towers from others.
+    """The parts of a checkpoint's configuration that tell its towers from others.
 
     Args:
         configs: parsed JSON files by name; a file that the checkpoint lacks has no entry.
@@ -108,7 +108,7 @@ def served(*, whole: bool = False) -> Checkpoint:
 
 
 def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
-    """What `--quantization` does to weights that are not in that form already.
+    """The effect of `--quantization` on weights that are not in that form already.
 
     SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
     layers that are left out.

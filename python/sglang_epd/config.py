@@ -1,11 +1,11 @@
 """Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
 
 Everything SGLang does have a flag for is read from SGLang. `Settings` is the one schema: it
-reads the environment and the file, refuses what it does not know, so that a typing mistake
+reads the environment and the file, refuses unknown names, so that a typing mistake
 is not silently without effect, and docs/settings.md is written from it.
 
 `SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
-without the prefix; what the environment says counts before it:
+without the prefix; the environment counts before it:
 
     settings:
       dispatch_policy: least_loaded
@@ -31,10 +31,10 @@ CONFIG_FILE = "SGLANG_EPD_CONFIG"
 _OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
 _MOST_FILE_BYTES = 1 << 20
-# What a file may hold beside `settings`: options of `sglang-epd up`, which reads them.
+# Keys of a file beside `settings`: options of `sglang-epd up`, which reads them.
 SECTIONS = ("settings", "up")
 
-# Titles and bounds are what a refusal says; titles are on docs/settings.md too.
+# Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
 Folder = Annotated[str, Meta(title="a folder")]
 Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")]
@@ -213,14 +213,14 @@ def variables() -> dict[str, FieldInfo]:
 
 
 def bounds(hint: Any) -> Meta:
-    """What a setting of this type takes."""
+    """The values of a setting of this type."""
     while get_origin(hint) is not Annotated:  # of a type or None
         hint = get_args(hint)[0]
     return get_args(hint)[1]
 
 
 def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment, and beneath it what the file has that `SGLANG_EPD_CONFIG` names.
+    """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
 
     Raises:
         ConfigError: the file cannot be used.

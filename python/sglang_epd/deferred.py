@@ -1,6 +1,6 @@
 """Change a module when it is imported, without importing it earlier.
 
-SGLang's `HookRegistry.apply_hooks` imports what it hooks, in the launcher too. The modules
+SGLang's `HookRegistry.apply_hooks` imports its targets, in the launcher too. The modules
 hooked here pull in `prometheus_client`, which must not be imported before SGLang has
 set its multiprocess directory (else `/metrics` stays blank), and they cost seconds.
 """

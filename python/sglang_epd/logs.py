@@ -107,7 +107,7 @@ class _JsonHandler(logging.StreamHandler):
 
 
 def _clean(text: str, most: int = _MOST_CHARS) -> str:
-    """A text without what could begin a line of its own."""
+    """A text without characters that could begin a line of its own."""
     shown = text[:most]
     if shown.isprintable():
         return shown

@@ -56,7 +56,7 @@ def usable_bytes(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """What the control groups of this process allow, of both versions."""
+    """The memory limit of this process's control groups, of both versions."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

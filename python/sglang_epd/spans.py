@@ -52,7 +52,7 @@ class Span:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What another process continues the trace by: W3C's `traceparent` and `tracestate`."""
+        """Headers by which another process continues the trace (`traceparent`, `tracestate`)."""
         headers: dict[str, str] = {}
         _W3C.inject(headers, trace.set_span_in_context(self._span))
         return _bounded(headers)
@@ -108,7 +108,7 @@ class Span:
         elif isinstance(error, asyncio.CancelledError):
             self.fail("RequestCancelledError", "cancelled")
         elif error is not None:
-            # What it says is not ours to tell.
+            # The message of an unknown error may hold a user's data.
             self.fail(type(error).__name__)
         self.end()
 

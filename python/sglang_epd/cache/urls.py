@@ -88,5 +88,5 @@ class UrlMemory:
 
 
 def name_of(url: str) -> bytes:
-    """What a URL is called: a digest, since a URL may be long, and hold secrets."""
+    """The name of a URL: a digest, since a URL may be long, and hold secrets."""
     return blake3(url.encode()).digest()

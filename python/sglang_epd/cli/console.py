@@ -53,7 +53,7 @@ def table(*columns: str, title: str = "") -> Table:
     """An empty table in the command's look."""
     made = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
     for column in columns:
-        # Cut nothing: what does not fit is folded, since tables are copied from.
+        # Cut nothing: fold wide cells, since tables are copied from.
         made.add_column(column, overflow="fold")
     return made
 
@@ -64,7 +64,7 @@ class LineReporter:
     Args:
         out: where to.
         names: all servers, so that the names take one width.
-        logs: whether what servers write is shown.
+        logs: whether the servers' logs are shown.
         on_ready: called once all are.
     """
 

@@ -35,7 +35,7 @@ _NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often, and how soon, what dies is started again.
+    """How often, and how soon, a server that has died is started again.
 
     Attributes:
         most: deaths within `within_s` that are made good; one more is the last.

@@ -128,7 +128,7 @@ class Cores:
         )
 
     def __call__(self, _number: int) -> Place:
-        """The next share, whatever the number of ranks."""
+        """The next share, for any number of ranks."""
         mine = next(self._shares)
         if not mine:
             return Place()

@@ -1,4 +1,4 @@
-"""Asks servers how they do: what each is, its state, queue and hit rate.
+"""Asks servers for their kind, state, queue and hit rate.
 
 Encoders tell by `/v1/status` and `/metrics`, servers of SGLang by `/metrics`, which they
 have with `--enable-metrics`, and all of them by `/health`. None of these wants a token.
@@ -29,7 +29,7 @@ _MAX_SHOWN = 300
 _NO_METRICS = "tells no more; language, prefill and decode servers do with --enable-metrics"
 # An encoder's works that have not come to the tower yet.
 _QUEUED = ("looking", "waiting", "preparing", "ready")
-# What an encoder, and what a language server, did not have to compute.
+# Items that an encoder, and that a language server, did not have to compute.
 _ENCODER_HITS = ("cached", "stored", "coalesced")
 _LANGUAGE_HITS = ("kv", "language_cache")
 _ROLES = {"unified": "language", "prefill": "prefill", "decode": "decode"}
@@ -183,7 +183,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
 
 
 class Samples:
-    """What a `/metrics` holds.
+    """The values of a `/metrics` page.
 
     Args:
         samples: name, labels and value of each.
@@ -272,5 +272,5 @@ def _sglang(view: View, samples: Samples) -> View:
 
 
 def _plain(text: object) -> str:
-    """What a stranger said, as it may be shown on a terminal."""
+    """A foreign text, as it may be shown on a terminal."""
     return "".join(one if one.isprintable() else "?" for one in str(text)[:_MAX_SHOWN])

@@ -30,9 +30,9 @@ from types import TracebackType
 from typing import Protocol
 
 _POLL_S = 0.1
-# What a server's own children get to end in once the server has.
+# Time for a server's own children to end after the server.
 _LEFTOVERS_S = 1.0
-# What the child runs before it becomes the server: ask for a SIGKILL when the parent
+# Run in the child before it becomes the server: ask for a SIGKILL when the parent
 # dies (1 is PR_SET_PDEATHSIG), unless it has died already. Not a `preexec_fn`, which may
 # deadlock in a parent that has threads.
 _DIE_WITH_PARENT = """

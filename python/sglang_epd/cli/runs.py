@@ -1,4 +1,4 @@
-"""What `up` leaves for `status` and `top` to find: one folder for each run.
+"""The record that `up` leaves for `status` and `top`: one folder for each run.
 
 `$XDG_RUNTIME_DIR/sglang-epd/<pid>/`, or `/tmp/sglang-epd-runs-<uid>/<pid>/`, holds
 `state.json`, the servers' logs, and a lock that the run holds for as long as it lives, be
@@ -97,7 +97,7 @@ class FoundRun:
 
     Attributes:
         pid: of its `up`.
-        state: what it wrote last.
+        state: its last record.
     """
 
     pid: int
@@ -127,7 +127,7 @@ def _held(folder: Path) -> bool:
 
 
 def _forget(parent: Path) -> None:
-    """Remove what ended runs have left, but for the logs of the last of them."""
+    """Remove the records of ended runs, but for the logs of the last of them."""
     left = [folder for folder in parent.iterdir() if folder.is_dir() and not _held(folder)]
     left.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in left:

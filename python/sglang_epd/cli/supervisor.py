@@ -1,4 +1,4 @@
-"""Runs a plan: starts its servers, follows their logs, starts again what dies, stops all.
+"""Runs a plan: starts its servers, follows their logs, restarts dead ones, stops all.
 
 One loop in the calling thread, because the kernel ends servers with the thread that
 started them. `lives` decides, `processes` acts, a `LineReporter` shows the events.
@@ -70,8 +70,8 @@ class Supervisor:
         folder: for their logs.
         reporter: shows the events.
         env: variables that every server inherits.
-        restarts: how often what dies is started again.
-        changed: called whenever what `describe` tells has changed.
+        restarts: how often a dead server is started again.
+        changed: called whenever the answer of `describe` has changed.
         python: the interpreter that the servers run with.
         start_timeout_s: until all have to have been ready.
         grace_s: for a server to stop; encoders finish accepted requests.
@@ -114,7 +114,7 @@ class Supervisor:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """Each server: what it is, where, and how it does."""
+        """Each server: its role, place and state."""
         return [
             {
                 "name": charge.server.name,
@@ -182,7 +182,7 @@ class Supervisor:
             charge.process.check_running()
         except ServerError as error:
             charge.why = str(error)
-        # What it had started itself may be there still.
+        # Its own children may be there still.
         charge.process.stop()
         charge.remove_memory()
         charge.life.ended(now)

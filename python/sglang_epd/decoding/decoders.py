@@ -1,4 +1,4 @@
-"""The server's side of decoding: which child has which item, and what it may use.
+"""The server's side of decoding: the child of each item, and its allowance.
 
 Blocking, for worker threads. Each item has a place, of which there are as many as items
 are prepared side by side. A place comes with a child and some memory, enough for any
@@ -101,7 +101,7 @@ class Decoders:
         return self.budget.waiting
 
     def start(self) -> None:
-        """Start what pictures need, without waiting for it."""
+        """Start the nursery of pictures, without waiting for it."""
         self.pictures.nursery.start()
 
     def begin(self, deadline: float = math.inf) -> Decoding:
@@ -121,8 +121,8 @@ class Decoders:
 class Decoding:
     """One item on its way; for one thread, but for `stop`.
 
-    What its methods return may be used until the context ends, and is charged until then.
-    Each raises, beside what it says:
+    Results of its methods may be used until the context ends, and are charged until then.
+    Each raises, beside its own errors:
         DeadlineError: the deadline passed, or decoding has taken ten minutes.
         MediaTooLargeError: decoding takes more memory than an item may have.
         MediaError: it cannot be decoded; also where a decoder crashed.
@@ -202,7 +202,7 @@ class Decoding:
         return np.frombuffer(_mapped(fd, nbytes), np.uint8).reshape(shape)
 
     def _look(self, look: Look, data: bytes) -> tuple[Any, int]:
-        """Show the item to a child: what it answers."""
+        """Show the item to a child, and return its answer."""
         if not self._charge.nbytes and _twice(data):
             self._take(_twice(data))
         file = write_file(data)
@@ -228,7 +228,7 @@ class Decoding:
         return budget.try_raise(self._charge, nbytes)
 
     def _ask(self, message: Any, *fds: int) -> tuple[Any, int]:
-        """What the child answers, and the descriptor that came with it, -1 for none.
+        """The child's answer, and the descriptor that came with it, -1 for none.
 
         Raises:
             EpdError: the child's own, or one for its end.

@@ -12,7 +12,7 @@ class Film:
     """Frames of a video, read when they are asked for.
 
     Args:
-        facts: what the file says of itself.
+        facts: the file's header.
         limits: `max_video_total_pixels` applies to all frames read together.
         read: the frames of these indices, and how many were read before.
     """

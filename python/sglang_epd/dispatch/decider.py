@@ -48,7 +48,7 @@ class LocalRate:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What it takes to have something encoded elsewhere, besides encoding it.
+    """The cost of sending items to encoders, besides encoding.
 
     Attributes:
         round_trip_s: for nothing at all.
@@ -68,7 +68,7 @@ class Knobs:
         min_patches: requests whose items are all smaller stay here.
         min_items: requests of fewer items stay here.
         bytes_per_patch: of the embedding.
-        interference: what a second of the tower here costs: prefill and decode wait for it.
+        interference: cost of a second of the tower here, while prefill and decode wait.
     """
 
     encode: bool = True
@@ -86,7 +86,7 @@ class Decision:
         where: "remote" or "local".
         why: see `Why`.
         remote_s, local_s: predicted seconds; infinite where it is impossible.
-        compute_s: of `remote_s`, what encoders take.
+        compute_s: the encoders' part of `remote_s`.
     """
 
     where: Where
@@ -103,7 +103,7 @@ def decide(
     knobs: Knobs,
     link: LinkCost = LinkCost(),
 ) -> Decision:
-    """Compare the costs; what people have set comes before them.
+    """Compare the costs; users' settings come before them.
 
     Args:
         work: the request's items.

@@ -2,8 +2,8 @@
 
 One HTTP request an encoder carries its share. An item whose encoder failed in a way that
 another may cure goes to one that has not had it yet, alone, under the same deadline; one
-that all of them have failed waits until an encoder is there or has room again. What the
-user's media did wrong is not tried again.
+that all of them have failed waits until an encoder is there or has room again. A failure
+by a fault of the user's media is not tried again.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Dispatcher:
         describe: an item's affinity and cost, for the policy.
         learn: called with each layout that an encoder sent.
         patience: how long a request waits for encoders.
-        tally: counts what happens.
+        tally: counts events.
         rng: random source of the policy and of pauses.
     """
 
@@ -235,7 +235,7 @@ class Dispatcher:
         return tasks
 
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
-        """One encoder's share; what it could not serve goes elsewhere at once."""
+        """One encoder's share; items that it could not serve go elsewhere at once."""
         failures = await self._send(run, url, items)
         # A full encoder says itself when to come again; the budget is for failures.
         broken = sum(not isinstance(error, OverloadedError) for _, error in failures)

@@ -25,7 +25,7 @@ _MAX_ADDRESSES = 1024
 
 
 class Names:
-    """Keeps in the pool what URLs stand for.
+    """Keeps the addresses of URLs in the pool.
 
     A URL stays as it was typed while its name has one address. Once it had several its
     encoders go by their addresses for good, because changing an encoder's URL would cancel its

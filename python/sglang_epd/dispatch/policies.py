@@ -1,7 +1,7 @@
 """Which encoder gets which item.
 
 Nothing here waits, reads a clock or knows a socket. `shuffle`, `round_robin` and
-`least_loaded` are pure functions; `Affinity` remembers where it sent what, and nothing
+`least_loaded` are pure functions; `Affinity` remembers where each key went, and nothing
 else.
 """
 
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     Attributes:
         key: equal for items whose embeddings are equal, as far as can be known before
             they are encoded.
-        patches: what encoding it is expected to cost; positive.
+        patches: the expected cost of its encoding; positive.
     """
 
     key: bytes
@@ -178,7 +178,7 @@ def rendezvous(key: bytes, urls: Iterable[str]) -> Ranks:
 
 @lru_cache(maxsize=4096)
 def _hashing(url: str) -> blake3:
-    """What a key is added to, for its rank; 2 KB."""
+    """The hash state that a key is added to, for its rank; 2 KB."""
     return blake3(url.encode(errors="surrogatepass") + b"\0")
 
 

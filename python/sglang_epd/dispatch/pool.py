@@ -1,4 +1,4 @@
-"""The encoders that a language server knows, and what it knows of them.
+"""The pool: the encoders that a language server knows, and the state of each.
 
 Plain data behind a lock: one thread watches encoders (`watcher`), the tokenizer's event
 loop sends them work (`dispatcher`). Listeners to changes decide nothing here.
@@ -47,7 +47,7 @@ LEASE = "lease"
 
 @dataclass(frozen=True)
 class Report:
-    """What an encoder said of itself (`GET /v1/status`).
+    """An encoder's own report (`GET /v1/status`).
 
     Attributes:
         namespace: its identity.
@@ -331,8 +331,8 @@ class Pool:
         self._take_elsewhere()
 
     def _take_elsewhere(self) -> None:
-        """One that is silent keeps what it has until there is an elsewhere: if all are, it
-        is rather this server, or the network, that does not hear."""
+        """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
+        fault is rather this server's, or the network's."""
         if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:

@@ -41,7 +41,7 @@ _MAX_NAMESPACE = 256
 _MAX_ENCODERS = 1024
 _BODY_TIMEOUT_S = 5.0
 _REFUSED_LOG_S = 10.0
-# In front of what a sibling shows, where others show "Bearer".
+# In front of a sibling's proof, where others show "Bearer".
 _SIBLING = b"Sibling "
 
 
@@ -54,7 +54,7 @@ class _Registration(msgspec.Struct):
 class Siblings:
     """How tokenizer workers of one server know each other.
 
-    One of them holds the registration port and the others ask it. What they show is good
+    One of them holds the registration port and the others ask it. Their proof is good
     for one question, and the answer proves that it comes from the same server.
 
     Args:
@@ -69,7 +69,7 @@ class Siblings:
         return f"{_SIBLING.decode()}{nonce} {self._code('asks', nonce)}"
 
     def proof(self, nonce: str) -> str:
-        """What the answer to that question carries."""
+        """The fields of the answer to that question."""
         return self._code("answers", nonce)
 
     def nonce(self, authorization: bytes) -> str | None:

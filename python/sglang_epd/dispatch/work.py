@@ -23,7 +23,7 @@ _PIXELS_PER_PATCH = 14 * 14
 _START_PATCHES = {"IMAGE": 1024.0, "VIDEO": 16_384.0, "AUDIO": 3000.0}
 # Patches that Qwen's processors make of the largest picture by default.
 _MAX_IMAGE_PATCHES = 65_536.0
-# What a grid may claim to have cost.
+# The most that a grid may claim to have cost.
 _MAX_PATCHES = 1 << 22
 # The weight of one item in the running means.
 _EMA = 0.1
@@ -34,7 +34,7 @@ _SMALL_PATCHES = 1024
 
 
 class Costs:
-    """What items cost, learnt from those that were encoded. For one thread.
+    """The costs of items, learnt from those that were encoded. For one thread.
 
     Patches for images and videos, feature frames for sounds, as encoders count them.
     """
@@ -52,7 +52,7 @@ class Costs:
         return max(1.0, min(claimed, self._largest_image))
 
     def learn(self, item: EncodeItem, told: ItemLayout) -> None:
-        """An item was encoded, and this is what it was found to be."""
+        """Learn the true cost of an item that was encoded."""
         patches = float(sum(math.prod(row) for row in told.layout.grid))
         patches = min(max(patches, 1.0), _MAX_PATCHES)
         mean = self._means[item.modality]

@@ -1,5 +1,5 @@
-"""Drives SGLang's own processor of a family: on an encoder to prepare media and to see what
-becomes of their marks, on a language server to lay out prompts without media.
+"""Drives SGLang's own processor of a family: on an encoder to prepare media and to find their
+expansions, on a language server to lay out prompts without media.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`
 (`process_mm_data_async`, `compute_mrope_positions`, `prefer_tokenized_input`), on
@@ -31,7 +31,7 @@ from sglang_epd.families.expansion import (
 )
 from sglang_epd.families.family import Family
 
-# What a processor's output has of each prompt; all else is the same for all of them.
+# Fields of a processor's output that differ by prompt; all others are the same for all of them.
 _OF_THE_PROMPT = {
     "mm_items",
     "input_ids",
@@ -268,7 +268,7 @@ class Adapter:
 
 
 def constants_of(output: Any) -> dict[str, Any]:
-    """What a processor's output says of the model rather than of its prompt.
+    """The parts of a processor's output that describe the model rather than its prompt.
 
     Raises:
         MediaError: it says something of the prompt that no server here can make.

@@ -22,12 +22,12 @@ from sglang_epd.errors import EncodeError, MediaError
 EXPANSION = "expansion"
 # Modalities, as layouts name them; items of a request are in this order.
 IMAGE, VIDEO = "IMAGE", "VIDEO"
-# What the grids of a modality's items are called in SGLang's items.
+# The names of grids in SGLang's items, by modality.
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 class Expansion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a processor makes of one item's mark.
+    """The part of a prompt that a processor makes of one item's mark.
 
     Attributes:
         text: with one placeholder for each run of them.

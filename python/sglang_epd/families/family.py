@@ -1,4 +1,4 @@
-"""The contract of a family, and what most of them do.
+"""The contract of a family, and the behaviour of most of them.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`: `mm_tokens`
 (`image_token`, `image_token_regex`, and so for videos), `_tokenizer` and

@@ -46,7 +46,7 @@ _RECEIVER_TIMEOUT_S = 20.0
 _SOURCES = {"cached": "encoder_cache", "stored": "store", "coalesced": "coalesced"}
 # Of so many requests it is known where their items came from.
 _MAX_ACCOUNTS = 4096
-# Dispatch ends at the deadline by itself, and says what it lacked.
+# Dispatch ends at the deadline by itself, and names the missing items.
 _GRACE_S = 2.0
 # Without the receiver's answer by then, all items are sent.
 _WORD_TIMEOUT_S = 1.0
@@ -69,7 +69,7 @@ class _Request:
     Attributes:
         layouts: of the items, as far as they are known.
         span: of all that is done here for its media.
-        unheard: whether the receiver has yet to say what it needs.
+        unheard: whether the receiver's answer is missing yet.
         over: whether it needs nothing any more.
     """
 
@@ -123,7 +123,7 @@ class Frontend:
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Live] = {}
-        # Called with a request's id and what it failed with, None where all was delivered;
+        # Called with a request's id and its error, None where all was delivered;
         # once for each request that was started.
         self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
 
@@ -140,7 +140,7 @@ class Frontend:
         *,
         parent: Span = OFF,
     ) -> Expect:
-        """Begin to have `items` encoded; returns what the scheduler is to wait for.
+        """Begin to have `items` encoded; returns the announcement that the scheduler waits under.
 
         Must be called in the event loop. Never blocks.
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 3.0
-# What an answer may take beyond the time that the server waits.
+# Time for an answer beyond the server's wait.
 _SLACK_S = 10.0
 # Between two questions, after any answer.
 _PAUSE_S = 0.05

@@ -77,7 +77,7 @@ class LocalImages:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close the connections, and end what decodes."""
+        """Close the connections, and end the decoders."""
         self._decoders.close()
         if self._open:
             self._open = False

@@ -1,4 +1,4 @@
-"""What a request asks to have encoded: its media as a list of items.
+"""A request's media as a list of items to encode.
 
 Items are numbered over all modalities in the order that SGLang's processors consume
 them: images, then videos, then audio, each in the order of the prompt.
@@ -214,7 +214,7 @@ def _flatten(data: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _options(entry: Any) -> dict[str, Any]:
-    """Per-item options that change what the encoder makes of the media."""
+    """Per-item options that change the embedding."""
     if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
         values: Mapping[str, Any] = {
             field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)

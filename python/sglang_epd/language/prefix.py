@@ -85,7 +85,7 @@ class Queue(Protocol):
         """Ids of all requests that wait to be prefilled, wherever."""
 
     def discard(self, request: Any) -> None:
-        """Give back what a request that will not run holds."""
+        """Give back the memory of a request that will not run."""
 
 
 def mark(output: Any, rows: list[Rows], resting: Resting) -> None:

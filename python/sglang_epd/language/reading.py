@@ -34,7 +34,7 @@ class Read:
 
     Attributes:
         entry: the entry itself, so that no other has its place in memory.
-        source: what it is, or why it cannot be read.
+        source: the media, or why they cannot be read.
         digest: of inline bytes; empty of all else.
         sha256: the same, where the request has content hashes.
     """
@@ -58,7 +58,7 @@ def is_large(entries: Sequence[object]) -> bool:
 async def beforehand(entries: Sequence[object], *, hashed: bool) -> None:
     """Read entries in a thread, for the plans of the current task until `forget`.
 
-    Cancelling it leaves nothing behind: what a thread has begun is dropped.
+    Cancelling it leaves nothing behind: a thread's result is dropped.
 
     Args:
         hashed: whether content hashes will be compared.

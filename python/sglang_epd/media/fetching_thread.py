@@ -1,6 +1,6 @@
 """A fetcher on an event loop of its own, so that hosts keep no other loop busy.
 
-What hosts send is parsed, decrypted and unpacked on the loop that reads from them. A server's
+Hosts' bytes are parsed, decrypted and unpacked on the loop that reads from them. A server's
 loop answers `/health` and other users meanwhile.
 """
 

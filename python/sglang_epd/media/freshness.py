@@ -1,4 +1,4 @@
-"""What HTTP lets a shared cache remember of media, and for how long (RFC 9111).
+"""HTTP caching of media: what a shared cache may remember, and for how long (RFC 9111).
 
 Plain data: of each answer on the way to the media (redirects, then the media) the header
 fields that caching depends on, and the conclusions from them. Wherever RFC 9111 leaves a
@@ -28,7 +28,7 @@ STATUS = "status"  # none that says: these are the media
 _NOT_SHARED = frozenset({NO_STORE, PRIVATE, SET_COOKIE, VARY})
 
 _FIELDS = ("cache-control", "expires", "date", "age", "etag", "last-modified")
-# Of the URLs and header fields of one trail: what servers say must not fill the memory.
+# Of the URLs and header fields of one trail: servers' answers must not fill the memory.
 _MAX_CHARS = 4096
 # RFC 9111, 1.2.2: a larger number of seconds stands for this one.
 _MAX_SECONDS = 1 << 31

@@ -1,4 +1,4 @@
-"""What media may be read, from where, and how much of it."""
+"""Limits of media: kinds, places and sizes that may be read."""
 
 from __future__ import annotations
 

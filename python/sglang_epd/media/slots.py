@@ -21,7 +21,7 @@ _LOOK_S = 0.1
 
 
 class Account:
-    """What a fetch counts against: by itself, as a request of its own with any number of bytes."""
+    """The account of a fetch without one: a request of its own with any number of bytes."""
 
     @property
     def owner(self) -> Hashable:
@@ -36,7 +36,7 @@ class Turn:
     """One fetch that has a slot.
 
     Attributes:
-        account: what it counts against.
+        account: the request that it counts against.
         nbytes: that have arrived.
         gave_way: whether it was given up for others.
     """

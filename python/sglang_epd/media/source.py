@@ -34,7 +34,7 @@ _SLICE = 1 << 20
 _MAX_URL_CHARS = 16 * 1024
 _MAX_PATH_CHARS = 4096
 _MAX_SHOWN_CHARS = 120
-# What PNG stores as it is. Every other mode is converted first, as decoding
+# Modes that PNG stores unchanged. Every other mode is converted first, as decoding
 # would convert it later.
 _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
 

@@ -80,7 +80,7 @@ def _attend(
     *,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What the last tokens of a prompt attend to: [new, heads, width of a value].
+    """Attention output of the last tokens of a prompt: [new, heads, width of a value].
 
     Args:
         query: [new, heads, width].

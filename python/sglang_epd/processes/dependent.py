@@ -1,4 +1,4 @@
-"""What a process does that lives for another one."""
+"""A process that ends with its parent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A small process with one thread, which forks children for a server (`nursery`).
 
 Started as `python -m sglang_epd.processes.forker FD FRONT MODULE...`: FD is its end of
-the channel, FRONT the server's process id, and what children need of the modules is
-imported here, once. A child begins within milliseconds, and shares what was imported
+the channel, FRONT the server's process id, and the modules that children need are
+imported here, once. A child begins within milliseconds, and shares the imports
 with the others. Nothing of a user is ever read in this process.
 """
 

@@ -1,4 +1,4 @@
-"""A language server that holds its tower, too: what it encodes itself, and what it does not.
+"""Adaptive dispatch: a language server with a tower, and the images that it encodes itself.
 
 Under `--enable-adaptive-dispatch-to-encoder` SGLang asks for each request whether encoders
 are to have it, and processes the others as one server would. Here the question is
@@ -71,7 +71,7 @@ _LOOKS_WITHOUT = 2
 
 @dataclass
 class _Sent:
-    """What encoders were sent of one prompt."""
+    """The items of one prompt that were sent to encoders."""
 
     items: list[EncodeItem]
     decision: Decision
@@ -99,7 +99,7 @@ class Adaptive:
         snapshot: the encoders now.
         chosen: the URLs that the current request names; None for all.
         estimate: patches of an item.
-        knobs: what people have set.
+        knobs: users' settings.
         rate: patches a second of the tower here; 0 where unknown.
         metrics: counts decisions.
         timeout_s: a request's deadline.
@@ -354,7 +354,7 @@ def create(
     settings: Settings,
     hf_config: Any,
 ) -> Adaptive | None:
-    """What decides in this tokenizer process; None without
+    """The adaptive decider of this tokenizer process; None without
     `--enable-adaptive-dispatch-to-encoder`.
 
     Args:

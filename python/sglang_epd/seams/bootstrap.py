@@ -32,7 +32,7 @@ class BootstrapPlace:
         urls: as typed (`--encoder-urls`).
     """
 
-    # What `start` is to serve; SGLang makes one in a process.
+    # The application that `start` serves; SGLang makes one in a process.
     latest: BootstrapPlace | None = None
 
     def __init__(self, host: str, port: int, urls: list[str] | None = None) -> None:

@@ -41,7 +41,7 @@ class Hook:
         attribute: a function or class of it, or `Class.method`.
         kind: `replace` puts ours in its place, a class too; `around` calls
             `function(original, *args)` instead; `after` calls `function(result, *args)` when
-            the original has returned, and drops what it returns.
+            the original has returned, and drops its result.
     """
 
     module: str
@@ -199,6 +199,6 @@ def _reaches(found: Any, ours: Any, others: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _others(hook: Hook) -> Sequence[tuple[Any, ...]]:
-    """What other plug-ins have registered for the target: kind, function, source."""
+    """The hooks of other plug-ins on the target: kind, function, source."""
     registry = sys.modules.get(_REGISTRY)
     return registry.HookRegistry._hooks.get(hook.target, ()) if registry else ()

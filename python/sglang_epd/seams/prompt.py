@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def lays_out(processor: Any, architecture: str) -> Any:
-    """What lays out the prompts of a model, of the processor that SGLang has registered:
+    """The object that lays out a model's prompts, made of SGLang's registered processor:
     that processor, mended, or the adapter of a family that SGLang's own EPD does not know.
 
     Raises:

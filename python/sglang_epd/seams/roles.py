@@ -1,4 +1,4 @@
-"""What a server is for: whether this package serves it, and what it is called in its logs.
+"""The role of a server: whether this package serves it, and its name in logs.
 
 Leans on `runtime_context.publish(server_args, ...)`, which each of SGLang's processes calls
 when it has loaded its plug-ins and before it serves anything.

@@ -1,4 +1,4 @@
-"""Where the processes of one server find each other.
+"""The folder in which the processes of one server find each other.
 
 The launcher draws a run id and its children inherit it; the folder itself is made
 only by a language server's scheduler, and the process that drew the id removes it at
@@ -54,7 +54,7 @@ def claim() -> int:
     held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     for other in folder.parent.glob(f"sglang-epd-{os.getuid()}-*"):
-        # Another user may have put there what looks like ours: a pipe would block us.
+        # Another user may have put a pipe there, which would block us.
         with contextlib.suppress(OSError):
             if other.lstat().st_uid == os.getuid():
                 _remove_unless_held(other)

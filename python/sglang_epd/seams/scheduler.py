@@ -39,10 +39,10 @@ _CONNECT_S = 300.0
 
 
 class SchedulerSeam:
-    """What `Scheduler.mm_receiver` is while this package serves EPD.
+    """Stands as `Scheduler.mm_receiver` while this package serves EPD.
 
     Args:
-        backend: makes requests of what the leader passes on.
+        backend: makes runnable requests of the leader's.
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
     """

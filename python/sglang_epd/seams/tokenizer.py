@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerSeam:
-    """What `TokenizerManager.mm_receiver` is while this package serves EPD."""
+    """Stands as `TokenizerManager.mm_receiver` while this package serves EPD."""
 
     def __init__(
         self,

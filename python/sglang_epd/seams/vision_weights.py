@@ -31,25 +31,25 @@ from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
-# Attribute names of what only an encoder runs, in the models that SGLang serves.
+# Attribute names of modules that only an encoder runs, in the models that SGLang serves.
 _TOWERS = (
     "visual",
     "vision_tower",
     "vision_model",
     "audio_tower",
-    # What fits a tower's output to the language model.
+    # Modules that fit a tower's output to the language model.
     "multi_modal_projector",
     "mlp1",
 )
-# What configurations call a tower's number of blocks.
+# Configurations' names for a tower's number of blocks.
 _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
 class ReleasedTower(nn.Module):
     """Stands where the tower was; a call raises an error that says so.
 
-    What a tower says of prompts (Pixtral's puts the names of pictures into them) needs
-    nothing of its memory, and stays.
+    The tower's methods for prompts stay (Pixtral's puts the names of pictures into them): they
+    need none of its memory.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -104,7 +104,7 @@ def _prove(model_runner: Any) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Drop what there is of the towers."""
+    """Drop the towers' modules."""
     model = getattr(model, "thinker", model)
     for name in _TOWERS:
         tower = getattr(model, name, None)

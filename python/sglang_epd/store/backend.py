@@ -1,6 +1,6 @@
-"""What a store has to be able to do; `folder`, `redis` and `mooncake` are three.
+"""The contract of a store; `folder`, `redis` and `mooncake` implement it.
 
-A backend moves bytes by name and says what went wrong. Whether it is asked at all, and how
+A backend moves bytes by name and reports failures. Whether it is asked at all, and how
 long it may take, is `breaker`'s.
 """
 

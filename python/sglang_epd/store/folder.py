@@ -52,7 +52,7 @@ class FolderStore:
 
     Args:
         root: of this namespace; made if it is not there.
-        max_bytes: what all files below `root` may take.
+        max_bytes: of all files below `root`.
         ttl_s: files that were not used for so long are swept.
     """
 

@@ -63,7 +63,7 @@ class SharedStore:
         url: within which bounds.
         token: keys the entries' digests; empty for none.
         timeout_s: how long `find` may take.
-        observer: counts what happens.
+        observer: counts lookups and writes.
         clock: seconds that only grow.
     """
 

@@ -70,7 +70,7 @@ class Arena:
 
     Attributes:
         data: the payload bytes, uint8 [size of data].
-        address: what other processes need to map it.
+        address: the facts that other processes need to map it.
     """
 
     def __init__(self, fd: int, address: Address) -> None:

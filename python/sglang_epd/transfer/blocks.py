@@ -57,7 +57,7 @@ class Block:
         landing: the way the payload is to come: inline, shared or remote.
         expected: how often each reader will drop it.
         closed: the request that it was granted to will not hand it out again.
-        key, layout: what it holds, once it is filled.
+        key, layout: of its embedding, once it is filled.
     """
 
     grant: int

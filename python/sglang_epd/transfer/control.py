@@ -91,7 +91,7 @@ class Control:
 
     @contextmanager
     def watched(self, ticket: str) -> Iterator[asyncio.Queue[wire.Needed]]:
-        """What the receiver says of a ticket, from before it is announced."""
+        """The receiver's answers about a ticket, from before it is announced."""
         news = self._needed[ticket] = asyncio.Queue()
         try:
             yield news

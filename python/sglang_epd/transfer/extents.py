@@ -89,5 +89,5 @@ class Extents:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to what an allocation takes."""
+    """`nbytes` rounded up to the size of an allocation."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -42,7 +42,7 @@ class Kept:
 
     @property
     def resting_bytes(self) -> int:
-        """What they take."""
+        """Bytes of idle blocks."""
         return self._resting_bytes
 
     def find(self, key: bytes) -> Block | None:

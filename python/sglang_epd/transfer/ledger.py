@@ -50,7 +50,7 @@ class Ledger:
     Args:
         reservations: the memory that grants are made of.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
-        tally: counts what happens.
+        tally: counts events.
         remembered: how many ended tickets are remembered, to tell a late offer
             why it is declined.
     """

@@ -34,7 +34,7 @@ from sglang_epd.transfer.gate import bracketed
 
 logger = logging.getLogger(__name__)
 
-# What `transfer_submit_write` answers when it did not: 0, or -1 as an unsigned number.
+# `transfer_submit_write` returns one of these where it failed: 0, or -1 as an unsigned number.
 _NOT_SUBMITTED = (0, -1, 2**64 - 1)
 _UNDER_WAY = 0
 _COMPLETED = 1
@@ -79,9 +79,9 @@ class MooncakeEngine:
         self._engine = engine
         self._session = f"{bracketed(hostname)}:{engine.get_rpc_port()}"
         self._lock = threading.Lock()
-        # First contact with each session: what its probe came back with, 0 if it answers.
+        # First contact with each session: its probe's result, 0 if it answers.
         self._contacts: dict[str, Future[int]] = {}
-        # Transfers that outlived their write's deadline, and what keeps their source alive.
+        # Transfers that outlived their write's deadline, with the owners of their source.
         self._unfinished: dict[int, object] = {}
 
     @property
@@ -95,7 +95,7 @@ class MooncakeEngine:
 
     @property
     def session(self) -> str:
-        """What a peer passes to `write`: "host:port", with brackets around IPv6."""
+        """The session that a peer passes to `write`: "host:port", with brackets around IPv6."""
         return self._session
 
     def register(self, address: int, nbytes: int) -> None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # An offer may overtake the announcement of its ticket: they come over two sockets. It is
 # held for as long as a starved tokenizer process may take to get the latter out.
 _HOLD_S = 2.0
-# What such offers may take in all, and what one takes at least. Where there are too many,
+# Bytes of such offers in all, and the least that one counts. Where there are too many,
 # the connection with the most is not waited for.
 _MAX_UNKNOWN_BYTES = 8 << 20
 _MIN_UNKNOWN_BYTES = 8 << 10
@@ -93,7 +93,7 @@ class Receiver:
         readers: processes that read embeddings, numbered from 0.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
         engine: transfer engine that encoders may write through.
-        tally: counts what happens.
+        tally: counts events.
         on_death: called in the thread when it ends without `stop`.
 
     Raises:

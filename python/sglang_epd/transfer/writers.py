@@ -109,6 +109,6 @@ class RemoteWriter:
                     deadline - time.monotonic(),
                 )
         finally:
-            # After a write that timed out the engine may still read it. What it then
-            # sends is for memory that the receiver keeps in quarantine.
+            # After a write that timed out the engine may still read it. The receiver keeps the
+            # memory that it then writes to in quarantine.
             self._free.put(buffer)

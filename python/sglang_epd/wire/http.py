@@ -36,7 +36,7 @@ class EncodeItem(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         item: its place in the request, over all modalities.
-        label: what a person calls it ("image 2 of 3"), for error messages.
+        label: its name for people ("image 2 of 3"), for error messages.
         data: the encoded media (JPEG, PNG, ...), or None when `url` says where it is.
         options: per-item preprocessing options of the request (`detail`, ...).
         content_hash: SHA-256 of the URL's content, by the caller (`sha256:` and 64 hexadecimal
@@ -79,7 +79,7 @@ class EncodeRequest(msgspec.Struct, frozen=True):
         request_id: unique among the live requests of the encoder.
         namespace: the asker's encoder identity; must equal the encoder's own.
         ttl_s: seconds from receipt to the request's deadline.
-        asker: what the asker calls the request in its logs; empty where it does not tell.
+        asker: the request's name in the asker's logs; empty for none.
     """
 
     request_id: str
@@ -106,7 +106,7 @@ class ItemOutcome(msgspec.Struct, frozen=True):
         code: error class of `sglang_epd.errors` when failed; decline reason when declined.
         tokens: embedding rows delivered.
         ms: milliseconds spent in each stage.
-        layout, key: what the item was found to be, where that is known; None and
+        layout, key: the item's true ones, where they are known; None and
             empty where it is not, as from encoders before minor version 1.
         source: how the embedding came about: "computed", "cached", "stored" or "coalesced" with
             another request's; empty where none did.
@@ -160,7 +160,7 @@ class ItemLayout(msgspec.Struct, frozen=True):
 
 
 class LayoutReply(msgspec.Struct, frozen=True):
-    """What a prefill server knows of one request's media: all items, or why it failed."""
+    """A prefill server's answer about one request's media: all items, or its failure."""
 
     items: list[ItemLayout] = []
     error: ErrorReply | None = None
@@ -176,7 +176,7 @@ def encode_body(body: msgspec.Struct) -> bytes:
 
 
 def body_pieces(request: EncodeRequest) -> list[bytes]:
-    """What `encode_body` makes of a request, in pieces: large media are not copied, because
+    """The body of a request, in pieces: large media are not copied, because
     nothing else would run meanwhile."""
     marks = {
         item.item: secrets.token_bytes(_MARK_BYTES)

@@ -277,7 +277,7 @@ class Expect(Message, frozen=True, tag="expect"):
             is sent, and a `Needed` follows the first claim.
         announcer: the tokenizer process that announced it, to receive `Again` should its items be
             needed after all.
-        trace: W3C's `traceparent` of what the request's media are part of; empty for none.
+        trace: W3C's `traceparent` of the media's span; empty for none.
     """
 
     ticket: str

@@ -20,14 +20,14 @@ USUAL_PORTS = {
     8998: "--disaggregation-bootstrap-port",
 }
 _FILES = 65_536
-# From <sys/timex.h>: what adjtimex answers while nothing disciplines the clock, and room
+# From <sys/timex.h>: the answer of adjtimex while nothing disciplines the clock, and room
 # for its structure.
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
 
 
 def devices() -> Iterator[Finding]:
-    """What models run on."""
+    """Accelerators for models."""
     try:
         found = accelerators()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A decoding child: one item after the other, each within its own bounds.
+"""A decoding child: one item after the other, each within its own memory and processor time.
 
 Forked by a server's nursery. The kernel refuses memory beyond RLIMIT_AS, and ends the
 child when its processor time is over (ITIMER_PROF). Nothing of an item outlives it here

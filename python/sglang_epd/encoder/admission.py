@@ -1,4 +1,4 @@
-"""Admission: bounds on items and bytes in work and on live requests.
+"""Admission: bounds on items and bytes in work and on live requests, and its refusals.
 
 Plain data; the service asks before it begins and says when it is done.
 """

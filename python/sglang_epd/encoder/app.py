@@ -1,4 +1,4 @@
-"""The encoder's HTTP surface.
+"""The encoder's HTTP routes.
 
 POST /v1/encode            encode and deliver (msgpack body, see `wire.http`)
 DELETE /v1/encode/{id}     cancel a live request

@@ -1,4 +1,4 @@
-"""Connections that send no request, or only the beginning of one, are closed.
+"""Closes connections that send no request, or only the beginning of one.
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes.

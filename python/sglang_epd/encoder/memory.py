@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system.
+"""Gives freed memory back to the system.
 
 glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
 and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which

@@ -1,4 +1,4 @@
-"""Starts the encoder server; takes the place of the in-tree `launch_server`.
+"""Starts the encoder server, and drains it on a signal; replaces the in-tree `launch_server`.
 
 Leans on SGLang calling `disaggregation.encoder.http_server.launch_server(server_args)`
 for `--encoder-only`.

@@ -1,4 +1,4 @@
-"""How many fetches run at a time, and which of them is given up for those that wait.
+"""How many fetches run at a time, and which slow ones are given up for those that wait.
 
 A fetch has a slot until another owner needs the slot, up to its time limit. While an owner
 waits, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, of owners

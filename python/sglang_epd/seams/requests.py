@@ -1,4 +1,4 @@
-"""Hooks on SGLang's tokenizer manager that are this package's receiver's business.
+"""Hooks on SGLang's tokenizer manager: requests that begin, end, or lose their client.
 
 Each finds the receiver through `manager.mm_receiver`, which only a language server has
 (`seams/tokenizer.py`), and passes straight through without one. Leans on

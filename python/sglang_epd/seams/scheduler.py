@@ -1,4 +1,4 @@
-"""The schedulers' seam: SGLang's multimodal receiver, as its scheduler calls it.
+"""The scheduler's `mm_receiver`: holds requests back until their items are there.
 
 Leans on `managers.scheduler.Scheduler`, which calls
 `create_mm_receiver(server_args, dtype=, hf_config=, scheduler=)` once in every rank;

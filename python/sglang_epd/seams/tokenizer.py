@@ -1,4 +1,4 @@
-"""The tokenizer process's seam: SGLang's multimodal receiver, as its manager calls it.
+"""The tokenizer process's `mm_receiver`: plans requests and has their media encoded.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and

@@ -1,5 +1,4 @@
-"""SGLang's trace of a request: our spans are parts of it, its own says where media came from,
-and prefill and decode servers have one and the same.
+"""Our spans in SGLang's trace of a request, and one trace id on prefill and decode servers.
 
 Leans on `managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs(state, ...)`,
 which is called with `--enable-trace` alone, when a request has ended and before its root

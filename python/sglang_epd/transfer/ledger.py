@@ -1,4 +1,4 @@
-"""The ledger: what a language server expects, has granted and has received.
+"""The ledger: expected, granted and received items; decides to grant, hold or decline offers.
 
 One entry a request (by ticket), one record an item. An item whose embedding is cached for
 another request is not received again: it is pinned when its own request is passed on, and

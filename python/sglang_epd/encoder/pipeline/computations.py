@@ -1,4 +1,4 @@
-"""Makes each embedding once, for all simultaneous requests, and remembers it.
+"""Makes each embedding once, for all simultaneous requests; retries those of lost towers.
 
 An asker gets a `Hold` on the embedding of a key. Behind it is an entry of the cache, or
 one piece of `work` that all askers of the key share. Work begins with a look into the

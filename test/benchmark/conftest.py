@@ -33,6 +33,9 @@ for _name in _MODULES:
     if _name not in sys.modules:
         _load(_name)
 
+# What is in it has names of its own.
+sys.path.append(str(BENCHMARK / "gpu"))
+
 
 @pytest.fixture
 def benchmark_folder() -> Path:

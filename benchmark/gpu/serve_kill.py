@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 
 from open_loop import Answer, ask, session
-from serve_fleet import Fleet
-from serve_pictures import data_url
-from serve_ttft import Cell, chat
+
+from gpu.serve_fleet import Fleet
+from gpu.serve_pictures import data_url
+from gpu.serve_ttft import Cell, chat
 
 _REQUESTS = 4
 # Encoding has begun by then, and not ended.

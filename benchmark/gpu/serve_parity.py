@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from serve_fleet import Fleet
-from serve_pictures import data_url, picture
-
+from gpu.serve_fleet import Fleet
+from gpu.serve_pictures import data_url, picture
 from integration.client import Client, Generation, image_part, text_part, user
 
 _TOKENS = 8
@@ -133,6 +132,7 @@ def compare(fleet: Fleet, rounds: int, left_s: Callable[[], float]) -> dict[str,
     reference = Client(fleet.running["one"].url)
     arms = _arms(fleet)
     gaps = {name: Gaps() for name in (ALONE, BATCHED, *arms, BESIDE_IN_TREE, WRONG)}
+    _warm_up([reference, *arms.values()])
     before: dict[str, Generation] = {}
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and left_s() <= 0:
@@ -215,6 +215,14 @@ def _arms(fleet: Fleet) -> dict[str, Client]:
         arms[OURS[0]] = arms[OURS[1]] = Client(to_scheduler)
         arms[OURS[2]] = Client(to_tokenizer)
     return arms
+
+
+def _warm_up(clients: Sequence[Client]) -> None:
+    """Have all servers compile at once what they compile at their first request."""
+    with ThreadPoolExecutor(len(clients)) as pool:
+        asking = [pool.submit(_generation, client, one("warm-up")) for client in clients]
+    for failure in filter(None, (answer.exception() for answer in asking)):
+        print(f"warm-up: {failure}", flush=True)
 
 
 def _add(gaps: Gaps, ask: Ask, wanted: Generation) -> Generation | None:

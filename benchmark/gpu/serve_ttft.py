@@ -10,16 +10,19 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import requests
 from open_loop import Answer, Bodies, open_loop
-from serve_fleet import Fleet, GpuWatch
-from serve_pictures import data_url, picture
 from ttft import OWNERS, Sample, ask, steps
+
+from gpu.serve_fleet import Fleet, GpuWatch
+from gpu.serve_pictures import data_url, picture
 
 WARM_UP = 2
 # From the moment that the tower's output is in host memory until prefill begins.
@@ -28,6 +31,8 @@ _TOKENS = 16
 # Of what one server could do with requests one at a time.
 _LOAD = 0.5
 _TIMEOUT_S = 60.0
+# Processes that make pictures before the first request.
+_PAINTERS = 8
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,14 @@ def alone(fleet: Fleet, cells: Sequence[Cell], repeats: int, seconds: float) -> 
     """
     measured = Measured()
     draw = random.Random(1)
+    numbers = range(-WARM_UP, repeats)
+    with ProcessPoolExecutor(_PAINTERS, get_context("spawn")) as painters:
+        albums = {cell: list(painters.map(cell.pictures, numbers)) for cell in cells}
     for index, cell in enumerate(cells):
         end = time.monotonic() + seconds / len(cells)
-        for number in range(-WARM_UP, repeats):
+        for number, pictures in zip(numbers, albums[cell], strict=True):
             if number > 0 and time.monotonic() > end:
                 break
-            pictures = cell.pictures(number)
             for name in draw.sample(list(fleet.running), len(fleet.running)):
                 try:
                     sample = ask(fleet.arm(name), fleet.running[name], pictures, number)

@@ -7,6 +7,7 @@ flight is as in the encoder server's engine.
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import math
 import time
@@ -18,12 +19,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from PIL import Image
 
-from gpu.vision import Vision
+from gpu.vision import SHAPES, Vision
 from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.tower import Prepared
+from sglang_epd.media import MediaLimits
 from sglang_epd.wire.messages import Layout, TensorSpec
+
+_MOST_PREPARERS = 32
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class TransformersTower:
         vision: what it runs.
         decoders: decode in children.
         preparers: pictures that are prepared side by side.
-        torch_threads: that torch uses for one picture; None leaves it as it is.
+        torch_threads: that torch uses for one picture; 0 leaves it as it is.
         depth: passes handed to it at a time.
     """
 
@@ -98,8 +103,8 @@ class TransformersTower:
         vision: Vision,
         decoders: Decoders,
         preparers: int,
-        torch_threads: int | None = None,
-        depth: int = 2,
+        torch_threads: int,
+        depth: int,
     ) -> None:
         self.preparers = preparers
         self.depth = depth
@@ -147,6 +152,52 @@ class TransformersTower:
                 [prepared.content for prepared in batch],
                 [prepared.layout.grid for prepared in batch],
             )
+
+
+class Transformers:
+    """Towers over one `Vision`, each with threads of its own.
+
+    Args:
+        shape: of it, of SHAPES.
+        device: "cuda" or "cpu".
+        decode_bytes: for all that is decoded at a time.
+    """
+
+    def __init__(self, shape: str, device: str, decode_bytes: int) -> None:
+        self._vision = Vision(SHAPES[shape], device)
+        self._decoders = Decoders(MediaLimits(), decode_bytes, _MOST_PREPARERS)
+        self._decoders.start()
+        self._made: TransformersTower | None = None
+
+    @property
+    def attention(self) -> str:
+        return self._vision.attention
+
+    def tower(self, preparers: int, torch_threads: int, depth: int) -> TransformersTower:
+        """A new one; the last one may not be used any more."""
+        if self._made is not None:
+            self._made.close()
+        self._made = TransformersTower(
+            self._vision, self._decoders, preparers, torch_threads, depth
+        )
+        return self._made
+
+    def prepared(self, data: bytes) -> Prepared:
+        """A picture; blocks."""
+        picture = Image.open(io.BytesIO(data))
+        return prepared_of(self._vision, *self._vision.prepare(picture))
+
+    def on_device(self, prepared: Prepared) -> Prepared:
+        """The same picture, its patches on the device."""
+        there = prepared.content.to(self._vision.device)
+        return Prepared(prepared.layout, prepared.patches, prepared.group, there)
+
+    def run_on_device(self, batch: Sequence[Prepared]) -> None:
+        """A pass of what `on_device` gave."""
+        self._vision.run([one.content for one in batch], [one.layout.grid for one in batch])
+
+    async def close(self) -> None:
+        self._decoders.close()
 
 
 class ReadyTower:

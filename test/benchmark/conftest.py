@@ -13,7 +13,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
-    *("pictures", "pages", "open_loop", "comparison", "compare", "ttft"),
+    *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
     *("hostile_media", "hostile_attacks", "hostile_report"),
 )
 
@@ -32,9 +32,6 @@ def _load(name: str) -> None:
 for _name in _MODULES:
     if _name not in sys.modules:
         _load(_name)
-
-# What is in it has names of its own.
-sys.path.append(str(BENCHMARK / "gpu"))
 
 
 @pytest.fixture

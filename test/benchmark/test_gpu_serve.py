@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import serve_checkpoints
-from serve_parity import ALONE, BATCHED, IN_TREE, OURS, WRONG, Gaps, differences, verdict
+from gpu import serve_checkpoints
+from gpu.serve_parity import ALONE, BATCHED, IN_TREE, OURS, WRONG, Gaps, differences, verdict
 
 from integration.client import Generation
 

@@ -214,10 +214,11 @@ class LateDevice(Cuda):
         """Run what an event needs, and not much else."""
         with self.lock:
             while not event.reached:
-                for earlier in event.stream.queue[0][1]:
-                    self.run_until(earlier)
-                if not event.reached:
+                if event.stream.ready:
                     event.stream.step()
+                else:
+                    for earlier in event.stream.queue[0][1]:
+                        self.run_until(earlier)
                 self.drift()
 
     def hand_on(self, memory: torch.Tensor, owner: Stream, held: list[Stream]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -69,6 +70,14 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, nbytes: int) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(error):
+            with contextlib.suppress(RuntimeError):
+                # CUDA tells of it once more, at the launch of the next kernel.
+                self.empty([1], torch.uint8).fill_(0)
+            torch.cuda.check_error(int(error))
 
     def copy(
         self,

@@ -56,6 +56,9 @@ class Host:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
     def copy(
         self,
         source: torch.Tensor,

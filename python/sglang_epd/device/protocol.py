@@ -78,6 +78,15 @@ class Device(Protocol):
         They are not handed on before the copies of `copy` that use them are done.
         """
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Let copies treat some of this process's memory as they do `pinned`'s.
+
+        Unlike that, nothing holds it: it must stay as it is until the process ends.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+
     def copy(
         self,
         source: torch.Tensor,

@@ -10,18 +10,21 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+import sglang_epd
 from sglang_epd.families import IN_TREE
 from sglang_epd.plugin import HOOKS
 from sglang_epd.seams import server_args
 from sglang_epd.seams.contract import SIGNATURES, violations
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
+PACKAGE = Path(sglang_epd.__file__).parent
 Find = Callable[[str, str], Any]
 
 # (our module, module, class): the attributes that are read or set.
@@ -460,6 +463,11 @@ def test_a_function_takes_what_it_took(find, target):
 def test_each_hook_has_its_target_here():
     known = {f"sglang.srt.{module}.{path}" for _, module, path in SIGNATURES}
     assert {hook.target for hook in HOOKS} <= known
+
+
+def test_the_modules_that_lean_on_sglang_are_where_the_contract_says():
+    for ours in {name for target in SIGNATURES for name in target[0].split(" and ")}:
+        assert (PACKAGE / f"{ours}.py").is_file() or (PACKAGE / ours).is_dir(), ours
 
 
 def attributes(cls: type) -> set[str]:

@@ -107,8 +107,8 @@ def decide(
 
     Args:
         work: the request's items.
-        snapshot: the encoders. Only ready ones count: where a tower is here, nobody has to
-            wait and see whether an encoder that is silent comes back.
+        snapshot: the encoders. Only ready ones count: with a tower here, no request has to
+            wait for a silent encoder to come back.
         local: None where this server cannot encode these items.
         link: as learnt so far.
     """

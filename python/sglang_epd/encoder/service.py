@@ -493,7 +493,7 @@ def _say_outcome(span: Span, outcome: ItemOutcome) -> None:
 
 
 def _show_stages(span: Span, hold: Hold) -> None:
-    """The stages that others may share; an asker who joined later sees them from then on."""
+    """The stages that others may share; an asker that joined later sees them from then on."""
     for name, began, ended in hold.stages:
         if ended > hold.began:
             part = span.child(f"epd_{name}", began=max(began, hold.began), source=hold.source)

@@ -424,6 +424,23 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ("encoder/model/loading", "model_loader.loader", "DefaultModelLoader.load_model"): [
         "self._get_all_weights(model_config, model)",
     ],
+    ("encoder/model/engine", "arg_groups.serving_hook", "handle_multimodal_feature_transport"): [
+        'if cfg.encoder_only and requested_transport in ("cuda_ipc", "cuda_vmm"):',
+        'encoder outputs.", requested_transport, ) requested_transport = "cpu"',
+    ],
+    ("encoder/model/graphs", "models.qwen3_vl", "Qwen3VLMoeVisionModel"): [
+        "self.graph_runners = graph_runners_dict[self.device.type](self)",
+    ],
+    ("encoder/model/graphs", "models.qwen2_5_vl", "Qwen2_5_VisionTransformer"): [
+        "self.cuda_graph_runner = ViTCudaGraphRunner(self)",
+    ],
+    ("encoder/model/graphs", "models.internvl", "InternVisionEncoder"): [
+        "self.cuda_graph_runner = InternViTCudaGraphRunner(self)",
+    ],
+    ("encoder/model/graphs", "multimodal.vit_cuda_graph_runner", "ViTCudaGraphRunner"): [
+        "with self._capture_context(), torch.cuda.graph(graph):",
+        "out = self.block_output[graph_key]",
+    ],
     ("encoder/model/loading", "utils.common", "make_layers"): [
         "assert not pp_size or num_hidden_layers >= pp_size",
     ],

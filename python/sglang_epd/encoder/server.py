@@ -444,12 +444,17 @@ def _housekeeping(
     towers: Sequence[ServedTower],
     metrics: EncoderMetrics,
 ) -> Any:
+    from sglang.srt.runtime_context import get_device
+
+    on_cpu = get_device().device.startswith("cpu")
+
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             await sender.close_unused()
-            if service.finished != tidy_at:
+            # On an accelerator the next item would wait for new pages.
+            if service.finished != tidy_at and (service.idle or on_cpu):
                 tidy_at = service.finished
                 await asyncio.to_thread(give_back)
 

@@ -14,6 +14,7 @@ lock on a socket.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -21,7 +22,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,12 @@ _SEAL_BYTES = 32
 _KEPT = _SEAL_BYTES
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+# Python's own madvise keeps its lock meanwhile. What it is asked for is refused before Linux 5.14.
+_LIBC = ctypes.CDLL(None)
+_LIBC.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_MADV_POPULATE_WRITE = 23
+# Maps of this process cannot change while pages are populated.
+_POPULATED_AT_A_TIME = 4 << 20
 
 
 # A second mapping of the same pages would count as so much more memory.
@@ -157,6 +164,27 @@ class Arena:
         if not 0 <= offset <= offset + nbytes <= len(self.data):
             raise ProtocolError("outside the arena")
         return self.data[offset : offset + nbytes]
+
+    def populate(self, offset: int, nbytes: int, wanted: Callable[[], bool]) -> None:
+        """Have the pages of a payload in this process's map before it is written.
+
+        A page that this process writes to for the first time costs several times what the
+        copy into it does, whoever had it before. What is in the pages stays.
+
+        Args:
+            wanted: asked now and then; pages are left as they are where it says no.
+
+        Raises:
+            ProtocolError: outside the arena.
+        """
+        span = self.span(offset, nbytes)
+        begin = int(span.ctypes.data) // ALIGNMENT * ALIGNMENT
+        end = int(span.ctypes.data) + nbytes
+        while begin < end and wanted():
+            size = min(_POPULATED_AT_A_TIME, end - begin)
+            if _LIBC.madvise(begin, size, _MADV_POPULATE_WRITE):
+                return  # the write will find them
+            begin += size
 
     def read(self, item: Landed, reader: int) -> torch.Tensor:
         """The embedding of an item, where it lies; no copy.

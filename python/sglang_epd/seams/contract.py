@@ -153,6 +153,8 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/staging", "mem_cache.kv_cache_configurator", "mm_runtime_reservation_gb"): (
         "is_multimodal mm_feature_transport"
     ),
+    ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
+    ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),

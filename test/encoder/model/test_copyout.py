@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import deque
 from queue import SimpleQueue
@@ -155,3 +156,21 @@ def test_parts_share_no_memory_with_each_other_or_the_pass():
         part.fill_(9)
         assert part.untyped_storage().nbytes() == part.nbytes
     assert bool((output == 1).all())
+
+
+def test_new_pages_are_had_before_the_pass_is_waited_for():
+    faults: list[int] = []
+
+    class Counting(LateDevice):
+        def copy(self, source, destination, stream, waits=()):
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+            return super().copy(source, destination, stream, waits)
+
+    device = Counting()
+    copies = CopyOut(device, chunk_bytes=1 << 20)
+    pages = 64 << 8  # too much for malloc to have it in store
+    (part,) = copies.land(
+        copies.launch(lambda: device.empty([pages, 1024], torch.float32)), [pages]
+    )
+    assert len(part) == pages
+    assert faults[-1] - faults[0] < 0.1 * pages

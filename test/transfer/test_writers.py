@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_epd.device import Host
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer import writers as writers_module
@@ -69,30 +70,21 @@ def test_a_place_that_was_prepared_is_written_to_without_page_faults(touched, wr
     pages = 1024
     arena = Arena.create(2 * pages * ALIGNMENT, readers=1)
     monkeypatch.setattr(arena_module, "_made_here", {})  # the encoder's map is another
-    # In the receiver's map all pages are there, as those of registered memory.
     if touched:
         arena.data[:: ALIGNMENT // 2] = 7
     payload = np.ones(pages * ALIGNMENT, dtype=np.uint8)
     prepared = landing_in(arena.address, arena.data_offset)
     other = landing_in(arena.address, arena.data_offset + payload.nbytes)
-    writer.prepare(prepared, payload.nbytes, lambda: True)
+    writer.prepare(prepared, payload.nbytes)
     assert arena.data[0] == (7 if touched else 0)
     assert faults_in(lambda: writer.write(prepared, payload)) < pages // 20
     assert faults_in(lambda: writer.write(other, payload)) >= pages // 2
     assert arena.data.all()
 
 
-def test_a_place_that_is_not_wanted_any_more_is_not_prepared(arena, writer):
-    landing = landing_in(arena.address, arena.data_offset)
-    writer.prepare(landing, NBYTES, lambda: False)
-    assert os.stat(arena.address.path).st_blocks * 512 <= ALIGNMENT
-    writer.prepare(landing, NBYTES, lambda: True)
-    assert os.stat(arena.address.path).st_blocks * 512 >= NBYTES
-
-
 def test_what_cannot_be_prepared_is_left_to_the_write(arena, writer):
     landing = landing_in(arena.address, arena.data_offset + NBYTES)
-    writer.prepare(landing, NBYTES, lambda: True)
+    writer.prepare(landing, NBYTES)
     with pytest.raises(ProtocolError, match="outside"):
         writer.write(landing, PAYLOAD)
 
@@ -101,6 +93,24 @@ def faults_in(work: Callable[[], None]) -> int:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     work()
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_memory_that_is_taken_already_is_in_the_page_table_soon(
+    arena, writer, resident_kib, monkeypatch, registered
+):
+    """And other memory is not taken for it."""
+    monkeypatch.setattr(arena_module, "_made_here", {})
+    if registered:
+        arena.data[:] = 1
+        arena.register(Host())
+    writer.write(landing_in(arena.address, arena.data_offset), PAYLOAD)
+    for thread in threading.enumerate():
+        if thread.name == "epd-populate":
+            thread.join(10)
+    (mapped,) = writer._arenas.values()
+    assert mapped is not arena
+    assert (resident_kib(mapped) >= NBYTES >> 10) == registered
 
 
 def test_few_receivers_memory_stays_mapped(writer, monkeypatch):

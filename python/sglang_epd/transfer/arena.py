@@ -1,9 +1,9 @@
-"""The memory that payloads land in: one per host, shared by every process that reads it.
+"""The arena: the memory that payloads arrive in, one per host, shared by all its readers.
 
 An arena is an anonymous file in memory. The receiver makes it; encoders of the same
-machine write into it, schedulers map it and read embeddings where they landed. It
-needs no room in /dev/shm, takes no memory until written to, and is gone when its last
-process is.
+machine write into it, schedulers map it and read embeddings where they arrived. It
+needs no room in /dev/shm, takes no memory until it is written to, and is gone with its
+last process.
 
 It begins with a page that holds its seal, and whether its pages must stay where they are;
 then one counter for each slot and reader: a reader adds one when it drops an embedding. That
@@ -22,7 +22,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,16 +41,14 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
-# Where the byte is that says so.
-_KEPT = _SEAL_BYTES
+# Where the byte is that says so: that they must, or that all of them are there, too.
+_PAGES = _SEAL_BYTES
+_KEPT, _TAKEN = 1, 2
+_MADV_POPULATE_WRITE = 23
+# Meanwhile no other thread of the process maps memory.
+_POPULATED_BYTES = 16 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-# Python's own madvise keeps its lock meanwhile. What it is asked for is refused before Linux 5.14.
-_LIBC = ctypes.CDLL(None)
-_LIBC.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_MADV_POPULATE_WRITE = 23
-# Maps of this process cannot change while pages are populated.
-_POPULATED_AT_A_TIME = 4 << 20
 
 
 # A second mapping of the same pages would count as so much more memory.
@@ -81,7 +79,7 @@ class Arena:
 
     Attributes:
         data: the payload bytes, uint8 [size of data].
-        address: what other processes need to map it.
+        address: the facts that other processes need to map it.
     """
 
     def __init__(self, fd: int, address: Address) -> None:
@@ -100,7 +98,11 @@ class Arena:
 
     @classmethod
     def create(cls, data_bytes: int, readers: int) -> Arena:
-        """Make an arena for `data_bytes` of payloads and that many reading processes.
+        """Make an arena.
+
+        Args:
+            data_bytes: room for payloads.
+            readers: processes that read it, numbered from 0.
 
         Raises:
             OSError: the system refuses.
@@ -118,7 +120,7 @@ class Arena:
 
     @classmethod
     def of(cls, welcome: Welcome) -> Arena:
-        """Map the arena that a receiver has told of; raises what `open` does."""
+        """Map the arena that a receiver's `Welcome` names. Raises the errors of `open`."""
         return cls.open(Address(welcome.path, welcome.size, welcome.seal, welcome.readers))
 
     @classmethod
@@ -126,7 +128,7 @@ class Arena:
         """Map an arena by its address; one that this process has made is returned itself.
 
         Raises:
-            ProtocolError: what is there is not that arena.
+            ProtocolError: the file is not that arena.
             OSError: it cannot be opened.
         """
         if (own := _made_here.get(address.seal)) is not None:
@@ -165,31 +167,17 @@ class Arena:
             raise ProtocolError("outside the arena")
         return self.data[offset : offset + nbytes]
 
-    def populate(self, offset: int, nbytes: int, wanted: Callable[[], bool]) -> None:
-        """Have the pages of a payload in this process's map before it is written.
-
-        A page that this process writes to for the first time costs several times what the
-        copy into it does, whoever had it before. What is in the pages stays.
-
-        Args:
-            wanted: asked now and then; pages are left as they are where it says no.
-
-        Raises:
-            ProtocolError: outside the arena.
-        """
-        span = self.span(offset, nbytes)
-        begin = int(span.ctypes.data) // ALIGNMENT * ALIGNMENT
-        end = int(span.ctypes.data) + nbytes
-        while begin < end and wanted():
-            size = min(_POPULATED_AT_A_TIME, end - begin)
-            if _LIBC.madvise(begin, size, _MADV_POPULATE_WRITE):
-                return  # the write will find them
-            begin += size
-
     def read(self, item: Landed, reader: int) -> torch.Tensor:
         """The embedding of an item, where it lies; no copy.
 
         The memory stays reserved until the tensor, and every view of it, is gone.
+
+        Args:
+            item: where the embedding is.
+            reader: this process's number.
+
+        Returns:
+            [tokens, width], in the arena.
         """
         # torch keeps this very object for as long as any view of the tensor lives.
         owner = self.span(item.offset, item.nbytes)
@@ -199,8 +187,12 @@ class Arena:
     def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
         """The items of a claim, but for those that it covered itself.
 
+        Args:
+            settled: the outcome of the claim.
+            reader: this process's number.
+
         Raises:
-            EpdError: what became of them instead.
+            EpdError: the claim failed; this is its error.
         """
         items = [
             ReceivedItem(item.key, item.layout, self.read(item, reader))
@@ -229,7 +221,7 @@ class Arena:
     def keep_pages(self) -> None:
         """From now on `give_back` does nothing, in all processes: something that does not ask
         the system where pages are would go on with the old ones."""
-        self._map[_KEPT] = 1
+        self._map[_PAGES] = max(_KEPT, self._map[_PAGES])
 
     def register(self, device: Device) -> None:
         """Let a device read and write payloads beside other work, from this process.
@@ -241,21 +233,46 @@ class Arena:
         """
         self.keep_pages()
         device.register(self.machine_address, len(self.data))
+        self._map[_PAGES] = _TAKEN
+
+    @property
+    def taken(self) -> bool:
+        """Whether all of its memory is taken."""
+        return bool(self._map[_PAGES] == _TAKEN)
+
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Have the pages of payloads in this process's page table; their content stays.
+
+        The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
+        happens.
+
+        Args:
+            offset, nbytes: of `data`, the offset aligned; all of it by default.
+
+        Raises:
+            ProtocolError: outside the arena.
+        """
+        span = self.span(offset, len(self.data) if nbytes is None else nbytes)
+        madvise = ctypes.CDLL(None).madvise
+        for begin in range(0, len(span), _POPULATED_BYTES):
+            size = min(_POPULATED_BYTES, len(span) - begin)
+            address = ctypes.c_void_p(self.machine_address + offset + begin)
+            madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Return the memory of payloads to the system; nobody may be using any there.
+        """Return the memory of unused payloads to the system.
 
         Args:
             ranges: [begin, end) of `data`, aligned.
         """
-        if self._map[_KEPT]:
+        if self._map[_PAGES]:
             return
         for begin, end in ranges:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)
 
     def close(self) -> None:
-        """Close the file that `create` made, so that nobody else can map it.
+        """Close the file that `create` made; no other process can map it any more.
 
         The mapping itself goes when nothing refers to it any more.
         """

@@ -1,4 +1,4 @@
-"""How an encoder puts a payload into memory that it was granted, without asking again.
+"""How an encoder writes a payload into memory that it was granted: shared, or by an engine.
 
 Writers block; the sender runs them in a thread.
 """
@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 import numpy as np
 
@@ -34,18 +33,23 @@ class SharedWriter:
         self._arenas: OrderedDict[bytes, Arena] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self, landing: wire.Shared, nbytes: int, wanted: Callable[[], bool]) -> None:
-        """Map the place of a payload that is still being made; see `Arena.populate`."""
-        # The write will find what is wrong, and says so.
+    def prepare(self, landing: wire.Shared, nbytes: int) -> None:
+        """Have the pages of a payload's place mapped before the payload is made."""
+        # The write meets the same error, and tells of it.
         with contextlib.suppress(OSError, ProtocolError):
             arena = self._arena(landing)
-            arena.populate(landing.offset - arena.data_offset, nbytes, wanted)
+            if not arena.taken:
+                arena.populate(landing.offset - arena.data_offset, nbytes)
 
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
 
+        Args:
+            landing: arena and place.
+            payload: uint8, one dimension.
+
         Raises:
-            ProtocolError: what was named is not an arena, or the place not in it.
+            ProtocolError: the file is not an arena, or the place not in it.
             OSError: the arena cannot be mapped.
         """
         arena = self._arena(landing)
@@ -64,6 +68,10 @@ class SharedWriter:
                 self._forget_gone()
                 arena = Arena.open(Address(landing.path, landing.size, landing.seal))
                 self._arenas[landing.seal] = arena
+                if arena.taken:
+                    populate = threading.Thread(target=arena.populate, name="epd-populate")
+                    populate.daemon = True
+                    populate.start()
             self._arenas.move_to_end(landing.seal)
             while len(self._arenas) > _MAX_ARENAS:
                 self._arenas.popitem(last=False)
@@ -101,6 +109,10 @@ class RemoteWriter:
     def write(self, landing: wire.Remote, payload: np.ndarray, timeout_s: float) -> None:
         """Write the payload to its place.
 
+        Args:
+            landing: session and address.
+            payload: uint8, one dimension.
+
         Raises:
             UnavailableError: it was not written; part of it may yet be.
         """
@@ -129,6 +141,6 @@ class RemoteWriter:
                     deadline - time.monotonic(),
                 )
         finally:
-            # After a write that timed out the engine may still read it. What it then
-            # sends is for memory that the receiver keeps in quarantine.
+            # After a write that timed out the engine may still read it. The receiver keeps the
+            # memory that it then writes to in quarantine.
             self._free.put(buffer)

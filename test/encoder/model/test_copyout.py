@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import threading
 from collections import deque
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -117,27 +116,16 @@ def test_passes_of_one_thread_and_copies_of_another():
     device = LateDevice(7)
     copies = CopyOut(device, chunk_bytes=CHUNK_BYTES)
     tower = Tower(device)
-    launched: SimpleQueue = SimpleQueue()
-    room = threading.Semaphore(DEPTH)
-    passes = [(number, [number % 5, 3]) for number in range(200)]
-    failed = []
-
-    def land():
-        for number, rows in passes:
-            parts = copies.land(launched.get(), rows)
-            room.release()
-            expected = (pixels_of(number, rows, torch.float32) * 2).split(rows)
-            if not all(torch.equal(*pair) for pair in zip(parts, expected, strict=True)):
-                failed.append(number)
-
-    lander = threading.Thread(target=land)
-    lander.start()
-    for number, rows in passes:
-        room.acquire()
-        pixels = pixels_of(number, rows, torch.float32)
-        launched.put(copies.launch(lambda pixels=pixels: tower(pixels)))
-    lander.join()
-    assert not failed
+    landed: deque = deque()
+    with ThreadPoolExecutor(1) as lander:
+        for number in range(200):
+            if number >= DEPTH:
+                parts, expected = landed.popleft()
+                assert torch.equal(torch.cat(parts.result()), expected)
+            rows = [number % 5, 3]
+            pixels = pixels_of(number, rows, torch.float32)
+            launched = copies.launch(lambda pixels=pixels: tower(pixels))
+            landed.append((lander.submit(copies.land, launched, rows), pixels * 2))
 
 
 def test_a_pass_that_fails_leaves_the_next_one_as_it_is():
@@ -158,19 +146,20 @@ def test_parts_share_no_memory_with_each_other_or_the_pass():
     assert bool((output == 1).all())
 
 
-def test_new_pages_are_had_before_the_pass_is_waited_for():
-    faults: list[int] = []
+def test_new_memory_is_taken_before_the_first_copy():
+    """So while the pass runs, which copies wait for."""
+    resident = []
 
-    class Counting(LateDevice):
+    class Watched(LateDevice):
         def copy(self, source, destination, stream, waits=()):
-            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+            resident.append(psutil.Process().memory_info().rss)
             return super().copy(source, destination, stream, waits)
 
-    device = Counting()
+    device = Watched()
     copies = CopyOut(device, chunk_bytes=1 << 20)
-    pages = 64 << 8  # too much for malloc to have it in store
-    (part,) = copies.land(
-        copies.launch(lambda: device.empty([pages, 1024], torch.float32)), [pages]
-    )
-    assert len(part) == pages
-    assert faults[-1] - faults[0] < 0.1 * pages
+    rows = 1 << 14
+    launched = copies.launch(lambda: device.empty([rows, 1024], torch.float32))
+    before = psutil.Process().memory_info().rss
+    (part,) = copies.land(launched, [rows])
+    assert len(part) == rows
+    assert resident[0] - before >= 0.9 * rows * 4096

@@ -52,20 +52,25 @@ def arms_of(which: str) -> list[Arm]:
     cores = len(os.sched_getaffinity(0))
     # As encoders on GPUs did at first, and as they do now.
     before = [Arm(size, 4, cores, items=32, pinned=False, kept=False) for size in ("448", "1080p")]
-    now = [Arm(size, 16, 1) for size in ("448", "1080p")]
+    team = max(1, cores // 8)
+    now = [Arm(size, 8, team) for size in ("448", "1080p")]
     if which == "few":
-        return [*before, *now, Arm("448", patches=8192), Arm("448"), Arm("1080p")]
+        ready = [Arm("448", patches=8192), Arm("448"), Arm("1080p")]
+        ready += [Arm("224", items=items) for items in (32, 128)]
+        jpegs = [Arm(size, 4, 1) for size in ("448", "1080p")]
+        jpegs += [Arm("1080p", 8, team, pinned=False), Arm("1080p", 8, team, kept=False)]
+        return [*before, *now, *ready, *jpegs]
     ready = [Arm("448", patches=patches) for patches in (4096, 8192, 16_384, 32_768)]
     ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]
     ready += [Arm("224", items=items) for items in (32, 64, 128)]
     ready += [Arm(size, depth=1) for size in ("448", "1080p")]
     ready += [Arm(size, pinned=False) for size in ("448", "1080p")]
     ready += [Arm(size, kept=False) for size in ("448", "1080p")]
-    jpegs = [Arm(size, preparers, 1) for size in ("448", "1080p") for preparers in (2, 4, 8)]
-    jpegs += [Arm("448", 1, 1), Arm("448", 24, 1), Arm("224", 4, 1), Arm("224", 16, 1)]
-    jpegs += [Arm(size, 16, cores) for size in ("448", "1080p")]
-    jpegs += [Arm(size, 16, 1, pinned=False) for size in ("448", "1080p")]
-    jpegs += [Arm(size, 16, 1, kept=False) for size in ("448", "1080p")]
+    jpegs = [Arm(size, preparers, 1) for size in ("448", "1080p") for preparers in (2, 4, 16)]
+    jpegs += [Arm("448", 1, 1), Arm("448", 24, 1), Arm("224", 4, 1), Arm("224", 8, team)]
+    jpegs += [Arm(size, 8, threads) for size in ("448", "1080p") for threads in (1, cores)]
+    jpegs += [Arm(size, 8, team, pinned=False) for size in ("448", "1080p")]
+    jpegs += [Arm(size, 8, team, kept=False) for size in ("448", "1080p")]
     # First what decides, should time be short.
     return [*before, *now, *ready, *jpegs]
 

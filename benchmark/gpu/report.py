@@ -32,7 +32,6 @@ READ = {
         "children."
     ),
 }
-_SAME = dict.fromkeys(("engine", "tower-all", "tower-7b", "engine-7b"), "tower")
 _MACHINE = ("gpu", "gpu_memory_gib", "cuda", "nvidia_smi", "cores", "memory_gib", "system")
 
 
@@ -85,8 +84,9 @@ def _machine(facts: dict[str, Any]) -> str:
 
 def _section(name: str, part: dict[str, Any]) -> str:
     lines = [f"## {name}", "", f"`{part['machine']['command']}`", ""]
-    if name in READ or name in _SAME:
-        lines += [READ[_SAME.get(name, name)], ""]
+    kind = "tower" if name.startswith(("engine", "tower")) else name
+    if kind in READ:
+        lines += [READ[kind], ""]
     for title, rows in part["tables"].items():
         lines += [f"### {title}", "", table(rows), ""]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Giving freed memory back to the system, or keeping it for the next item.
+"""Gives freed memory back to the system, or keeps it for the next item.
 
-glibc keeps what is freed below the top of its heaps. An encoder frees pictures, patches
+glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
 and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which
 1.0 GB was free. Media of many megabytes are kept out of these heaps: between them stay holes
 that no other fits.

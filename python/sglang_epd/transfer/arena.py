@@ -1,9 +1,9 @@
-"""The memory that payloads land in: one per host, shared by every process that reads it.
+"""The arena: the memory that payloads arrive in, one per host, shared by all its readers.
 
 An arena is an anonymous file in memory. The receiver makes it; encoders of the same
-machine write into it, schedulers map it and read embeddings where they landed. It
-needs no room in /dev/shm, takes no memory until written to, and is gone when its last
-process is.
+machine write into it, schedulers map it and read embeddings where they arrived. It
+needs no room in /dev/shm, takes no memory until it is written to, and is gone with its
+last process.
 
 It begins with a page that holds its seal, and whether its pages must stay where they are;
 then one counter for each slot and reader: a reader adds one when it drops an embedding. That
@@ -79,7 +79,7 @@ class Arena:
 
     Attributes:
         data: the payload bytes, uint8 [size of data].
-        address: what other processes need to map it.
+        address: the facts that other processes need to map it.
     """
 
     def __init__(self, fd: int, address: Address) -> None:
@@ -98,7 +98,11 @@ class Arena:
 
     @classmethod
     def create(cls, data_bytes: int, readers: int) -> Arena:
-        """Make an arena for `data_bytes` of payloads and that many reading processes.
+        """Make an arena.
+
+        Args:
+            data_bytes: room for payloads.
+            readers: processes that read it, numbered from 0.
 
         Raises:
             OSError: the system refuses.
@@ -116,7 +120,7 @@ class Arena:
 
     @classmethod
     def of(cls, welcome: Welcome) -> Arena:
-        """Map the arena that a receiver has told of; raises what `open` does."""
+        """Map the arena that a receiver's `Welcome` names. Raises the errors of `open`."""
         return cls.open(Address(welcome.path, welcome.size, welcome.seal, welcome.readers))
 
     @classmethod
@@ -124,7 +128,7 @@ class Arena:
         """Map an arena by its address; one that this process has made is returned itself.
 
         Raises:
-            ProtocolError: what is there is not that arena.
+            ProtocolError: the file is not that arena.
             OSError: it cannot be opened.
         """
         if (own := _made_here.get(address.seal)) is not None:
@@ -167,6 +171,13 @@ class Arena:
         """The embedding of an item, where it lies; no copy.
 
         The memory stays reserved until the tensor, and every view of it, is gone.
+
+        Args:
+            item: where the embedding is.
+            reader: this process's number.
+
+        Returns:
+            [tokens, width], in the arena.
         """
         # torch keeps this very object for as long as any view of the tensor lives.
         owner = self.span(item.offset, item.nbytes)
@@ -176,8 +187,12 @@ class Arena:
     def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
         """The items of a claim, but for those that it covered itself.
 
+        Args:
+            settled: the outcome of the claim.
+            reader: this process's number.
+
         Raises:
-            EpdError: what became of them instead.
+            EpdError: the claim failed; this is its error.
         """
         items = [
             ReceivedItem(item.key, item.layout, self.read(item, reader))
@@ -225,20 +240,27 @@ class Arena:
         """Whether all of its memory is taken."""
         return bool(self._map[_PAGES] == _TAKEN)
 
-    def populate(self) -> None:
-        """Have all of the payloads' pages in this process's page table.
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Have the pages of payloads in this process's page table; their content stays.
 
         The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
         happens.
+
+        Args:
+            offset, nbytes: of `data`, the offset aligned; all of it by default.
+
+        Raises:
+            ProtocolError: outside the arena.
         """
+        span = self.span(offset, len(self.data) if nbytes is None else nbytes)
         madvise = ctypes.CDLL(None).madvise
-        for begin in range(0, len(self.data), _POPULATED_BYTES):
-            nbytes = min(_POPULATED_BYTES, len(self.data) - begin)
-            address = ctypes.c_void_p(self.machine_address + begin)
-            madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+        for begin in range(0, len(span), _POPULATED_BYTES):
+            size = min(_POPULATED_BYTES, len(span) - begin)
+            address = ctypes.c_void_p(self.machine_address + offset + begin)
+            madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Return the memory of payloads to the system; nobody may be using any there.
+        """Return the memory of unused payloads to the system.
 
         Args:
             ranges: [begin, end) of `data`, aligned.
@@ -250,7 +272,7 @@ class Arena:
                 self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)
 
     def close(self) -> None:
-        """Close the file that `create` made, so that nobody else can map it.
+        """Close the file that `create` made; no other process can map it any more.
 
         The mapping itself goes when nothing refers to it any more.
         """

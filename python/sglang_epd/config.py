@@ -1,11 +1,11 @@
 """Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
 
 Everything SGLang does have a flag for is read from SGLang. `Settings` is the one schema: it
-reads the environment and the file, refuses what it does not know, so that a typing mistake
+reads the environment and the file, refuses unknown names, so that a typing mistake
 is not silently without effect, and docs/settings.md is written from it.
 
 `SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
-without the prefix; what the environment says counts before it:
+without the prefix; the environment counts before it:
 
     settings:
       dispatch_policy: least_loaded
@@ -31,10 +31,10 @@ CONFIG_FILE = "SGLANG_EPD_CONFIG"
 _OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
 _MOST_FILE_BYTES = 1 << 20
-# What a file may hold beside `settings`: options of `sglang-epd up`, which reads them.
+# Keys of a file beside `settings`: options of `sglang-epd up`, which reads them.
 SECTIONS = ("settings", "up")
 
-# Titles and bounds are what a refusal says; titles are on docs/settings.md too.
+# Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
 Folder = Annotated[str, Meta(title="a folder")]
 Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")]
@@ -58,8 +58,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         request_timeout_s [language]: One deadline for a request's media, from its arrival until
             its embeddings are in the scheduler; retries spend it. Where it is not set, SGLang's
             `SGLANG_ENCODER_RECV_TIMEOUT` counts.
-        dispatch_policy [language]: How items are spread over encoders: `affinity` (what was
-            encoded somewhere goes there again), `least_loaded` (patches in work), `round_robin`,
+        dispatch_policy [language]: How items are spread over encoders: `affinity` (an item returns
+            to the encoder that has encoded it), `least_loaded` (patches in work), `round_robin`,
             or `shuffle` (SGLang's own).
         encoder_wait_s [language]: How long a request waits where no encoder is left to ask; then
             it gets 503.
@@ -68,15 +68,15 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_header [language]: Whether a request may name its encoders (`x-encoder-hosts-ports:
             host:port,...`).
         tell_sources [language]: Whether answers of `/generate` say where their media came from
-            (`meta_info.media_sources`). A user learns from it whether somebody with the same cache
-            salt has sent the same media before.
+            (`meta_info.media_sources`). A user learns from it whether another client with the same
+            cache salt has sent the same media before.
         encode [language, with `--enable-adaptive-dispatch-to-encoder`]: Whether anything goes to
             encoders.
         min_patches [language, with `--enable-adaptive-dispatch-to-encoder`]: Requests whose images
             are all smaller than so many patches (14 x 14 px) do not go to encoders.
         receive_budget_mb [language]: Embeddings that it holds at a time: granted, received, being
             read or kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
-            server may use, from 2048 to 16384.
+            server may use, from 2048 to 16384. On an accelerator all of it is taken at start.
         embedding_cache_mb [language]: The part of that budget in which embeddings that are not in
             use stay for the next request with the same image. They are evicted when their room is
             needed. Half of the budget unless given.
@@ -93,7 +93,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             an eighth of the memory that the server may use, from 4096 to 32768.
         encoder_batch_patches [encoders]: Patches in one forward pass; a single item may have more.
             16384, or 2048 on a CPU, unless given.
-        encoder_batch_items [encoders]: Items in one forward pass.
+        encoder_batch_items [encoders]: Items in one forward pass. 128, or 32 on a CPU, unless
+            given.
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach
             it; its host and port unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
@@ -151,7 +152,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_queue_mb: Count | None = None
     decode_mb: Count | None = None
     encoder_batch_patches: Count | None = None
-    encoder_batch_items: Count = 32
+    encoder_batch_items: Count | None = None
     encoder_advertise_url: Text = ""
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
@@ -213,14 +214,14 @@ def variables() -> dict[str, FieldInfo]:
 
 
 def bounds(hint: Any) -> Meta:
-    """What a setting of this type takes."""
+    """The values of a setting of this type."""
     while get_origin(hint) is not Annotated:  # of a type or None
         hint = get_args(hint)[0]
     return get_args(hint)[1]
 
 
 def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment, and beneath it what the file has that `SGLANG_EPD_CONFIG` names.
+    """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
 
     Raises:
         ConfigError: the file cannot be used.

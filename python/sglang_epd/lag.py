@@ -1,6 +1,6 @@
 """How late an event loop is.
 
-A loop that decodes, hashes or waits for the interpreter's lock answers nobody meanwhile: no
+A loop that decodes, hashes or waits for the interpreter's lock answers nothing meanwhile: no
 probe, no offer, no `/health`. A timer that fires late shows it afterwards.
 """
 
@@ -16,7 +16,7 @@ class LoopLag:
     """Measures the event loop that it is started in.
 
     Args:
-        observe: told, ten times a second, by how many seconds the timer was late.
+        observe: called ten times a second with the seconds by which the timer was late.
     """
 
     def __init__(self, observe: Callable[[float], None]) -> None:

@@ -1,4 +1,4 @@
-"""How much of this machine's memory one server may plan with, unless it is told.
+"""How much of this machine's memory one server may plan with by default.
 
 A host has eight accelerators at most, as a rule, and so eight servers of which each holds
 embeddings in host memory. With a sixteenth each they take half of it together, and only when
@@ -56,7 +56,7 @@ def usable_bytes(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """What the control groups of this process allow, of both versions."""
+    """The memory limit of this process's control groups, of both versions."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

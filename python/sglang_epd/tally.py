@@ -1,4 +1,4 @@
-"""What is counted on the payload channel, and while requests are dispatched."""
+"""Counters of the payload channel and of dispatch, without a metrics library."""
 
 from __future__ import annotations
 

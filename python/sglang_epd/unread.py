@@ -1,6 +1,6 @@
 """Variables and flags of SGLang's own EPD that this package does not read.
 
-What is set of them is named in one line of the log, with what takes its place. Those that
+Those that are set are named in one line of the log, with their replacements. Those that
 would be missed are refused in `seams/server_args.py`, some are honoured: docs/migration.md has
 all of them.
 """
@@ -41,7 +41,7 @@ UNREAD: dict[str, dict[str, str]] = {
 
 
 def announce(server: str, flags: Mapping[str, Any]) -> None:
-    """Name what is set and not read, in one line of the log. Once a server.
+    """Log one line that names the set variables and flags that are not read. Once a server.
 
     Args:
         server: "encoder" or "language".

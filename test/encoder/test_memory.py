@@ -48,6 +48,37 @@ print((resident_bytes() - before) >> 20)
     assert 29 <= int(done.stdout) <= 35
 
 
+def test_an_encoder_of_a_gpu_keeps_large_blocks_for_the_next_item_until_it_is_idle():
+    check = """
+import resource, threading
+from sglang_epd.encoder.memory import give_back, keep_freed, keep_large_apart
+from encoder.test_memory import resident_bytes
+assert keep_large_apart()  # as its server does first
+assert keep_freed()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+told = []
+def run():
+    for _ in range(4):
+        before = faults()
+        embedding, pixels = bytearray(67 << 20), bytearray(50 << 20)
+        told.append(faults() - before)
+        del embedding, pixels
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+kept = resident_bytes()
+assert give_back()
+print(*told, (kept - resident_bytes()) >> 20)
+"""
+    here = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=here, capture_output=True, text=True, check=True
+    )
+    *faults, given_back = map(int, done.stdout.split())
+    assert max(faults[1:]) < 1000, faults  # 117 MiB have 29,952 pages
+    assert given_back > 100
+
+
 def test_collections_pass_over_what_is_there_when_a_server_begins():
     check = """
 import gc

@@ -288,6 +288,40 @@ def test_memory_is_taken_when_written_to_and_can_be_given_back(arena):
     other.close()
 
 
+class Card(list):
+    """Of a device: the memory that it was told of."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.append((address, nbytes))
+
+
+def test_memory_that_another_process_has_registered_is_not_given_back(arena, monkeypatch):
+    monkeypatch.setattr(arena_module, "_made_here", {})
+    other, card = Arena.open(arena.address), Card()
+    assert other.machine_address != arena.machine_address
+    arena.data[:] = 1
+    other.register(card)
+    assert card == [(other.machine_address, NBYTES)]
+    arena.give_back([(0, NBYTES)])
+    assert arena.data.all()
+    assert arena.taken
+    other.keep_pages()
+    assert arena.taken
+    other.close()
+
+
+def test_pages_are_entered_before_they_are_written_to(arena, resident_kib, monkeypatch):
+    monkeypatch.setattr(arena_module, "_made_here", {})
+    monkeypatch.setattr(arena_module, "_POPULATED_BYTES", 3 * ALIGNMENT)
+    arena.data[:] = 1
+    other = Arena.open(arena.address)
+    assert resident_kib(other) < NBYTES >> 11
+    other.populate()
+    assert resident_kib(other) >= NBYTES >> 10
+    assert other.data.all()
+    other.close()
+
+
 def test_closing_twice_closes_nobody_elses_file(arena):
     arena.close()
     fd = os.open("/dev/null", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Layouts by key: what a prompt needs to know of an item before its embedding is there.
+"""Layouts by key: the facts about an item that a prompt needs before its embedding is there.
 
 A key names everything that a layout depends on, so an entry is never stale. They are
 small, some hundred bytes an image, and are kept for as long as there is room.
@@ -31,7 +31,7 @@ class LayoutCache:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take."""
+        """Bytes of all of them."""
         return self._bytes
 
     def find(self, key: bytes) -> Layout | None:

@@ -18,7 +18,7 @@ class Charge:
     """Bytes that one item may use; its own until they are given back.
 
     Attributes:
-        stopped: set by `Budget.stop`: whoever waits for it raises.
+        stopped: set by `Budget.stop`: a thread that waits for it raises.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Budget:
         return self.total - self._free
 
     def try_raise(self, charge: Charge, nbytes: int) -> bool:
-        """Make a charge `nbytes`, unless others wait or there are not as many.
+        """Make a charge `nbytes`; False while others wait or there is not as much.
 
         Raises:
             MediaTooLargeError: there never are.
@@ -65,6 +65,9 @@ class Budget:
 
     def raise_to(self, charge: Charge, nbytes: int, deadline: float) -> None:
         """Make a charge `nbytes`, when it is its turn.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
 
         Raises:
             MediaTooLargeError: it is more than there is.
@@ -101,7 +104,7 @@ class Budget:
                 self._changed.notify_all()
 
     def stop(self, charge: Charge) -> None:
-        """Whoever waits with this charge is to raise."""
+        """Have the thread that waits with this charge raise."""
         with self._changed:
             charge.stopped = True
             self._changed.notify_all()

@@ -12,7 +12,7 @@ class Film:
     """Frames of a video, read when they are asked for.
 
     Args:
-        facts: what the file says of itself.
+        facts: the file's header.
         limits: `max_video_total_pixels` applies to all frames read together.
         read: the frames of these indices, and how many were read before.
     """
@@ -26,7 +26,7 @@ class Film:
         self._count = 0
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Frames uint8 [count, height, width, 3], in memory that nobody else writes.
+        """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
 
         Raises:
             IndexError: there is no such frame.

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-# Retries per item that was sent for the first time, and what is allowed besides: enough
+# Retries per item that was sent for the first time, and a fixed rate besides: enough
 # for all that one encoder may have had when it died.
 _SHARE = 0.2
 _BURST = 128.0
@@ -50,7 +50,7 @@ class RetryBudget:
 
 def pause(number: int, rng: random.Random) -> float:
     """Seconds before the `number`-th return to encoders that have failed: exponential, and
-    drawn between nothing and all of it, so that those who failed together do not return
+    drawn between nothing and all of it, so that requests that failed together do not return
     together."""
     least, most = _PAUSE_S
     return least + rng.random() * (min(most, least * 2.0 ** min(number, 30)) - least)

@@ -1,7 +1,7 @@
-"""Starts the encoder server; takes the place of the in-tree `launch_server`.
+"""Starts the encoder server, and drains it on a signal; replaces the in-tree `launch_server`.
 
-Leans on `disaggregation.encoder.http_server.launch_server(server_args)` being what
-SGLang calls for `--encoder-only`.
+Leans on SGLang calling `disaggregation.encoder.http_server.launch_server(server_args)`
+for `--encoder-only`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ _CLOSE_S = 3
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
+_CACHE_MB = 4096
 
 
 def launch(server_args: Any) -> None:
@@ -88,7 +89,7 @@ def launch(server_args: Any) -> None:
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
-    # Before the towers, which take long: what cannot be used is said now.
+    # Before the towers, which take long: unusable settings are reported now.
     trust.server_ssl()
     tls = trust.client_ssl()
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
@@ -190,7 +191,7 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
     """Have a server run until it has stopped.
 
     Uvicorn raises the signal that stopped it once more when all is done, and asyncio makes an
-    exception of a Ctrl-C: of that there is nothing to be told.
+    exception of a Ctrl-C, which needs no message.
     """
     import uvloop
 
@@ -212,7 +213,7 @@ async def _serve(server: _DrainingServer, broken: asyncio.Event) -> None:
 
 
 async def _end_if_broken(server: _DrainingServer, broken: asyncio.Event) -> NoReturn:
-    """A process with a broken tower is of no use: whoever supervises it starts a new one."""
+    """End a process with a broken tower; its supervisor starts a new one."""
     await broken.wait()
     logger.critical("This encoder ends, because its vision tower is broken")
     server.leave_broken()
@@ -237,7 +238,7 @@ def _configure_logs(server_args: Any, settings: Settings) -> None:
 
 
 def _spans() -> Callable[[Mapping[str, str]], Span]:
-    """What begins the span of an encode request, by its headers.
+    """The beginning of an encode request's span, by its headers.
 
     With `--enable-trace` OpenTelemetry is set up as SGLang's servers do.
 
@@ -263,7 +264,7 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 def _open_urls(
     fetcher: FetchingThread, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
 ) -> UrlReader | None:
-    """What remembers URLs, closed with `stack`; None where nothing is to."""
+    """The memory of URLs, closed with `stack`; None where it has no entries."""
     if not entries:
         return None
     urls = UrlReader(fetcher, UrlMemory(entries), metrics)
@@ -288,16 +289,17 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
 def _bounds(settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_device
 
-    patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
-    batch = Bounds(patches, settings.encoder_batch_items)
-    # Half of what a language server holds.
+    patches, items = _batch(get_device().device)
+    batch = Bounds(settings.encoder_batch_patches or patches, settings.encoder_batch_items or items)
+    # Half of a language server's share.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
 
-def _batch_patches(device: str) -> int:
-    """What a forward pass is best made of. A processor computes a patch of a batch that is
-    larger than its caches more slowly; an accelerator needs much to be busy."""
-    return 2048 if device.startswith("cpu") else 16_384
+def _batch(device: str) -> tuple[int, int]:
+    """The best size of a forward pass, in patches and items. A processor computes a patch of a
+    batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
+    that small pictures may be many."""
+    return (2048, 32) if device.startswith("cpu") else (16_384, 128)
 
 
 def _sender(settings: Settings) -> Sender:
@@ -312,16 +314,16 @@ def _sender(settings: Settings) -> Sender:
 
 
 class _DrainingServer(uvicorn.Server):
-    """Told to stop, it refuses what is new, finishes what it has, and stops then.
+    """Stops on a signal: refuses new requests, finishes accepted ones, and ends.
 
-    Meanwhile it answers /health with 503, so that whoever balances load looks elsewhere.
-    Told again, it waits no longer.
+    Meanwhile it answers /health with 503, so that load balancers look elsewhere.
+    After a second signal it waits no longer.
 
     Attributes:
         broken: it stops because its tower is broken.
 
     Args:
-        registration: begins when it listens, and ends when it is told to stop.
+        registration: begins when the server listens, and ends with the signal.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class _DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # Not earlier: who hears of it asks it at once. Not if it was told to stop meanwhile.
+        # Not earlier: a language server asks a registered encoder at once. Not after a signal.
         if self.started and self._registration is not None and not self._told:
             self._registration.start()
 
@@ -356,7 +358,7 @@ class _DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(begin)
 
     def leave_broken(self) -> None:
-        """As if told to stop, with what it has going elsewhere, and an error for its end."""
+        """Stop as on a signal, with accepted items going elsewhere, and an error for its end."""
         self.broken = True
         self.handle_exit(signal.SIGTERM, None)
 
@@ -380,7 +382,7 @@ def advertised_url(typed: str, scheme: str) -> str:
     """How language servers reach this encoder: as typed, or by its host and port.
 
     Raises:
-        ConfigError: what was typed is no server's URL.
+        ConfigError: the flag is no server's URL.
     """
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
@@ -410,7 +412,7 @@ def _checked(flag: str, typed: str) -> str:
 
 
 def tls_options(trust: Trust) -> dict[str, Any]:
-    """What uvicorn is told of the server's certificate."""
+    """Uvicorn's options for the server's certificate."""
     if not trust.certfile:
         return {}
     return {
@@ -427,12 +429,13 @@ def cache_bytes(*, enabled: bool) -> int:
     Raises:
         ConfigError: the variable is not a whole number of MiB.
     """
-    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "4096"
+    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "0"
     if not enabled:
         return 0
     if not raw.isdecimal():
         raise ConfigError(f"SGLANG_VLM_CACHE_SIZE_MB={raw!r} is not a number of MiB")
-    return int(raw) << 20
+    # SGLang writes a 0 there for Qwen3-VL on Hopper GPUs, whatever the flag says.
+    return (int(raw) or _CACHE_MB) << 20
 
 
 def _housekeeping(
@@ -441,12 +444,17 @@ def _housekeeping(
     towers: Sequence[ServedTower],
     metrics: EncoderMetrics,
 ) -> Any:
+    from sglang.srt.runtime_context import get_device
+
+    on_cpu = get_device().device.startswith("cpu")
+
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             await sender.close_unused()
-            if service.finished != tidy_at:
+            # On an accelerator the next item would wait for new pages.
+            if service.finished != tidy_at and (service.idle or on_cpu):
                 tidy_at = service.finished
                 await asyncio.to_thread(give_back)
 

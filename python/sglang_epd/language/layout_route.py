@@ -41,7 +41,7 @@ class LayoutRoute:
     """Handles the route; use it from one event loop.
 
     Args:
-        trust: whose decode servers are told; everybody's without.
+        trust: tokens of decode servers that get an answer; all do without one.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def parse_content_hash(given: object) -> str:
 
 
 def check_content_hash(data: bytes, expected: str, sha256: str = "") -> None:
-    """Compare encoded media with what a caller says that they are.
+    """Compare encoded media with a caller's digest of them.
 
     Args:
         expected: as of `parse_content_hash`; nothing is compared where it is empty.

@@ -12,15 +12,15 @@ class Shares:
     """Places at a time, of which an owner may have as many as are free; for one event loop.
 
     Owners that take all they may have the same number in the end, and as many places are
-    free for an owner who comes new. Places that become free go to those first who have few.
+    free for a new owner. Free places go first to owners with few.
     (Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.)
 
     Args:
-        total: places; the last one is had by whoever has none.
+        total: places; the last one goes to an owner without any.
 
     Attributes:
         held: places by owner.
-        waiting: the owners of those who wait for a place, in order.
+        waiting: the owners that wait for a place, in order.
     """
 
     def __init__(self, total: int) -> None:
@@ -32,7 +32,7 @@ class Shares:
 
     @asynccontextmanager
     async def of(self, owner: Hashable) -> AsyncIterator[None]:
-        """Around what takes a place."""
+        """Holds a place while the context lasts."""
         if not self._take(owner):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting[turn] = owner

@@ -1,4 +1,4 @@
-"""What a video may cost, from what its decoder says of it before the first frame."""
+"""The cost of a video, by its decoder's facts before the first frame."""
 
 from __future__ import annotations
 

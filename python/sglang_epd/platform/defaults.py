@@ -1,7 +1,7 @@
 """Server arguments that differ on a CPU, wherever the user has not set them.
 
-SGLang hands over a view: what is read from it is what resolution has decided so far,
-what is assigned to it is recorded as this platform's decision. `_raw_input` holds what
+SGLang hands over a view: reading from it gives what resolution has decided so far,
+assigning to it records this platform's decision. `_raw_input` holds what
 the user typed, which tells a choice from an earlier default.
 """
 
@@ -67,7 +67,7 @@ def kv_tokens(free_bytes: int, bytes_per_token: int) -> int:
     else, and torch touches every page of it at start. An eighth of what is free and
     2 GiB at most lets a prefill, a decode and a language server start together on
     24 GiB with room for their weights. The bound on tokens is for small models: more
-    than a CPU can prefill in a sitting serves nobody. SGLang lowers the figure further
+    than a CPU can prefill in a sitting is of no use. SGLang lowers the figure further
     if its own profile finds less, so the minimum cannot overcommit.
     """
     affordable = min(free_bytes // FREE_MEMORY_SHARE, MAX_KV_BYTES) // bytes_per_token

@@ -16,7 +16,7 @@ def wait_passively() -> None:
     the slice of the thread it waits for: eight layers of 1024 patches took 450 ms
     beside one busy process on two cores, and 70 ms with the policy, which costs nothing
     when alone. Processes started from here read the policy from the environment. This
-    one loaded libgomp before, so it is told otherwise: libgomp spins briefly when it
+    one loaded libgomp before, so libgomp gets the policy by a call: it spins briefly when it
     manages more threads than there are cores, and a parked thread that has run one
     parallel operation keeps its own team counted.
     """

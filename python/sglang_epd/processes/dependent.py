@@ -1,4 +1,4 @@
-"""What a process does that lives for another one."""
+"""A process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def depend_on(parent: int) -> None:
-    """End when the parent does, whatever ended it, and not by what its terminal is told.
+    """End when the parent does, for any reason, and not by signals of its terminal.
 
     The kernel sends SIGKILL when the parent's thread that started this process ends.
     SIGINT and SIGTERM, which reach a whole process group, are the parent's to answer.

@@ -66,12 +66,16 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("families/films", "utils.common", "load_video"): "video_file use_gpu",
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.close"): "self",
     (
-        "encoder/one_server",
+        "encoder/model/one_server",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor._load_single_item",
     ): "self data modality frame_count_limit discard_alpha_channel",
     ("decoding/sound", "utils.common", "load_audio"): "audio_file sr mono",
-    ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
+    (
+        "encoder/model/loading",
+        "model_loader",
+        "get_model",
+    ): "model_config load_config device_config",
     (
         "checkpoint and families/reading",
         "model_loader.loader",
@@ -147,6 +151,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): "self rids_to_check",
+    ("seams/staging", "managers.mm_schedule", "get_embedding_chunk"): (
+        "embedding extend_prefix_len extend_seq_len items_offset"
+    ),
+    ("seams/staging", "mem_cache.kv_cache_configurator", "mm_runtime_reservation_gb"): (
+        "is_multimodal mm_feature_transport"
+    ),
     ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
     ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
@@ -211,30 +221,40 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("language/assembly", "managers.schedule_batch", "MultimodalDataItem.set_identity"): (
         "self identity"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
+    ("encoder/model/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
         "self server_args schedule_path dist_init_method rank gpu_id"
     ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
+    ("encoder/model/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
         "self modality"
     ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
-        "self mm_feature preprocess_result indices modality"
-    ),
-    ("encoder/preparing", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
-    ("encoder/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
     (
-        "encoder/preparing",
+        "encoder/model/preparing",
+        "disaggregation.encoder.server",
+        "MMEncoder._build_model_mm_items",
+    ): ("self mm_feature preprocess_result indices modality"),
+    (
+        "encoder/model/preparing",
+        "disaggregation.encoder.server",
+        "_get_mm_feature",
+    ): "mm_inputs modality",
+    ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
+    (
+        "encoder/model/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor.process_mm_items",
     ): "async self mm_items modality",
-    ("encoder/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
+    ("encoder/model/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
         "ele total_frames video_fps"
     ),
-    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
+    ("encoder/model/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
         "self source device num_decode_threads"
     ),
-    ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
-    ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
+    (
+        "encoder/model/engine",
+        "server_args",
+        "PortArgs.init_new",
+    ): "server_args dp_rank worker_ports",
+    ("encoder/model/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
     ("encoder/towers", "plugins", "load_plugins"): "",
     ("encoder/towers", "server_args", "ServerArgs.resolve_once"): "self",
     ("encoder/towers and seams/server_args", "arg_groups.overrides", "model_config_of"): (
@@ -292,7 +312,7 @@ def versions() -> tuple[str, str]:
 
 
 def violations(srt: Path | None = None) -> list[str]:
-    """What is not as it was, a sentence each, with the module of ours that leans on it.
+    """Differences from the expected SGLang, a sentence each, with the dependent module of ours.
 
     Args:
         srt: the folder of `sglang.srt`; the installed one's when None.
@@ -343,7 +363,7 @@ class _Source:
         self._tree = functools.cache(self._parse)
 
     def function(self, module: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The definition of a function, a method, or what makes objects of a class."""
+        """The definition of a function, a method, or a class's constructor."""
         name, _, method = path.partition(".")
         found = self._definition(module, name)
         if found is None:

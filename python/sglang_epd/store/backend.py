@@ -1,6 +1,6 @@
-"""What a store has to be able to do; `folder`, `redis` and `mooncake` are three.
+"""The contract of a store; `folder`, `redis` and `mooncake` implement it.
 
-A backend moves bytes by name and says what went wrong. Whether it is asked at all, and how
+A backend moves bytes by name and reports failures. Whether it is asked at all, and how
 long it may take, is `breaker`'s.
 """
 
@@ -42,10 +42,14 @@ class Backend(Protocol):
         """
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        """Keep the pieces, one after the other, under a name: all of them or nothing."""
+        """Keep the pieces, one after the other, under a name: all of them or nothing.
+
+        Args:
+            pieces: bytes of one entry, in order; they do not change before the call ends.
+        """
 
     async def remove(self, name: str) -> None:
-        """Forget what is under a name, if there is anything."""
+        """Remove the entry of a name, if there is one."""
 
     async def close(self) -> None:
         """Let go of connections; calls in flight end by themselves."""

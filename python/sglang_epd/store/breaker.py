@@ -79,7 +79,7 @@ class Breaker:
         if self.blocks:
             call.close()
             raise LeftAloneError("left alone for a while")
-        # One at a time: others would wait for what is not there.
+        # One at a time: others would wait for a store that may still be gone.
         probe = self._probing = self.state is State.OPEN
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,7 +94,7 @@ class Breaker:
             self._failed(probe, error)
             raise
         except Exception as error:
-            # Libraries raise what they like, and no request may end of it.
+            # Libraries raise errors of any class, and no request may end of one.
             logger.exception("Store %s failed", self._what)
             self._failed(probe, type(error).__name__)
             raise StoreError(type(error).__name__) from error

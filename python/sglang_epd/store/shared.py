@@ -29,17 +29,17 @@ from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-# Told of each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
+# Called for each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
 Observer = Callable[[str, str, float, int], None]
 
-# What is read at a time; each may take `max_item_bytes`.
+# Reads at a time; each may take `max_item_bytes`.
 _READS = 8
 _CONNECT_S = 5.0
 _WRITE_S = 10.0
 # When the server ends.
 _LAST_WRITES_S = 1.5
 _LAST_WORDS_S = 0.5
-# Digests of what is read and written.
+# Digests of entries that are read and written.
 _HASHERS = 2
 
 
@@ -63,7 +63,7 @@ class SharedStore:
         url: within which bounds.
         token: keys the entries' digests; empty for none.
         timeout_s: how long `find` may take.
-        observer: counts what happens.
+        observer: counts lookups and writes.
         clock: seconds that only grow.
     """
 
@@ -105,7 +105,12 @@ class SharedStore:
             logger.info("Embeddings are kept in %s, too", self._url.shown)
 
     async def find(self, key: bytes, modality: str) -> Entry | None:
-        """The embedding of a key, if the store has it and gives it in time."""
+        """The embedding of a key; None where the store has none, or does not give it in time.
+
+        Args:
+            key: of the embedding, 32 bytes.
+            modality: that the layout must have.
+        """
         began = self._clock()
         outcome, entry = "error", None
         try:
@@ -120,7 +125,11 @@ class SharedStore:
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
-        """Put an embedding there by and by; it must not change meanwhile."""
+        """Queue an embedding to be written.
+
+        Args:
+            embedding: [tokens, width], on the host; it must not change meanwhile.
+        """
         nbytes = spec_bytes(layout.embedding)
         if nbytes > self._url.max_item_bytes:
             self._count("write", "too_large", 0.0, nbytes)
@@ -141,7 +150,7 @@ class SharedStore:
         return self._writing.nbytes
 
     def status(self) -> dict[str, Any]:
-        """For people: how it does, and what came of it so far; not where it is."""
+        """For people: its state and its counts so far, without its address."""
         return {
             "kind": self._url.kind,
             "breakers": {name: breaker.state.value for name, breaker in self.breakers.items()},
@@ -151,7 +160,7 @@ class SharedStore:
         }
 
     async def close(self) -> None:
-        """Give what waits to be written a moment; takes two seconds at most."""
+        """Give queued writes a moment; takes two seconds at most."""
         await self._writing.close(_LAST_WRITES_S)
         self._hashing.close()
         try:

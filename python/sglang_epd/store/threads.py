@@ -38,7 +38,7 @@ class Threads:
         return bool(self._running)
 
     async def run(self, call: Callable[[], _Result]) -> _Result:
-        """What the call returns, or raises.
+        """The call's result, or its error.
 
         A caller that is cancelled returns at once. Its call does not begin, or goes on by
         itself if it has begun.

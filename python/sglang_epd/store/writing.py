@@ -18,7 +18,7 @@ class Writing:
 
     Args:
         write: writes one of so many bytes; raises nothing.
-        drop: told the bytes of one that is given up.
+        drop: called with the bytes of each dropped embedding.
         capacity_bytes: embeddings that may wait or be on their way.
     """
 
@@ -53,7 +53,7 @@ class Writing:
             self._writer = asyncio.create_task(self._write_all(), name="store writer")
 
     async def close(self, grace_s: float) -> None:
-        """Give what waits that long to be written; the rest is dropped."""
+        """Give queued writes that long to be written; drop the rest."""
         self._closed = True
         if self._writer is not None:
             await asyncio.wait([self._writer], timeout=grace_s)

@@ -1,18 +1,20 @@
-"""The memory that payloads land in: one per host, shared by every process that reads it.
+"""The arena: the memory that payloads arrive in, one per host, shared by all its readers.
 
 An arena is an anonymous file in memory. The receiver makes it; encoders of the same
-machine write into it, schedulers map it and read embeddings where they landed. It
-needs no room in /dev/shm, takes no memory until written to, and is gone when its last
-process is.
+machine write into it, schedulers map it and read embeddings where they arrived. It
+needs no room in /dev/shm, takes no memory until it is written to, and is gone with its
+last process.
 
-It begins with a page that holds its seal, then one counter for each slot and reader: a
-reader adds one when it drops an embedding. That is all a reader ever says, so that it
-can be said from a finalizer, on any thread, without a lock on a socket.
+It begins with a page that holds its seal, and whether its pages must stay where they are;
+then one counter for each slot and reader: a reader adds one when it drops an embedding. That
+is all a reader ever says, so that it can be said from a finalizer, on any thread, without a
+lock on a socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_epd.device import Device
 from sglang_epd.errors import ProtocolError, from_code
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.wire.messages import Landed, Layout, Settled, Welcome
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
+# Where the byte is that says so: that they must, or that all of them are there, too.
+_PAGES = _SEAL_BYTES
+_KEPT, _TAKEN = 1, 2
+_MADV_POPULATE_WRITE = 23
+# Meanwhile no other thread of the process maps memory.
+_POPULATED_BYTES = 16 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
@@ -70,7 +79,7 @@ class Arena:
 
     Attributes:
         data: the payload bytes, uint8 [size of data].
-        address: what other processes need to map it.
+        address: the facts that other processes need to map it.
     """
 
     def __init__(self, fd: int, address: Address) -> None:
@@ -89,7 +98,11 @@ class Arena:
 
     @classmethod
     def create(cls, data_bytes: int, readers: int) -> Arena:
-        """Make an arena for `data_bytes` of payloads and that many reading processes.
+        """Make an arena.
+
+        Args:
+            data_bytes: room for payloads.
+            readers: processes that read it, numbered from 0.
 
         Raises:
             OSError: the system refuses.
@@ -107,7 +120,7 @@ class Arena:
 
     @classmethod
     def of(cls, welcome: Welcome) -> Arena:
-        """Map the arena that a receiver has told of; raises what `open` does."""
+        """Map the arena that a receiver's `Welcome` names. Raises the errors of `open`."""
         return cls.open(Address(welcome.path, welcome.size, welcome.seal, welcome.readers))
 
     @classmethod
@@ -115,7 +128,7 @@ class Arena:
         """Map an arena by its address; one that this process has made is returned itself.
 
         Raises:
-            ProtocolError: what is there is not that arena.
+            ProtocolError: the file is not that arena.
             OSError: it cannot be opened.
         """
         if (own := _made_here.get(address.seal)) is not None:
@@ -158,6 +171,13 @@ class Arena:
         """The embedding of an item, where it lies; no copy.
 
         The memory stays reserved until the tensor, and every view of it, is gone.
+
+        Args:
+            item: where the embedding is.
+            reader: this process's number.
+
+        Returns:
+            [tokens, width], in the arena.
         """
         # torch keeps this very object for as long as any view of the tensor lives.
         owner = self.span(item.offset, item.nbytes)
@@ -167,8 +187,12 @@ class Arena:
     def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
         """The items of a claim, but for those that it covered itself.
 
+        Args:
+            settled: the outcome of the claim.
+            reader: this process's number.
+
         Raises:
-            EpdError: what became of them instead.
+            EpdError: the claim failed; this is its error.
         """
         items = [
             ReceivedItem(item.key, item.layout, self.read(item, reader))
@@ -194,18 +218,54 @@ class Arena:
         """Before a slot is used again."""
         self._drops[slot] = 0
 
+    def keep_pages(self) -> None:
+        """From now on `give_back` does nothing, in all processes: something that does not ask
+        the system where pages are would go on with the old ones."""
+        self._map[_PAGES] = max(_KEPT, self._map[_PAGES])
+
+    def register(self, device: Device) -> None:
+        """Let a device read and write payloads beside other work, from this process.
+
+        All of the arena's memory is taken at once, and never given back.
+
+        Raises:
+            RuntimeError: the device's driver refuses.
+        """
+        self.keep_pages()
+        device.register(self.machine_address, len(self.data))
+        self._map[_PAGES] = _TAKEN
+
+    @property
+    def taken(self) -> bool:
+        """Whether all of its memory is taken."""
+        return bool(self._map[_PAGES] == _TAKEN)
+
+    def populate(self) -> None:
+        """Have all of the payloads' pages in this process's page table.
+
+        The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
+        happens.
+        """
+        madvise = ctypes.CDLL(None).madvise
+        for begin in range(0, len(self.data), _POPULATED_BYTES):
+            nbytes = min(_POPULATED_BYTES, len(self.data) - begin)
+            address = ctypes.c_void_p(self.machine_address + begin)
+            madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Return the memory of payloads to the system; nobody may be using any there.
+        """Return the memory of unused payloads to the system.
 
         Args:
             ranges: [begin, end) of `data`, aligned.
         """
+        if self._map[_PAGES]:
+            return
         for begin, end in ranges:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)
 
     def close(self) -> None:
-        """Close the file that `create` made, so that nobody else can map it.
+        """Close the file that `create` made; no other process can map it any more.
 
         The mapping itself goes when nothing refers to it any more.
         """

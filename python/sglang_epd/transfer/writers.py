@@ -1,4 +1,4 @@
-"""How an encoder puts a payload into memory that it was granted, without asking again.
+"""How an encoder writes a payload into memory that it was granted: shared, or by an engine.
 
 Writers block; the sender runs them in a thread.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections import OrderedDict
 
@@ -33,8 +34,12 @@ class SharedWriter:
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
 
+        Args:
+            landing: arena and place.
+            payload: uint8, one dimension.
+
         Raises:
-            ProtocolError: what was named is not an arena, or the place not in it.
+            ProtocolError: the file is not an arena, or the place not in it.
             OSError: the arena cannot be mapped.
         """
         arena = self._arenas.get(landing.seal)
@@ -42,6 +47,8 @@ class SharedWriter:
             self.forget_gone()
             arena = Arena.open(Address(landing.path, landing.size, landing.seal))
             self._arenas[landing.seal] = arena
+            if arena.taken:
+                threading.Thread(target=arena.populate, name="epd-populate", daemon=True).start()
         self._arenas.move_to_end(landing.seal)
         while len(self._arenas) > _MAX_ARENAS:
             self._arenas.popitem(last=False)
@@ -81,6 +88,10 @@ class RemoteWriter:
     def write(self, landing: wire.Remote, payload: np.ndarray, timeout_s: float) -> None:
         """Write the payload to its place.
 
+        Args:
+            landing: session and address.
+            payload: uint8, one dimension.
+
         Raises:
             UnavailableError: it was not written; part of it may yet be.
         """
@@ -109,6 +120,6 @@ class RemoteWriter:
                     deadline - time.monotonic(),
                 )
         finally:
-            # After a write that timed out the engine may still read it. What it then
-            # sends is for memory that the receiver keeps in quarantine.
+            # After a write that timed out the engine may still read it. The receiver keeps the
+            # memory that it then writes to in quarantine.
             self._free.put(buffer)

@@ -16,7 +16,7 @@ from sglang_epd.wire.messages import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-# What an embedding may be made of, and its bytes; a frame of any other dtype is refused.
+# The dtypes of an embedding, and their bytes; a frame of any other dtype is refused.
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -58,6 +58,10 @@ def view_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """View bytes (uint8, one dimension, aligned) as the tensor that `spec` describes.
 
     No copy is made; the tensor keeps `raw` alive.
+
+    Args:
+        raw: uint8, one dimension, aligned to the dtype.
+        spec: dtype and shape.
 
     Raises:
         ProtocolError: not exactly as many bytes as `spec` says.

@@ -13,6 +13,7 @@ import asyncio
 import copy
 import logging
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,9 +22,14 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoders
+from sglang_epd.device import device_of, launch_beside_threads
+from sglang_epd.device.cuda import capture_beside_other_threads
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
+from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut
+from sglang_epd.encoder.model.features import mark, take
+from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
 from sglang_epd.encoder.model.preparing import Preparer
 from sglang_epd.encoder.model.videos import can_be_read
@@ -40,14 +46,22 @@ from sglang_epd.wire.tensors import tensor_spec
 
 logger = logging.getLogger(__name__)
 
-# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set.
-_THREADS = 4
+# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set: on a
+# CPU, whose cores the tower itself needs, and at most. Each is a thread that takes the
+# interpreter's lock from the one that launches kernels: of 448 px an H100 encoded 138 pictures a
+# second with 4, 132 with 8 and 112 with 16.
+_THREADS_ON_CPU = 4
+_MOST_THREADS = 8
 # Most items that wait for memory beside them.
 _WAITING = 64
 
 
-def preparing_threads() -> int:
-    """How many items a tower prepares side by side.
+def preparing_threads(device: str, cores: int) -> tuple[int, int]:
+    """How many items a tower prepares side by side, and threads of torch for each of them.
+
+    Args:
+        device: torch's name of the tower's.
+        cores: for its process.
 
     Raises:
         ConfigError: SGLang's variable says less than one.
@@ -55,10 +69,15 @@ def preparing_threads() -> int:
     from sglang.srt.environ import envs
 
     told = envs.SGLANG_ENCODER_PREPROC_WORKERS
-    threads = told.get() if told.is_set() else _THREADS
+    on_cpu = device.startswith("cpu")
+    most = _THREADS_ON_CPU if on_cpu else _MOST_THREADS
+    threads = told.get() if told.is_set() else max(_THREADS_ON_CPU, min(cores, most))
     if threads < 1:
         raise ConfigError(f"SGLANG_ENCODER_PREPROC_WORKERS={threads} is no number of threads")
-    return threads
+    team = torch.get_num_threads()
+    # With a team of all cores for each, they would wait for each other. The tower of a CPU
+    # needs a team of all.
+    return threads, team if on_cpu else min(team, max(1, cores // threads))
 
 
 class Engine:
@@ -71,6 +90,7 @@ class Engine:
         rank: of this process among the tower's; all are to be asked the same.
         gpu_id: accelerator; `--base-gpu-id` plus the rank by default.
         rendezvous: where the tower's ranks meet, tcp://host:port; a free port by default.
+        share: processes that prepare on this process's cores, this one included.
     """
 
     def __init__(
@@ -82,14 +102,21 @@ class Engine:
         rank: int = 0,
         gpu_id: int | None = None,
         rendezvous: str | None = None,
+        share: int = 1,
     ) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.disaggregation.encoder import server
+        from sglang.srt.environ import envs
+        from sglang.srt.runtime_context import get_device
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
-        # SGLang has as many, and would not say whose number is wrong.
-        self._threads = preparing_threads()
+        cores = max(1, len(os.sched_getaffinity(0)) // share)
+        device = get_device().device
+        self._threads, team = preparing_threads(device, cores)
+        torch.set_num_threads(team)  # here, and in threads that begin from now on
+        if not device.startswith("cpu"):
+            keep_freed()
         self._decoders = Decoders(limits, decode_bytes, self._threads)
         self._decoders.start()  # while the model is loaded
         if rendezvous is None:
@@ -99,14 +126,21 @@ class Engine:
         self.hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
         architecture = self.hf_config.architectures[0]
         family = family_of(architecture)
-        with without_language_model():
+        # SGLang has a pool of its own, in which its processors run.
+        side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
+        with without_language_model(), side_by_side:
             self._encoder = server.MMEncoder(
                 server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
             )
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
         self.weights_bytes = held_bytes(self._encoder.model)
         logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
-        self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
+        self._device = device_of(self._encoder.device, self._encoder.gpu_id)
+        if server_args.mem_fraction_static is not None:  # typed, not SGLang's default
+            self._device.limit_memory(server_args.mem_fraction_static)
+        # What the language model works in, and one server casts to. A parameter's own may be
+        # another: that of a quantised tower's weights.
+        self.dtype = str(self._encoder.model_config.dtype).removeprefix("torch.")
         # SGLang's schedulers do so; its encoder leaves it to the models.
         self._moves_features = family is not None and self._encoder.device != "cpu"
         self._preparer: Preparer | AdaptedPreparer
@@ -114,16 +148,21 @@ class Engine:
             self._preparer = Preparer(self._encoder, self.dtype, limits)
         else:
             self._preparer = self._adapted_preparer(architecture, family)
-        self._preparing = ThreadPoolExecutor(self._threads + _WAITING, "epd-prepare")
+        self._preparing = self._threads_of("epd-prepare", self._threads + _WAITING)
         # One forward at a time: the tower uses the whole device.
-        self._tower = ThreadPoolExecutor(1, "epd-tower")
-        self._tower.submit(self._bind_device).result()
+        self._tower = self._threads_of("epd-tower", 1)
         self._copies: CopyOut | None = None
-        if str(self._encoder.device).startswith("cuda"):
-            self._copies = CopyOut(torch.device("cuda", self._encoder.gpu_id))
-            self._lander = ThreadPoolExecutor(1, "epd-land")
-        probed = server_args.tp_size == 1 and "IMAGE" in self.modalities
-        self._breakage = Breakage(self._run_own_picture if probed else None)
+        self._has_graphs = self._device.queues and envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
+        if self._has_graphs:
+            capture_beside_other_threads()
+        if self._device.queues:
+            launch_beside_threads()
+            self._copies = CopyOut(self._device, reuses_output=self._has_graphs)
+            self._lander = self._threads_of("epd-land", 1)
+        # Weights are loaded on another stream than passes run on.
+        self._device.synchronize()
+        self._alone = server_args.tp_size == 1
+        self._breakage = Breakage(self._probe)
 
     @property
     def alive(self) -> bool:
@@ -144,7 +183,7 @@ class Engine:
 
         def prepare() -> Prepared:
             with decoding:
-                return self._preparer.prepare(modality, data, decoding)
+                return mark(self._preparer.prepare(modality, data, decoding), self._device)
 
         try:
             return await self._breakage.watch(
@@ -171,7 +210,7 @@ class Engine:
             self._tower, self._copies.launch, lambda: self._run(batch)
         )
         rows = [prepared.layout.tokens for prepared in batch]
-        return await loop.run_in_executor(self._lander, self._copies.land, *launched, rows)
+        return await loop.run_in_executor(self._lander, self._copies.land, launched, rows)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -186,9 +225,25 @@ class Engine:
             await self._run_own_picture()
 
     async def _run_own_picture(self) -> None:
-        picture = Image.new("RGB", (112, 112))
-        prepared = await asyncio.to_thread(self._preparer.prepare_image, picture)
+        def prepare() -> Prepared:
+            picture = Image.new("RGB", (112, 112))
+            return mark(self._preparer.prepare_image(picture), self._device)
+
+        prepared = await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
         await self._forward_once([prepared])
+
+    async def _probe(self) -> None:
+        """Succeeds unless the tower fails at everything."""
+        if not self._alone:
+            return  # one rank would wait for the others in a pass; all of them end in any case
+        # A failed batch leaves it, and the batch's halves may need it in other pieces.
+        self._device.empty_cache()
+        await asyncio.to_thread(self._device.synchronize)
+        if "IMAGE" in self.modalities:
+            await self._run_own_picture()
+
+    def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(count, name, initializer=self._device.bind)
 
     def _adapted_preparer(self, architecture: str, family: Family) -> AdaptedPreparer:
         """The preparer of a model that SGLang's own encoder does not know.
@@ -208,10 +263,6 @@ class Engine:
             towers.append(VIDEO)
         return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 
-    def _bind_device(self) -> None:
-        if self._encoder.device != "cpu":
-            torch.get_device_module(self._encoder.device).set_device(self._encoder.gpu_id)
-
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         together = self._run(batch)
         parts = together.split([prepared.layout.tokens for prepared in batch])
@@ -222,7 +273,9 @@ class Engine:
         """The batch's embeddings [tokens, width], one item's after the other's."""
         modality = batch[0].content[0]
         encode = getattr(self._target, f"get_{modality.name.lower()}_feature")
-        items = [item for prepared in batch for item in prepared.content[1]]
+        if self._has_graphs:
+            forget(self._target, self._device)
+        items = take(batch, self._device)
         if self._moves_features:
             for item in items:
                 item.feature = item.feature.to(self._encoder.device)
@@ -230,7 +283,8 @@ class Engine:
             made = encode(items)
             if not isinstance(made, torch.Tensor):
                 made = torch.cat([part.reshape(-1, part.shape[-1]) for part in made])
-            together: torch.Tensor = made.reshape(-1, made.shape[-1])
+            made = made.reshape(-1, made.shape[-1])
+            together: torch.Tensor = made.to(getattr(torch, self.dtype))
         layout = batch[0].layout.embedding
         tokens = sum(prepared.layout.tokens for prepared in batch)
         expected = TensorSpec(layout.dtype, (tokens, layout.shape[1]))

@@ -15,7 +15,7 @@ class Utilisation:
         self._busy: deque[tuple[float, float]] = deque()
 
     def note(self, began: float, ended: float) -> None:
-        """A tower ran; told in the order of the ends."""
+        """A tower ran; called in the order of the ends."""
         self._busy.append((began, ended))
         self._forget(ended - _SPAN_S)
 

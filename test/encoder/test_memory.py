@@ -94,7 +94,9 @@ print(before, len(gc.get_objects()), gc.get_freeze_count())
     assert (before > 100_000, after < 1_000, kept > 100_000) == (True, True, True)
 
 
-async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metrics):
+async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metrics, monkeypatch):
+    cpu = SimpleNamespace(device="cpu")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: cpu)
     gc.unfreeze()
     serving = _housekeeping(service, SimpleNamespace(close=closed), [], metrics)
     async with serving(None):

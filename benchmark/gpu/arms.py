@@ -12,6 +12,11 @@ from gpu.feeding import Fed
 SIZES = {"56": (56, 56), "224": (224, 224), "448": (448, 448), "1080p": (1920, 1080)}
 
 
+def label(size: str) -> str:
+    """A size for people."""
+    return f"{size} px" if size.isdecimal() else size
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to feed a tower.
@@ -41,7 +46,7 @@ class Arm:
         threads = f" of {self.torch_threads} torch threads" if self.torch_threads else ""
         how = f"{self.preparers} preparers{threads}" if self.preparers else "ready"
         pinned, kept = "" if self.pinned else ", pageable", "" if self.kept else ", new pages"
-        return f"{self.size} px, {how}{pinned}{kept}"
+        return f"{label(self.size)}, {how}{pinned}{kept}"
 
 
 def arms_of(which: str) -> list[Arm]:
@@ -116,7 +121,7 @@ def pass_rows(passes: list[dict[str, Any]]) -> list[list[str]]:
         figures = [f"{one['launch_ms']:.1f}", "yes" if one["waits"] else ""]
         figures += [f"{one[key]:.1f}" for key in ("kernels_ms", "alone_ms")]
         rate = one["pictures"] / one["kernels_ms"] * 1e3
-        pictures = f"{one['pictures']} of {one['size']} px"
+        pictures = f"{one['pictures']} of {label(one['size'])}"
         rows.append([pictures, str(one["patches"]), *figures, f"{rate:.0f}"])
     return rows
 
@@ -134,6 +139,6 @@ def headline(runs: dict[Arm, list[Fed]]) -> str:
     """The best of the tower alone, and with decoding."""
     best: dict[str, float] = {}
     for arm, fed in runs.items():
-        key = f"{arm.size} px{' from JPEG' if arm.preparers else ''}"
+        key = f"{label(arm.size)}{' from JPEG' if arm.preparers else ''}"
         best[key] = max(best.get(key, 0.0), statistics.median(one.rate for one in fed))
     return "; ".join(f"{key} {rate:.0f}/s" for key, rate in best.items())

@@ -1,10 +1,13 @@
 """Freed memory goes back to the system."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from sglang_epd.encoder.memory import give_back
+from sglang_epd.encoder.server import _housekeeping
 
 BLOCK_BYTES = 64 << 10  # small enough for the heap
 BLOCKS = 2048
@@ -74,3 +77,31 @@ print(*told, (kept - resident_bytes()) >> 20)
     *faults, given_back = map(int, done.stdout.split())
     assert max(faults[1:]) < 1000, faults  # 117 MiB have 29,952 pages
     assert given_back > 100
+
+
+def test_collections_pass_over_what_is_there_when_a_server_begins():
+    check = """
+import gc
+from sglang_epd.encoder.memory import keep_for_good
+modules = [[] for _ in range(100_000)]
+modules[0].append(modules)
+before = len(gc.get_objects())
+keep_for_good()
+print(before, len(gc.get_objects()), gc.get_freeze_count())
+"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    before, after, kept = map(int, done.stdout.split())
+    assert (before > 100_000, after < 1_000, kept > 100_000) == (True, True, True)
+
+
+async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metrics, monkeypatch):
+    cpu = SimpleNamespace(device="cpu")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: cpu)
+    gc.unfreeze()
+    serving = _housekeeping(service, SimpleNamespace(close=closed), [], metrics)
+    async with serving(None):
+        assert gc.get_freeze_count() > 10_000
+
+
+async def closed() -> None:
+    """Of a sender."""

@@ -3,6 +3,7 @@
 rows=N          an embedding of N rows, all of them the media's length
 bad, broken     prepare raises MediaError, RuntimeError
 stuck           prepare never ends
+kept            a row more where the worker's objects are kept out of collections
 slow=S          forward takes S seconds
 fails, refused  forward raises RuntimeError, EncodeError
 breaks          forward finds the engine broken
@@ -14,6 +15,7 @@ odd@R           rank R lays it out differently
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import time
@@ -55,6 +57,7 @@ class FakeEngine:
         if "stuck" in wishes:
             await asyncio.sleep(3600)
         rows = int(wishes.get("rows", "2")) + (f"odd@{self._rank}" in wishes)
+        rows += "kept" in wishes and gc.get_freeze_count() > 0
         extra = {"times": list(range(int(wishes.get("extra", "0"))))}
         layout = Layout(modality, TensorSpec("float32", (rows, WIDTH)), [[1, 2, rows]], extra)
         return Prepared(layout, 4 * rows, (modality, WIDTH), (wishes, len(data)))

@@ -87,6 +87,13 @@ def test_garbage_on_the_encode_api(qwen2_5: Topology, language: Client, message:
     assert language.answer(message)
 
 
+def test_of_thousands_of_bad_parts_the_first_is_told(language: Client, message: dict) -> None:
+    body = {"model": "default", "messages": [user(*[{}] * 4096)]}
+    response = requests.post(f"{language.url}/v1/chat/completions", json=body, timeout=60)
+    assert (response.status_code, len(response.content) < 1 << 20) == (400, True)
+    assert language.answer(message)
+
+
 def test_urls_that_are_dear_to_read_silence_no_encoder(
     qwen2_5: Topology, language: Client, message: dict, photographs: Photographs
 ) -> None:

@@ -341,6 +341,7 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
     # Those that gave up are granted memory, and say so, before those that wait: on a busy machine
     # that takes a while.
     patient = (2 * BOUND_S, 2 * BOUND_S)
+    over, reading = threading.Event(), None
 
     async def deliver(sender: Sender, ticket: str) -> str:
         await asyncio.sleep(rng.random())
@@ -352,7 +353,7 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
 
     def read() -> None:
         limit, done = time.monotonic() + 2 * BOUND_S, 0
-        while done < len(tickets):
+        while done < len(tickets) and not over.is_set():
             assert time.monotonic() < limit, f"{done} of {len(tickets)}"
             scheduler.claims.socket.poll(10)
             for settled in scheduler.claims.take():
@@ -378,6 +379,10 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
         assert len(receiver._ledger) == 0
         assert receiver.tally.counts["dropped", "internal"] == 0
     finally:
+        # A socket that another thread polls must not be closed: libzmq ends the process.
+        over.set()
+        if reading is not None:
+            await asyncio.wait([reading])
         for sender in senders:
             await sender.close()
         scheduler.close()

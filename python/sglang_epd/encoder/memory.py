@@ -3,12 +3,13 @@
 glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
 and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which
 1.0 GB was free. Media of many megabytes are kept out of these heaps: between them stay holes
-that no other fits.
+that no other fits. What a server has when it begins to serve is kept out of Python's collections.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
@@ -58,3 +59,13 @@ def give_back() -> bool:
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
+
+
+def keep_for_good() -> None:
+    """Have Python's garbage collector pass over all objects that there are now.
+
+    Of the 850,000 that an encoder imports, a full collection took 0.5 s with the interpreter's
+    lock held: nothing else ran, `/health` and the fetching of media included.
+    """
+    gc.collect()
+    gc.freeze()

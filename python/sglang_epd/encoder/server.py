@@ -33,7 +33,7 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
-from sglang_epd.encoder.memory import give_back, keep_large_apart
+from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.registration import Registration
@@ -463,6 +463,7 @@ def _housekeeping(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        keep_for_good()
         task = asyncio.create_task(keep_house())
         lag = LoopLag(metrics.loop_lag_seconds.observe)
         lag.start()

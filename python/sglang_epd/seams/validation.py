@@ -14,8 +14,6 @@ import logging
 import sys
 from typing import Any
 
-from pydantic_core import SchemaValidator
-
 logger = logging.getLogger(__name__)
 
 # Of a schema: what is no schema, and is not to be copied.
@@ -30,8 +28,9 @@ def stop_at_the_first_error() -> None:
             continue
         try:
             adapter = field._type_adapter
+            make = type(adapter.validator)
             # Models have validators of their own, which would be taken for those made here.
-            adapter.validator = SchemaValidator(_stopping(adapter.core_schema), _use_prebuilt=False)
+            adapter.validator = make(_stopping(adapter.core_schema), _use_prebuilt=False)
         except (AttributeError, TypeError) as error:
             logger.warning("Errors in bodies of %s may be long answers: %s", route.path, error)
 

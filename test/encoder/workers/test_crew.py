@@ -124,6 +124,11 @@ async def test_an_item_is_prepared_and_run(tower):
     assert torch.equal(embedding, torch.full((3, 64), 6.0))
 
 
+async def test_a_worker_that_serves_keeps_what_it_has_out_of_collections(tower):
+    prepared = await tower.prepare("IMAGE", b"rows=3,kept")
+    assert prepared.layout.grid == [[1, 2, 4]]
+
+
 async def test_many_at_once_come_back_to_those_who_asked(tower):
     async def ask(n: int) -> None:
         data = b"rows=%d" % (n % 7 + 1)

@@ -20,6 +20,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from sglang_epd.encoder.memory import keep_for_good
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.encoder.workers.channel import (
     TO_WORKER,
@@ -181,6 +182,7 @@ async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
         await engine.warm_up()
     except Exception as error:
         _give_up(end, error)
+    keep_for_good()
     modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.dtype, modalities, engine.weights_bytes)
     await Worker(end, engine, rank).serve(ready)

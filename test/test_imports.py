@@ -5,8 +5,8 @@
     seams
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
-    wire, media, processes, checkpoint, config, errors, trust, deferred, machine, tally, lag,
-    spans, logs, unread, http_client
+    wire, media, modality, processes, checkpoint, config, errors, trust, deferred, machine, tally,
+    lag, spans, logs, unread, http_client
     platform                      stands by itself beside all of them
 
 `sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
@@ -36,19 +36,20 @@ LAYERS = (
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
-    {"wire", "media", "checkpoint", "config", "errors", "trust", "deferred"}
+    {"wire", "media", "modality", "checkpoint", "config", "errors", "trust", "deferred"}
     | {"processes", "machine", "tally", "lag", "spans", "logs", "unread", "http_client"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
-SIDEWAYS |= {("processes", "errors"), ("spans", "errors")}
+SIDEWAYS |= {("processes", "errors"), ("spans", "errors"), ("wire", "modality")}
 # The schema of settings is one.
 SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
     "checkpoint.py",
+    "modality.py",
     "transfer/mooncake.py",
     "encoder/server.py",
     "encoder/towers.py",

@@ -20,6 +20,7 @@ from sglang_epd.decoding.messages import TO_CHILD, Drop, Failed, Look, Needs, Pi
 from sglang_epd.errors import EpdError, MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits, image_size
 from sglang_epd.media.decode import check_size, open_image, read_image
+from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
 # What a look may cost in processor time: three hours of sound and 18,000 frames in 56 MiB take
@@ -85,13 +86,13 @@ class _Child:
     def _look(self, look: Look, fd: int) -> tuple[Any, list[int]]:
         nbytes = os.fstat(fd).st_size
         look_s = _LOOK_CPU_S + _LOOK_MB_CPU_S * nbytes / (1 << 20)
-        seconds = {"IMAGE": _HEADER_CPU_S, "VIDEO": look_s, "AUDIO": _SOUND_CPU_S}
+        seconds = {IMAGE: _HEADER_CPU_S, VIDEO: look_s, AUDIO: _SOUND_CPU_S}
         self._allow(look.allowed_bytes, seconds[look.modality])
         data = read_file(fd)
-        if look.modality == "IMAGE":
+        if look.modality == IMAGE:
             return self._picture(look, data)
         # Only here: they import torch, which takes seconds.
-        if look.modality == "VIDEO":
+        if look.modality == VIDEO:
             from sglang_epd.decoding.video import open_video
 
             self._video, opened = open_video(data, self._limits)

@@ -35,6 +35,7 @@ from sglang_epd.errors import (
     from_code,
 )
 from sglang_epd.media import MediaLimits, VideoFacts
+from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.nursery import Child, Nursery
 from sglang_epd.processes.packets import SEALS, receive_now, send_now, write_file
 
@@ -157,7 +158,7 @@ class Decoding:
 
     def image(self, data: bytes) -> Image.Image:
         """A picture, RGB: the pixels of `media.decode_image`."""
-        look = Look("IMAGE", self._decoders.small_bytes + _twice(data) // 2)
+        look = Look(IMAGE, self._decoders.small_bytes + _twice(data) // 2)
         made, fd = self._look(look, data)
         assert self._child is not None
         pixels = self._child.pixels(fd, 4 * made.width * made.height)
@@ -170,13 +171,13 @@ class Decoding:
         need = _SOUND_BYTES + math.ceil(_SAMPLE_BYTES * rate_hz * limits.max_audio_s)
         self._children = self._decoders.films
         self._take(need + 2 * len(data))
-        made, fd = self._look(Look("AUDIO", need + len(data), rate_hz), data)
+        made, fd = self._look(Look(AUDIO, need + len(data), rate_hz), data)
         return np.frombuffer(_mapped(fd, 4 * made.samples), np.float32)
 
     def video(self, data: bytes) -> Film:
         """A video, none of whose frames is decoded yet."""
         self._children = self._decoders.films
-        opened, _ = self._look(Look("VIDEO", self._decoders.small_bytes + len(data)), data)
+        opened, _ = self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         facts = VideoFacts(opened.frames, opened.width, opened.height, opened.frames_per_second)
         return Film(facts, self._decoders.limits, partial(self._frames, facts, data))
 
@@ -193,7 +194,7 @@ class Decoding:
             else:
                 self._let_go()
                 self._take(total)
-                self._look(Look("VIDEO", self._decoders.small_bytes + len(data)), data)
+                self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         nbytes = 3 * pixels * len(indices)
         left = max(0.0, self._deadline - time.monotonic())
         told = Read(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))

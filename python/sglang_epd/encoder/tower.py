@@ -65,7 +65,7 @@ class Tower(Protocol):
         Decoding ends when this is cancelled.
 
         Args:
-            modality: "IMAGE", "VIDEO" or "AUDIO".
+            modality: a name of `modality.MODALITIES`.
             data: the encoded media.
             deadline: by `time.monotonic`, which a machine's processes share; decoding ends
                 then.

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_epd.errors import MediaError
-from sglang_epd.families.expansion import IMAGE, VIDEO, Part
+from sglang_epd.families.expansion import Part
 from sglang_epd.families.family import Family
+from sglang_epd.modality import IMAGE, VIDEO
 
 _UNFILLED = "<<<__IMG_PLACEHOLDER__>>>"
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from sglang_epd.families.expansion import IMAGE, VIDEO, Part
+from sglang_epd.families.expansion import Part
+from sglang_epd.modality import IMAGE, VIDEO
 
 # The architectures that SGLang's in-tree EPD knows. They say themselves what an encoder-only and
 # a language-only server leave out (`encoder_only` and `language_only` of their configuration),

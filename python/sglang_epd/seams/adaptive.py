@@ -50,6 +50,7 @@ from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
+from sglang_epd.modality import IMAGE
 from sglang_epd.seams import headers, identities, local_rate
 from sglang_epd.wire.http import EncodeItem
 
@@ -233,7 +234,7 @@ class Adaptive:
                 "placeholders do not match the media"
             )
         if found:
-            identities.name_items(tokenized.mm_inputs, {"IMAGE": [one.key for one in read]})
+            identities.name_items(tokenized.mm_inputs, {IMAGE: [one.key for one in read]})
         return tokenized
 
     async def _elsewhere(
@@ -342,7 +343,7 @@ def _prompts(obj: Any) -> list[Any]:
 def _local(items: Sequence[EncodeItem]) -> bool:
     """Whether they may be encoded here: videos and sounds may not, because it is the
     encoder that looks into a container before FFmpeg does."""
-    return all(item.modality == "IMAGE" for item in items)
+    return all(item.modality == IMAGE for item in items)
 
 
 def create(

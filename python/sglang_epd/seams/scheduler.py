@@ -85,13 +85,11 @@ def create_backend(
         MMReceiverBase,
         _select_mm_processor_prompt,
     )
-    from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
     registered = load_processor(server_args, scheduler.model_config)
     processor = lays_out(registered, hf_config.architectures[0])
-    modalities = {member.name: member for member in Modality}
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
 
@@ -104,13 +102,13 @@ def create_backend(
         return prompt
 
     def make_inputs(request: Any, items: Sequence[ReceivedItem]) -> Any:
-        return assemble(processor, prompt_of(request, items), items, modalities)
+        return assemble(processor, prompt_of(request, items), items)
 
     def make_bare_inputs(request: Any, expect: Expect) -> Any:
         items = [
             ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
         ]
-        output, rows = lay_out_bare(processor, prompt_of(request, items), items, modalities)
+        output, rows = lay_out_bare(processor, prompt_of(request, items), items)
         mark(output, rows, Resting(request, expect))
         return output
 

@@ -251,13 +251,10 @@ class TokenizerSeam:
 
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
-        from sglang.srt.managers.schedule_batch import Modality
-
         try:
             expect = self._start(request, self._slot(request))
             items = await self._control.collect(expect)
-            modalities = {member.name: member for member in Modality}
-            return assemble(self._processor, prompt, items, modalities)
+            return assemble(self._processor, prompt, items)
         except EpdError as error:
             error.__cause__ = error.__context__ = None  # their traces hold the items too
             return error.with_traceback(None)

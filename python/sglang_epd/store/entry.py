@@ -24,8 +24,9 @@ import numpy as np
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.store.backend import StoreError
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES, Layout
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, Layout
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 if TYPE_CHECKING:

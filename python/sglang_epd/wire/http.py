@@ -16,8 +16,9 @@ import msgspec
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.wire.envelope import open_envelope, seal
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, MODALITIES, Layout
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout
 
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256

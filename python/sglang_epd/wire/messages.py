@@ -43,8 +43,6 @@ _MAX_GRID_ENTRIES = 4096
 _MAX_GRID_EXTENTS = 3
 KEY_BYTES = 32
 
-MODALITIES = ("IMAGE", "VIDEO", "AUDIO")
-
 # What msgspec raises for bytes of somebody else's making: its own errors, and for
 # text that is not UTF-8 or nested too deeply the interpreter's.
 MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
@@ -80,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
     """Everything a prompt needs to know of an item except its embedding.
 
     Attributes:
-        modality: "IMAGE", "VIDEO" or "AUDIO".
+        modality: a name of `modality.MODALITIES`.
         embedding: dtype and shape [tokens, width] of the embedding.
         grid: the processor's grid of the item, one row an entry
             ([t, h, w] in patches for images and videos, [length] for audio).

@@ -31,10 +31,10 @@ from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits
+from sglang_epd.modality import IMAGE, VIDEO
 from sglang_epd.wire.messages import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
 
@@ -122,7 +122,7 @@ class Engine:
         if str(self._encoder.device).startswith("cuda"):
             self._copies = CopyOut(torch.device("cuda", self._encoder.gpu_id))
             self._lander = ThreadPoolExecutor(1, "epd-land")
-        probed = server_args.tp_size == 1 and "IMAGE" in self.modalities
+        probed = server_args.tp_size == 1 and IMAGE in self.modalities
         self._breakage = Breakage(self._run_own_picture if probed else None)
 
     @property
@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What the model takes: some of "IMAGE", "VIDEO" and "AUDIO"."""
+        """What the model takes, by the names of `modality.MODALITIES`."""
         return self._preparer.modalities
 
     async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
@@ -182,7 +182,7 @@ class Engine:
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
-        if "IMAGE" in self.modalities:
+        if IMAGE in self.modalities:
             await self._run_own_picture()
 
     async def _run_own_picture(self) -> None:

@@ -31,7 +31,8 @@ from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read
-from sglang_epd.wire.messages import MODALITIES, Layout, TensorSpec
+from sglang_epd.modality import AUDIO, IMAGE, MODALITIES, VIDEO
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ class Preparer:
 
     def __init__(self, encoder: Any, dtype: str, limits: MediaLimits) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
-        from sglang.srt.managers.schedule_batch import Modality
         from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
 
         self._encoder = encoder
@@ -60,21 +60,22 @@ class Preparer:
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
         self._frames_read = smart_nframes
-        self._sglang_modality = {name: Modality[name] for name in MODALITIES}
         self._dtype = dtype
         self._limits = limits
-        self._widths = {name: encoder._embedding_dims[Modality[name]] for name in MODALITIES}
+        self._widths = {
+            name: encoder._embedding_dims[row.sglang] for name, row in MODALITIES.items()
+        }
         target = getattr(encoder.model, "thinker", encoder.model)
         self.modalities = tuple(
             name
-            for name in MODALITIES
-            if encoder.supports_modality(Modality[name])
-            and hasattr(target, f"get_{name.lower()}_feature")
-            and (name != "VIDEO" or can_be_read())
+            for name, row in MODALITIES.items()
+            if encoder.supports_modality(row.sglang)
+            and hasattr(target, row.feature_method)
+            and (name != VIDEO or can_be_read())
         )
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
-            self._widths["AUDIO"] = encoder.model_config.hidden_size
+            self._widths[AUDIO] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type)
         take_loaded(self._preprocessor)
         self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
@@ -89,9 +90,9 @@ class Preparer:
         """
         if modality not in self.modalities:
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input")
-        if modality == "IMAGE":
+        if modality == IMAGE:
             return self.prepare_image(decoding.image(data))
-        if modality == "VIDEO":
+        if modality == VIDEO:
             film = decoding.video(data)
             self._check_video(film)
             return self._preprocess(modality, Loaded(apart(film)))
@@ -105,7 +106,7 @@ class Preparer:
         Raises:
             MediaError: it cannot be preprocessed.
         """
-        return self._preprocess("IMAGE", image)
+        return self._preprocess(IMAGE, image)
 
     def _check_video(self, film: Film) -> None:
         facts = film.facts
@@ -119,7 +120,7 @@ class Preparer:
         check_frames_read(facts, count, self._limits)
 
     def _preprocess(self, modality: str, media: Any) -> Prepared:
-        sglang_modality = self._sglang_modality[modality]
+        sglang_modality = MODALITIES[modality].sglang
         work = self._preprocessor.process_mm_items([media], sglang_modality)
         try:
             # A loop of this thread's own: SGLang decodes and resizes videos on the loop
@@ -130,7 +131,7 @@ class Preparer:
         except (TypeError, ValueError) as error:
             raise MediaError(f"cannot be preprocessed: {error}") from error
         except (self._refused_by_sglang, RuntimeError, IndexError) as error:
-            if modality == "IMAGE":
+            if modality == IMAGE:
                 raise
             logger.warning("SGLang cannot decode this %s: %s", modality.lower(), error)
             raise MediaError(f"{modality.lower()} is damaged or truncated") from error
@@ -160,4 +161,4 @@ class Preparer:
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
-    return modality if modality != "AUDIO" else (modality, *feature.shape[1:])
+    return modality if modality != AUDIO else (modality, *feature.shape[1:])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_epd.errors import ProtocolError, from_code
+from sglang_epd.processes.packets import SEALS, new_file
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.wire.messages import Landed, Layout, Settled, Welcome
 from sglang_epd.wire.tensors import view_tensor
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
@@ -96,10 +96,7 @@ class Arena:
         """
         size = ALIGNMENT + aligned(SLOTS * readers * 4) + aligned(data_bytes)
         seal = secrets.token_bytes(_SEAL_BYTES)
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        # Processes that map it rely on its size: a file that shrinks ends them by a signal.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fd = new_file(size, _NAME)
         arena = cls(fd, Address(f"/proc/{os.getpid()}/fd/{fd}", size, seal, readers))
         arena._map[:_SEAL_BYTES] = seal
         _made_here[seal] = arena
@@ -128,7 +125,7 @@ class Arena:
         fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _check_leads_to_arena(f"/proc/self/fd/{fd}")
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ProtocolError(f"{address.path} may change its size")
             if os.fstat(fd).st_size != address.size or os.pread(fd, _SEAL_BYTES, 0) != address.seal:
                 raise ProtocolError(f"{address.path} is another arena")

@@ -32,11 +32,12 @@ from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.engines import Engine
-from sglang_epd.transfer.gate import Gate, bracketed
+from sglang_epd.transfer.gate import Gate
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
+from sglang_epd.wire.urls import bracketed
 
 logger = logging.getLogger(__name__)
 

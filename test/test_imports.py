@@ -6,7 +6,7 @@
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
     wire, media, modality, processes, checkpoint, config, errors, trust, deferred, machine, tally,
-    lag, spans, logs, unread, http_client
+    spans, logs
     platform                      stands by itself beside all of them
 
 `sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
@@ -37,12 +37,17 @@ LAYERS = (
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
     {"wire", "media", "modality", "checkpoint", "config", "errors", "trust", "deferred"}
-    | {"processes", "machine", "tally", "lag", "spans", "logs", "unread", "http_client"},
+    | {"processes", "machine", "tally", "spans", "logs"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
-SIDEWAYS |= {("processes", "errors"), ("spans", "errors"), ("wire", "modality")}
+SIDEWAYS |= {
+    ("processes", "errors"),
+    ("spans", "errors"),
+    ("wire", "modality"),
+    ("media", "modality"),
+}
 # The schema of settings is one.
 SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
@@ -53,12 +58,12 @@ SGLANG = {
     "transfer/mooncake.py",
     "encoder/server.py",
     "encoder/towers.py",
-    *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing", "videos")),
+    *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing")),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
 # What the planner imports of sglang_epd: the parts that decide, and the errors of both.
 DECIDING = {
-    *("cache.embeddings", "dispatch.policies", "dispatch.pool", "dispatch.retries"),
+    *("cache.embeddings", "dispatch.policies", "dispatch.pool"),
     *("encoder.pipeline.scheduling", "errors", "transfer.extents", "wire.messages"),
 }
 

@@ -12,9 +12,8 @@ from functools import partial
 
 import simpy
 
-from sglang_epd.dispatch.policies import Work, policy
+from sglang_epd.dispatch.policies import RetryBudget, Work, pause, policy
 from sglang_epd.dispatch.pool import Snapshot, State, View
-from sglang_epd.dispatch.retries import RetryBudget, pause
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.records import Item
 

@@ -13,7 +13,7 @@ from sglang_epd import modality
 from sglang_epd.errors import (
     MediaError,
 )
-from sglang_epd.language.layout_route import authorization
+from sglang_epd.language.layout_exchange import authorization
 from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
 from sglang_epd.seams.decode import DecodePrompts

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sglang_epd.store import shared
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.breaker import State
+from sglang_epd.store.backend import OversizedError, State, StoreError
 from store.fakes import Counts, image, key_of, sealed, until, written
 
 LAYOUT, EMBEDDING = image()

@@ -17,10 +17,9 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_epd import http_client
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.http_client import read_body
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import open_session, read_body
 from sglang_epd.wire.urls import server_url
 
 _TIMEOUT_S = 5.0
@@ -134,7 +133,7 @@ def ask(targets: Sequence[Target], ca_certs: str = "") -> list[View]:
 
 
 async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[View]:
-    async with http_client.session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
+    async with open_session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
         return list(await asyncio.gather(*(_view(session, one) for one in targets)))
 
 

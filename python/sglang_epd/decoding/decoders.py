@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -25,7 +25,6 @@ from PIL import Image
 
 from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.canvas import picture
-from sglang_epd.decoding.film import Film
 from sglang_epd.decoding.messages import TO_SERVER, Drop, Failed, Look, Needs, Read
 from sglang_epd.errors import (
     DeadlineError,
@@ -34,7 +33,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
     from_code,
 )
-from sglang_epd.media import MediaLimits, VideoFacts
+from sglang_epd.media import MediaLimits, VideoFacts, check_frames_read
 from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.nursery import Child, Nursery
 from sglang_epd.processes.packets import SEALS, receive_now, send_now, write_file
@@ -400,3 +399,45 @@ def _mapped(fd: int, nbytes: int) -> Any:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+class Film:
+    """Frames of a video, read when they are asked for.
+
+    Args:
+        facts: what the file says of itself.
+        limits: `max_video_total_pixels` applies to all frames read together.
+        read: the frames of these indices, and how many were read before.
+    """
+
+    def __init__(
+        self, facts: VideoFacts, limits: MediaLimits, read: Callable[[list[int], int], Any]
+    ) -> None:
+        self.facts = facts
+        self._limits = limits
+        self._read = read
+        self._count = 0
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """Frames uint8 [count, height, width, 3], in memory that nobody else writes.
+
+        Raises:
+            IndexError: there is no such frame.
+            MediaTooLargeError: they are too many pixels together, with those read before.
+            MediaError: the file is damaged.
+        """
+        frames = self.facts.frames
+        if not all(-frames <= index < frames for index in indices):
+            raise IndexError(f"a video of {frames} frames")
+        before = self._count
+        self.admit(len(indices))
+        return self._read([int(index) % frames for index in indices], before)
+
+    def admit(self, count: int) -> None:
+        """So many frames more are about to be read, here or on an accelerator.
+
+        Raises:
+            MediaTooLargeError: they are too many pixels together, with those read before.
+        """
+        check_frames_read(self.facts, self._count + count, self._limits)
+        self._count += count

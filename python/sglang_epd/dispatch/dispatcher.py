@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.policies import Policy, Work
+from sglang_epd.dispatch.policies import Policy, RetryBudget, Work, pause
 from sglang_epd.dispatch.pool import Pool, View, usable
-from sglang_epd.dispatch.retries import RetryBudget, pause
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,

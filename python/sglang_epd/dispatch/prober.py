@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from sglang_epd.dispatch.pool import Pool, Report, State
-from sglang_epd.http_client import read_body
+from sglang_epd.wire.http import read_body
 
 logger = logging.getLogger(__name__)
 

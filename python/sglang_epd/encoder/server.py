@@ -28,11 +28,10 @@ from fastapi import FastAPI
 from sglang_epd import logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
-from sglang_epd.config import Settings
+from sglang_epd.config import Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
-from sglang_epd.encoder.memory import give_back, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.registration import Registration
@@ -40,18 +39,17 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.towers import ServedTower, start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.lag import LoopLag
-from sglang_epd.machine import decode_mb, share_mb
+from sglang_epd.machine import decode_mb, give_back, keep_large_apart, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
+from sglang_epd.tally import LoopLag
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
-from sglang_epd.unread import announce
 from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)

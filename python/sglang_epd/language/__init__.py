@@ -3,7 +3,7 @@
 `planner` turns a request's media into items, `frontend` (tokenizer process) sends
 them to encoders, `backend` (scheduler process) waits for them, `assembly` makes the
 model's inputs of them. `layouts` keeps what a prefill server's encoders told of the
-media, `layout_route` and `layout_client` take it to the decode server.
+media, `layout_exchange` takes it to the decode server.
 May import `dispatch`, `transfer`, `media`, `wire`, `config` and `errors`. SGLang's
 objects come in through `seams/`, which builds these classes.
 """

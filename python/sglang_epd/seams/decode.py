@@ -40,7 +40,7 @@ def set_up(manager: Any) -> None:
     if disagg.enable_pd_role_switch or processor is None:
         return
     from sglang_epd.config import Settings
-    from sglang_epd.language.layout_client import LayoutClient
+    from sglang_epd.language.layout_exchange import LayoutClient
     from sglang_epd.observability.language import DecodeMetrics
 
     try:

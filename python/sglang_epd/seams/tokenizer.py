@@ -37,7 +37,6 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.families import family_of
-from sglang_epd.lag import LoopLag
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
@@ -57,6 +56,7 @@ from sglang_epd.seams import (
 from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
+from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import Expect

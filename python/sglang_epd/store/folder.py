@@ -21,8 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.threads import Threads
+from sglang_epd.store.backend import OversizedError, StoreError, Threads
 
 logger = logging.getLogger(__name__)
 

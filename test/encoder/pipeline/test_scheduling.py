@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job, Utilisation
 
 FOREVER = 1e12
 ONE = Bounds(patches=1, items=1)
@@ -382,3 +382,20 @@ def test_the_first_is_the_one_that_is_taken(rate: float) -> None:
     while queue:
         first = queue.first(0.0, rate)
         assert queue.take(0.0, Bounds(patches=1, items=1), rate, float("inf")) == [first]
+
+
+def test_it_is_a_share_of_the_last_minute():
+    utilisation = Utilisation(towers=2)
+    assert utilisation.share(now=100.0) == 0
+    utilisation.note(100.0, 130.0)
+    utilisation.note(100.0, 130.0)
+    assert utilisation.share(now=130.0) == pytest.approx(0.5)
+    assert utilisation.share(now=175.0) == pytest.approx(0.25), "half of it is too long ago"
+    assert utilisation.share(now=200.0) == 0
+
+
+def test_it_is_never_more_than_all_of_it():
+    utilisation = Utilisation(towers=1)
+    utilisation.note(0.0, 100.0)
+    utilisation.note(50.0, 100.0)
+    assert utilisation.share(now=100.0) == 1

@@ -25,8 +25,7 @@ from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.loading import without_language_model
-from sglang_epd.encoder.model.preparing import Preparer
-from sglang_epd.encoder.model.videos import can_be_read
+from sglang_epd.encoder.model.preparing import Preparer, can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of

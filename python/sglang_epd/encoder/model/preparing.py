@@ -4,8 +4,11 @@ preprocessing, by modality.
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
-`_load_single_item`) and on `multimodal.processors.qwen_vl.smart_nframes`. Media are
+`_load_single_item`), on `multimodal.processors.qwen_vl.smart_nframes`, and on
+`transformers`' processors of whole models. Media are
 decoded apart (`decoding`), into the frames and samples that SGLang would make of them.
+Where SGLang's encoder prepares media otherwise than its server that does everything, the
+latter's answers are the measure.
 """
 
 from __future__ import annotations
@@ -20,13 +23,6 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
-from sglang_epd.encoder.model.one_server import (
-    Loaded,
-    follow_one_server,
-    seconds_per_grid,
-    take_loaded,
-)
-from sglang_epd.encoder.model.videos import can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
@@ -162,3 +158,82 @@ class Preparer:
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
     return modality if modality != AUDIO else (modality, *feature.shape[1:])
+
+
+def can_be_read() -> bool:
+    """Whether FFmpeg's libraries are there; says so in the log where they are not."""
+    from sglang.srt.utils import video_decoder
+
+    if video_decoder._BACKEND != "torchcodec":
+        logger.warning("torchcodec cannot be imported: this encoder takes no videos")
+        return False
+    from torchcodec._core import ffmpeg_major_version
+
+    if ffmpeg_major_version is None:
+        logger.warning("FFmpeg's libraries cannot be loaded: this encoder takes no videos")
+    return ffmpeg_major_version is not None
+
+
+# Frames a second that a whole model's processor takes for its default, where that is not
+# the one of `VideoMetadata`.
+_FRAMES_PER_SECOND = {"qwen3_omni_moe": 1.0}
+
+
+def follow_one_server(preprocessor: Any, model_type: str) -> None:
+    """Change what differs.
+
+    Args:
+        preprocessor: SGLang's, of an encoder.
+        model_type: of the model's configuration.
+    """
+    if model_type == "qwen2_audio":
+        # Its tower takes 30 s, no more and no less: one server cuts longer clips, and the
+        # encoder would fail on them.
+        preprocessor.vision_config["audio"]["truncation"] = True
+    size = _video_size(preprocessor.audio_processor)
+    if size is not None:
+        from transformers.image_utils import SizeDict  # two seconds, with torchvision
+
+        # One server asks the whole model's processor, which has a size for frames of its
+        # own; the encoder asks the video processor alone.
+        preprocessor.video_processor.size = SizeDict(**size)
+
+
+class Loaded:
+    """Media that need not be loaded any more."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def take_loaded(preprocessor: Any) -> None:
+    """Have a preprocessor hand `Loaded` media on."""
+    load = preprocessor._load_single_item
+
+    def hand_on(data: Any, *args: Any, **options: Any) -> Any:
+        return data.content if isinstance(data, Loaded) else load(data, *args, **options)
+
+    preprocessor._load_single_item = hand_on
+
+
+def seconds_per_grid(preprocessor: Any, model_type: str) -> float:
+    """How much of a video one row of its grid is, for rotary positions.
+
+    One server hands frames to the processor without their rate, which then takes its
+    default for it.
+    """
+    from transformers.video_utils import VideoMetadata
+
+    patch: int = getattr(preprocessor.video_processor, "temporal_patch_size", 2)
+    return patch / (_FRAMES_PER_SECOND.get(model_type) or VideoMetadata(0).sampled_fps)
+
+
+def _video_size(whole: Any) -> dict[str, int] | None:
+    """What the processor of a whole model gives its video processor for its `size`.
+
+    Args:
+        whole: SGLang's encoder has it of models that hear, else None.
+    """
+    kwargs = getattr(whole, "valid_processor_kwargs", None)
+    defaults: dict[str, Any] = getattr(kwargs, "_defaults", {})
+    return defaults.get("videos_kwargs", {}).get("size")

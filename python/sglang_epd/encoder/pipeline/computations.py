@@ -23,9 +23,7 @@ import torch
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.pipeline.claims import SMALL_PIXELS, claimed_pixels
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
-from sglang_epd.encoder.pipeline.utilisation import Utilisation
+from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job, Utilisation
 from sglang_epd.encoder.pipeline.work import (
     UNDER_WAY,
     Hold,
@@ -42,6 +40,7 @@ from sglang_epd.errors import (
     EpdError,
     UnavailableError,
 )
+from sglang_epd.media.size import SMALL_PIXELS, claimed_pixels
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
 from sglang_epd.wire.messages import Layout

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.breaker import Breaker, LeftAloneError, State
+from sglang_epd.store.backend import Breaker, LeftAloneError, OversizedError, State, StoreError
 
 
 class Clock:

@@ -76,7 +76,6 @@ class LineReporter:
         self._total = len(names)
         self._status: Status | None = None
         self._phases: dict[str, str] = {}
-        self.is_ready = False
 
     def line(self, name: str, text: str) -> None:
         """A server wrote this."""
@@ -107,7 +106,6 @@ class LineReporter:
 
     def ready(self) -> None:
         """All servers have been ready; told once."""
-        self.is_ready = True
 
     def close(self) -> None:
         """Take the status line away."""

@@ -231,7 +231,6 @@ def _run(
 
     class Reporter(LineReporter):
         def ready(self) -> None:
-            super().ready()
             self.close()
             _show(made, supervisor, out)
 

@@ -36,7 +36,8 @@ from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.encoder.pipeline.scheduling import Bounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
-from sglang_epd.encoder.towers import ServedTower, start_towers
+from sglang_epd.encoder.tower import Tower
+from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import decode_mb, give_back, keep_large_apart, share_mb
@@ -97,11 +98,10 @@ def launch(server_args: Any) -> None:
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
-        towers = await start_towers(server_args, limits, settings.decode_mb or decode_mb())
-        for tower in towers:
-            await tower.warm_up()
+        memory_mb = settings.decode_mb or decode_mb()
+        towers, hf_config = await start_towers(server_args, limits, memory_mb)
         checkpoint = served(whole=settings.fingerprint == "full")
-        identity = namespace(towers[0].hf_config, checkpoint, towers[0].dtype)
+        identity = namespace(hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingThread(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
@@ -436,7 +436,7 @@ def cache_bytes(*, enabled: bool) -> int:
 def _housekeeping(
     service: EncoderService,
     sender: Sender,
-    towers: Sequence[ServedTower],
+    towers: Sequence[Tower],
     metrics: EncoderMetrics,
 ) -> Any:
     async def keep_house() -> None:

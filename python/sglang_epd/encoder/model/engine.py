@@ -10,7 +10,6 @@ servers use.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -94,9 +93,7 @@ class Engine:
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        # As the checkpoint has it, which a language server compares: models write to theirs.
-        self.hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
-        architecture = self.hf_config.architectures[0]
+        architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
         with without_language_model():
             self._encoder = server.MMEncoder(

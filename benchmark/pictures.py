@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 import struct
@@ -16,14 +17,14 @@ from photographs import NAMES, load  # noqa: E402
 
 SIZES = {"224": (224, 224), "448": (448, 448), "1080p": (1920, 1080)}
 _QUALITY = 90
-_photographs = {name: load(name) for name in NAMES}
+_photograph = functools.cache(load)
 
 
 def jpeg(size: str | tuple[int, int], seed: object) -> bytes:
     """A crop of a photograph, at one of SIZES or of a width and height in pixels; another
     crop, and tint, for another seed."""
     draw = random.Random(repr((size, seed)))
-    photograph = _photographs[draw.choice(NAMES)]
+    photograph = _photograph(draw.choice(NAMES))
     width, height = SIZES[size] if isinstance(size, str) else size
     scale = min(photograph.width / width, photograph.height / height) * draw.uniform(0.6, 1.0)
     box_width, box_height = scale * width, scale * height

@@ -5,8 +5,8 @@
     seams
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
-    wire, media, modality, processes, checkpoint, config, errors, trust, deferred, machine, tally,
-    spans, logs
+    wire, media, modality, processes, device, checkpoint, config, errors, trust, deferred, machine,
+    tally, spans, logs
     platform                      stands by itself beside all of them
 
 `sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
@@ -36,7 +36,7 @@ LAYERS = (
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
-    {"wire", "media", "modality", "checkpoint", "config", "errors", "trust", "deferred"}
+    {"wire", "media", "modality", "checkpoint", "config", "errors", "trust", "deferred", "device"}
     | {"processes", "machine", "tally", "spans", "logs"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
@@ -184,6 +184,18 @@ def test_only_the_adapters_touch_sglang():
 def test_only_the_platform_imports_sglang_while_it_is_imported():
     early = [str(found) for found in _sglang() if found.at_import and found.package != "platform"]
     assert not early
+
+
+def test_cuda_is_called_in_one_file():
+    """Or no test on a CPU would see the order that it is called in."""
+    callers = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
+    }
+    callers |= {found.importer for found in everything() if found.module.startswith("torch.cuda")}
+    assert callers == {"device/cuda.py"}
 
 
 def test_hooks_are_made_where_all_of_them_are_listed():

@@ -21,6 +21,7 @@ from sglang_epd.seams import (
     roles,
     rundir,
     server_args,
+    staging,
     tracing,
     vision_weights,
 )
@@ -36,6 +37,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
+_MULTIMODAL = "sglang.srt.managers.mm_schedule"
+_KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _STATS = "sglang.srt.observability.req_time_stats"
 _TRACE = "sglang.srt.observability.trace"
@@ -141,6 +144,9 @@ HOOKS = (
     Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),
     Hook(_POLICY, "PrefillAdder.add_one_req", "around", prefix.add_one),
     Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
+    # ... schedulers on an accelerator: embeddings go onto it while it computes.
+    Hook(_MULTIMODAL, "get_embedding_chunk", "around", staging.take_rows),
+    Hook(_KV_POOL, "mm_runtime_reservation_gb", "around", staging.reserve),
     # ... schedulers: embeddings are given back as soon as SGLang is done with them.
     Hook(_BATCH, "MultimodalInputs.release_features", "after", prefix.drop),
     Hook(

@@ -58,6 +58,8 @@ def _write_model(
 
 
 def _as_published(family: Family, file: Path) -> None:
+    if type(family).published is Family.published:
+        return
     weights = load_file(file)
     published = dict(family.published(name, weight) for name, weight in weights.items())
     if any(weights.get(name) is not weight for name, weight in published.items()):

@@ -59,7 +59,7 @@ def randomise(model: nn.Module, family: Family, *, seed: int, sayable: Iterable[
     """Fill `model` in place.
 
     Args:
-        model: of `transformers`, float32, on the CPU.
+        model: of `transformers`; weights depend on its device and dtype too.
         family: whose rules come first.
         seed: of the one generator that all weights come from, in order of their names.
         sayable: ids of the tokens that generation should choose from.
@@ -67,7 +67,7 @@ def randomise(model: nn.Module, family: Family, *, seed: int, sayable: Iterable[
     Raises:
         KeyError: no rule knows a parameter.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     scale = _Scale(model, family)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -204,4 +204,6 @@ def _shape_output(
     scale = family.embedding_multiplier * _STUTTER * CONSTANT / words.shape[1]
     head.sub_(words * scale)
     head[:, 0] = -8.0
-    head[sayable, 0] = _PRIOR * torch.randn(len(sayable), generator=generator)
+    head[sayable, 0] = _PRIOR * torch.randn(
+        len(sayable), generator=generator, device=head.device, dtype=head.dtype
+    )

@@ -13,7 +13,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
-    *("pictures", "pages", "open_loop", "comparison", "compare", "ttft"),
+    *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
     *("hostile_media", "hostile_attacks", "hostile_report"),
 )
 

@@ -25,7 +25,7 @@ class Tower:
         failures: how many more forwards fail, whatever they are given.
     """
 
-    def __init__(self, *, probed: bool = True) -> None:
+    def __init__(self) -> None:
         self.module = torch.nn.Linear(WIDTH, 2)
         self.module.register_forward_pre_hook(self._fail)
         self.failures = 0
@@ -33,7 +33,7 @@ class Tower:
         self.seconds = 0.0
         self.given: list[weakref.ref[torch.Tensor]] = []
         self.held_at_probe: list[int] = []
-        self.breakage = Breakage(self._probe if probed else None, pause_s=0.01)
+        self.breakage = Breakage(self._probe, pause_s=0.01)
 
     async def forward(self, width: int = WIDTH, limit_s: float | None = None) -> torch.Tensor:
         return await self.breakage.watch(asyncio.to_thread(self._run, width), limit_s)
@@ -117,11 +117,3 @@ async def test_a_batch_without_end_is_in_a_broken_tower():
         await tower.forward(limit_s=0.05)
     assert tower.probes == 0
     await asyncio.sleep(0.3)  # the thread ends
-
-
-async def test_of_several_ranks_none_asks_alone():
-    tower = Tower(probed=False)
-    tower.failures = 1000
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        await tower.forward()
-    assert not tower.breakage.reason

@@ -28,13 +28,16 @@ _MODULES = (
     "entrypoints.openai.serving_base",
     "managers.disagg_service",
     "managers.io_struct",
+    "managers.mm_schedule",
     "managers.schedule_batch",
     "managers.scheduler",
     "managers.scheduler_components.idle_sleeper",
     "managers.scheduler_components.metrics_reporter",
     "managers.scheduler_components.request_receiver",
     "managers.tokenizer_manager",
+    "mem_cache.kv_cache_configurator",
     "model_executor.model_runner",
+    "model_executor.model_runner_components.kv_pool_runtime",
     "multimodal.processors.base_processor",
     "multimodal.processors.internvl",
     "multimodal.processors.qwen_vl",
@@ -69,8 +72,14 @@ def hooked(
     def apply(attribute: str) -> None:
         (hook,) = [one for one in plugin.HOOKS if one.attribute == attribute]
         owner, _, name = attribute.rpartition(".")
-        holder = getattr(sys.modules[hook.module], owner)
-        monkeypatch.setattr(holder, name, getattr(holder, name))  # is put back
+        holder = sys.modules[hook.module]
+        holder = getattr(holder, owner) if owner else holder
+        original = getattr(holder, name)
+        # Are put back.
+        monkeypatch.setattr(holder, name, original)
+        for module in list(sys.modules.values()) if not owner else ():
+            if isinstance(module, ModuleType) and vars(module).get(name) is original:
+                monkeypatch.setattr(module, name, original)
         hooks.install([hook])
 
     return apply

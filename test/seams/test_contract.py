@@ -204,6 +204,27 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "tokenized_obj = await self._tokenize_one_request(tmp_obj)",
         "*(self._tokenize_one_request(obj) for obj in objs)",
     ],
+    ("seams/staging", "managers.mm_schedule", "_get_precomputed_embedding"): [
+        "get_embedding_chunk( item.precomputed_embeddings, prefix_length[i], extend_len, "
+        "item.offsets, )[0]",
+        "(t.device for t in precomputed_embeddings if t.is_cuda)",
+        "else torch.concat(precomputed_embeddings)",
+    ],
+    ("seams/staging", "managers.mm_utils", "embed_mm_inputs"): [
+        "embedding, mask, input_ids = get_embedding_and_mask(",
+        "multimodal_model.separate_deepstack_embeds(embedding)",
+    ],
+    ("seams/staging", "managers.scheduler", "Scheduler.run_batch"): [
+        "with self.forward_stream_ctx: self.forward_stream.wait_stream(self.schedule_stream)",
+    ],
+    ("seams/staging", "mem_cache.kv_cache_configurator", "KVCacheConfigurator"): [
+        "rest_memory = available_gpu_memory - slack_gb - mm_reservation_gb",
+    ],
+    (
+        "seams/staging",
+        "model_executor.model_runner_components.kv_pool_runtime",
+        "compute_post_capture_kv_resize",
+    ): ["int(max(0.0, free_gb - headroom_gb - mm_reservation_gb) * (1 << 30))"],
     ("seams/adaptive", "utils.common", "load_image"): [
         "if isinstance(image_file, Image.Image):",
     ],

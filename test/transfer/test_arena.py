@@ -288,6 +288,25 @@ def test_memory_is_taken_when_written_to_and_can_be_given_back(arena):
     other.close()
 
 
+class Card(list):
+    """Of a device: the memory that it was told of."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.append((address, nbytes))
+
+
+def test_memory_that_another_process_has_registered_is_not_given_back(arena, monkeypatch):
+    monkeypatch.setattr(arena_module, "_made_here", {})
+    other, card = Arena.open(arena.address), Card()
+    assert other.machine_address != arena.machine_address
+    arena.data[:] = 1
+    other.register(card)
+    assert card == [(other.machine_address, NBYTES)]
+    arena.give_back([(0, NBYTES)])
+    assert arena.data.all()
+    other.close()
+
+
 def test_closing_twice_closes_nobody_elses_file(arena):
     arena.close()
     fd = os.open("/dev/null", os.O_RDONLY)

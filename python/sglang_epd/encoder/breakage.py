@@ -3,8 +3,9 @@
 After some errors a device fails at every later call until its process ends: CUDA's
 "sticky" errors (an illegal memory access, an uncorrectable memory error, a lost device).
 Which exceptions are of that kind differs by device and driver, so none is recognised here.
-Whenever an item fails in a way that nobody foresaw, a picture of our own is run in its
-place. If that fails too, the tower is broken, and the item is not known to be at fault.
+Whenever an item fails in a way that nobody foresaw, a probe is run: the device is asked
+whether it still works, and where one process is the tower, a picture of our own is encoded.
+If that fails too, the tower is broken, and the item is not known to be at fault.
 
 Owns the verdict. Neither runs items nor ends anything.
 """
@@ -34,8 +35,7 @@ class Breakage:
     """Watches the calls of one tower.
 
     Args:
-        probe: runs something that a sound tower succeeds at. None where a probe would be no
-            answer: of several ranks one alone would wait for the others inside it.
+        probe: runs something that a sound tower succeeds at.
         pause_s: between the attempts of a probe.
 
     Attributes:
@@ -44,7 +44,7 @@ class Breakage:
 
     def __init__(
         self,
-        probe: Callable[[], Awaitable[None]] | None,
+        probe: Callable[[], Awaitable[None]],
         *,
         pause_s: float = _PAUSE_S,
     ) -> None:
@@ -80,8 +80,6 @@ class Breakage:
             raise
 
     async def _judge(self, failure: Exception) -> None:
-        if self._probe is None:
-            return
         async with self._turn:  # one verdict does for all who failed meanwhile
             for attempt in range(_ATTEMPTS):
                 if self.reason:
@@ -94,7 +92,7 @@ class Breakage:
                     return
                 except Exception as error:
                     drop_frames(error)
-                    logger.error("The tower fails at a picture of its own, too: %s", error)
+                    logger.error("The tower fails at a probe of its own, too: %s", error)
             said = str(failure).partition("\n")[0]
             self.reason = f"it fails at everything ({type(failure).__name__}: {said})"
 

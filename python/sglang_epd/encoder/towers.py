@@ -161,7 +161,8 @@ class _Starts:
             with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
                 env = {_THREADS: str(threads), **os.environ}
             options = {
-                "server_args": self._typed,
+                # SGLang's processors use the device that this names.
+                "server_args": {**self._typed, "base_gpu_id": gpu_id},
                 "limits": self._limits,
                 "decode_bytes": self._decode_bytes,
                 "rank": rank,

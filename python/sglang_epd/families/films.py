@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from sglang_epd.device.cuda import available
+
 _HANDED_ON: Any = tuple
 
 
@@ -113,7 +115,7 @@ def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any
 def on_device(film: Any, data: bytes, processor: Any) -> Any:
     """The decoder of a video on the accelerator, where one server has it there for this
     processor and can; else None."""
-    if type(processor).video_preprocessing_device == "cpu" or not torch.cuda.is_available():
+    if type(processor).video_preprocessing_device == "cpu" or not available():
         return None
     return _on_device()(film, data)
 

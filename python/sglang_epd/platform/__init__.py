@@ -44,9 +44,9 @@ def accelerator_present() -> bool:
     (CUDA, ROCm, XPU, MPS, and NPU or another through PrivateUse1); MUSA and HPU are
     reached through packages of their own.
     """
-    if torch.accelerator.is_available() or torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return True
-    for name in ("xpu", "npu", "mps", "musa", "hpu"):
+    for name in ("cuda", "xpu", "npu", "mps", "musa", "hpu"):
         module = getattr(torch, name, None)
         if module is not None and module.is_available():
             return True

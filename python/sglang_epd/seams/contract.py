@@ -147,6 +147,12 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
     ): "self rids_to_check",
+    ("seams/staging", "managers.mm_schedule", "get_embedding_chunk"): (
+        "embedding extend_prefix_len extend_seq_len items_offset"
+    ),
+    ("seams/staging", "mem_cache.kv_cache_configurator", "mm_runtime_reservation_gb"): (
+        "is_multimodal mm_feature_transport"
+    ),
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),

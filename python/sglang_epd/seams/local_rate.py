@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_epd.device.cuda import timestamp
 from sglang_epd.seams import rundir
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class TowerWatch:
         rows = _rows(args, kwargs)
         self._began = None
         if rows is not None:
-            self._began = _event() if rows.is_cuda else self._clock()
+            self._began = timestamp() if rows.is_cuda else self._clock()
 
     def _end(self, _tower: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         rows, began = _rows(args, kwargs), self._began
@@ -86,7 +87,7 @@ class TowerWatch:
         if rows is None or began is None:
             return
         if rows.is_cuda:
-            self._pending.append((len(rows), began, _event()))
+            self._pending.append((len(rows), began, timestamp()))
             while self._pending and self._pending[0][2].query():
                 patches, first, last = self._pending.popleft()
                 self._learn(patches, first.elapsed_time(last) / 1e3)
@@ -106,9 +107,3 @@ def _rows(args: Any, kwargs: Any) -> torch.Tensor | None:
     """The patches of a call, one a row."""
     first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     return first if first is not None and first.dim() == 2 else None
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

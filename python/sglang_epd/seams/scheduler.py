@@ -25,7 +25,8 @@ from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import LaidOut, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import Gate, Resting, mark
-from sglang_epd.seams import prefix, receiving, roles, rundir, tracing
+from sglang_epd.language.staging import Stager
+from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.transfer.control import Claims
@@ -45,15 +46,23 @@ class SchedulerSeam:
         backend: makes requests of what the leader passes on.
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
+        stager: on a device, copies embeddings to it.
     """
 
     # For the CPU platform: no need to poll for embeddings.
     wakes_idle_scheduler = True
 
-    def __init__(self, backend: Backend, leader: Leader | None, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        leader: Leader | None,
+        gate: Gate | None = None,
+        stager: Stager | None = None,
+    ) -> None:
         self._backend = backend
         self._leader = leader
         self._gate = gate
+        self._stager = stager
 
     @property
     def waiting_list(self) -> list[Any]:
@@ -67,6 +76,8 @@ class SchedulerSeam:
         """On every rank: the requests that can go on, and those that failed."""
         if self._gate is not None:
             self._gate.tidy()
+        if self._stager is not None:
+            self._stager.let_go()
         return self._backend.sort_out(recv_reqs)
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
@@ -136,4 +147,4 @@ def create_backend(
         gate=gate,
         span_of=tracing.span_of,
     )
-    return SchedulerSeam(backend, leader, gate)
+    return SchedulerSeam(backend, leader, gate, staging.connect(arena))

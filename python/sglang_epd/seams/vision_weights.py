@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_epd.device.cuda import empty_cache
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.names import prove_names
@@ -111,8 +112,7 @@ def release(model: nn.Module) -> None:
         if isinstance(tower, nn.Module):
             setattr(model, name, ReleasedTower(tower))
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache()
 
 
 def one_block(hf_config: Any) -> AbstractContextManager[None]:

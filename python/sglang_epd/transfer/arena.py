@@ -5,9 +5,10 @@ machine write into it, schedulers map it and read embeddings where they landed. 
 needs no room in /dev/shm, takes no memory until written to, and is gone when its last
 process is.
 
-It begins with a page that holds its seal, then one counter for each slot and reader: a
-reader adds one when it drops an embedding. That is all a reader ever says, so that it
-can be said from a finalizer, on any thread, without a lock on a socket.
+It begins with a page that holds its seal, and whether its pages must stay where they are;
+then one counter for each slot and reader: a reader adds one when it drops an embedding. That
+is all a reader ever says, so that it can be said from a finalizer, on any thread, without a
+lock on a socket.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_epd.device import Device
 from sglang_epd.errors import ProtocolError, from_code
 from sglang_epd.processes.packets import SEALS, new_file
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
+# Where the byte is that says so.
+_KEPT = _SEAL_BYTES
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
@@ -191,12 +195,30 @@ class Arena:
         """Before a slot is used again."""
         self._drops[slot] = 0
 
+    def keep_pages(self) -> None:
+        """From now on `give_back` does nothing, in all processes: something that does not ask
+        the system where pages are would go on with the old ones."""
+        self._map[_KEPT] = 1
+
+    def register(self, device: Device) -> None:
+        """Let a device read and write payloads beside other work, from this process.
+
+        All of the arena's memory is taken at once, and never given back.
+
+        Raises:
+            RuntimeError: the device's driver refuses.
+        """
+        self.keep_pages()
+        device.register(self.machine_address, len(self.data))
+
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Return the memory of payloads to the system; nobody may be using any there.
 
         Args:
             ranges: [begin, end) of `data`, aligned.
         """
+        if self._map[_KEPT]:
+            return
         for begin, end in ranges:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)

@@ -121,6 +121,8 @@ class Receiver:
         self._readers = readers
         self._engine = engine
         if engine is not None:
+            # Memory that is registered with a network card is pinned; it stays.
+            self._arena.keep_pages()
             engine.register(self._arena.machine_address, len(self._arena.data))
         self._reservations = Reservations(
             len(self._arena.data),
@@ -441,8 +443,7 @@ class Receiver:
             reserved.held_bytes, waiting, reserved.quarantined, kept=reserved.kept_bytes
         )
         idle = self._last_payload is not None and now > self._last_payload + _IDLE_S
-        # Memory that is registered with a network card is pinned; it stays.
-        if idle and not len(self._reservations) and self._engine is None:
+        if idle and not len(self._reservations):
             self._arena.give_back(self._reservations.free_ranges)
             self._last_payload = None
 

@@ -889,7 +889,7 @@ async def test_media_are_gone_when_nobody_holds_them_any_more(
 ):
     """Without waiting for a collection of cycles, which a bound on bytes knows nothing of."""
     media = bytes([1, 2, 3]) * 1000
-    prepare, watch = tower.prepare, Breakage(None).watch
+    prepare, watch = tower.prepare, Breakage(settle).watch
     monkeypatch.setattr(tower, "prepare", lambda *asked: watch(prepare(*asked)))
     gc.disable()
     try:

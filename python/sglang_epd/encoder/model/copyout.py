@@ -1,79 +1,102 @@
 """From the accelerator to host memory, beside the tower.
 
-A forward pass is put on a stream of its own, and its output copied on another, into one
-of two pinned buffers, while the next pass runs. What comes back lies in ordinary memory:
-pinned memory is scarce, and embeddings may be kept for long.
+A forward pass is queued on a stream of its own. Its output is copied on another, in chunks
+through two pinned buffers, while the next pass runs. Pinned memory is scarce, and embeddings
+may be kept for long: what comes back lies in ordinary memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
+from sglang_epd.device import Device, Event
+
+# A chunk's way to the buffer should take longer than its bookkeeping, and a picture of 1080p
+# several chunks, so that one is copied on while the next one arrives.
+_CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
 
 
-class CopyOut:
-    """Runs forwards on a CUDA device, and copies what they make to the host.
+class Launched(NamedTuple):
+    """A forward pass that may still run.
 
-    `launch` is called by one thread, and `land` by any other, once for each launch and
-    in the same order.
-
-    Args:
-        device: torch's name of the accelerator.
+    Attributes:
+        output: what it makes, [rows, width] on the device.
+        made: the event after which it is there.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._compute = torch.cuda.Stream(device)
-        self._copies = torch.cuda.Stream(device)
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._free.put(torch.empty(0, dtype=torch.uint8))
+    output: torch.Tensor
+    made: Event
 
-    def launch(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """Begin a forward pass and the copy of what it makes.
 
-        Waits while both buffers are in use.
+class CopyOut:
+    """Runs forward passes on a device, and copies what they make to the host.
 
-        Returns:
-            The output as it will lie in a buffer, an event that is reached when it does,
-            and the buffer: what `land` takes.
-        """
-        with torch.cuda.stream(self._compute):
+    `launch` is called by one thread, and `land` by one other, once for each launch. What
+    was launched and has not landed takes memory of the device: the caller bounds it.
+
+    Args:
+        device: the accelerator.
+        reuses_output: whether a pass may write its output where an earlier one did, as
+            replays of a CUDA graph do.
+        chunk_bytes: size of a pinned buffer.
+    """
+
+    def __init__(
+        self, device: Device, *, reuses_output: bool = False, chunk_bytes: int = _CHUNK_BYTES
+    ) -> None:
+        self._device = device
+        self._reuses_output = reuses_output
+        self.stream = device.stream()
+        self._copies = device.stream()
+        self._buffers = [device.pinned(chunk_bytes) for _ in range(_BUFFERS)]
+
+    def launch(self, forward: Callable[[], torch.Tensor]) -> Launched:
+        """Begin a forward pass."""
+        with self._device.use(self.stream):
             output = forward()
-            made = torch.cuda.Event()
-            made.record(self._compute)
-        buffer = self._free.get()
-        try:
-            nbytes = output.numel() * output.element_size()
-            if buffer.numel() < nbytes:
-                buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            staged = buffer[:nbytes].view(output.dtype).view(output.shape)
-            with torch.cuda.stream(self._copies):
-                self._copies.wait_event(made)
-                staged.copy_(output, non_blocking=True)
-                # The allocator must not hand its memory on before the copy has been made.
-                output.record_stream(self._copies)
-                copied = torch.cuda.Event()
-                copied.record(self._copies)
-        except BaseException:
-            self._free.put(buffer)
-            raise
-        return staged, copied, buffer
+            # On this stream, after the pass and before the next.
+            output = output.clone() if self._reuses_output else output.contiguous()
+            return Launched(output, self.stream.record_event())
 
-    def land(
-        self, staged: torch.Tensor, copied: Any, buffer: torch.Tensor, rows: list[int]
-    ) -> list[torch.Tensor]:
-        """Wait for a copy; the output's rows by item, each in memory of its own.
+    def land(self, launched: Launched, rows: list[int]) -> list[torch.Tensor]:
+        """Wait for a pass; its output by item, each in memory of its own.
+
+        Args:
+            rows: of each item.
 
         Raises:
-            RuntimeError: the forward pass failed on the device.
+            RuntimeError: the pass failed on the device.
         """
-        try:
-            copied.synchronize()
-            return [part.clone() for part in staged.split(rows)]
-        finally:
-            self._free.put(buffer)
+        output, made = launched
+        parts = [torch.empty((count, *output.shape[1:]), dtype=output.dtype) for count in rows]
+        coming: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()
+        for number, (source, part) in enumerate(self._chunks(output.split(rows), parts)):
+            if len(coming) == _BUFFERS:
+                _take(*coming.popleft())
+            buffer = self._buffers[number % _BUFFERS][: source.numel()]
+            coming.append((self._device.copy(source, buffer, self._copies, [made]), buffer, part))
+        while coming:
+            _take(*coming.popleft())
+        return parts
+
+    def _chunks(
+        self, sources: tuple[torch.Tensor, ...], parts: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for source, part in zip(sources, parts, strict=True):
+            if part.numel():
+                size = self._buffers[0].numel()
+                yield from zip(
+                    source.reshape(-1).view(torch.uint8).split(size),
+                    part.view(-1).view(torch.uint8).split(size),
+                    strict=True,
+                )
+
+
+def _take(copied: Event, buffer: torch.Tensor, part: torch.Tensor) -> None:
+    copied.synchronize()
+    part.copy_(buffer)

@@ -20,9 +20,13 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoders
+from sglang_epd.device import device_of
+from sglang_epd.device.cuda import capture_beside_other_threads
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut
+from sglang_epd.encoder.model.features import mark, take
+from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
 from sglang_epd.encoder.model.preparing import Preparer, can_be_read
 from sglang_epd.encoder.tower import Prepared
@@ -83,6 +87,7 @@ class Engine:
     ) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.disaggregation.encoder import server
+        from sglang.srt.environ import envs
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
@@ -102,7 +107,12 @@ class Engine:
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
         self.weights_bytes = held_bytes(self._encoder.model)
         logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
-        self.dtype = str(self._encoder._embedding_dtype).removeprefix("torch.")
+        self._device = device_of(self._encoder.device, self._encoder.gpu_id)
+        if server_args.mem_fraction_static is not None:  # typed, not SGLang's default
+            self._device.limit_memory(server_args.mem_fraction_static)
+        # What the language model works in, and one server casts to. A parameter's own may be
+        # another: that of a quantised tower's weights.
+        self.dtype = str(self._encoder.model_config.dtype).removeprefix("torch.")
         # SGLang's schedulers do so; its encoder leaves it to the models.
         self._moves_features = family is not None and self._encoder.device != "cpu"
         self._preparer: Preparer | AdaptedPreparer
@@ -110,16 +120,21 @@ class Engine:
             self._preparer = Preparer(self._encoder, self.dtype, limits)
         else:
             self._preparer = self._adapted_preparer(architecture, family)
-        self._preparing = ThreadPoolExecutor(self._threads + _WAITING, "epd-prepare")
+        self._preparing = self._threads_of("epd-prepare", self._threads + _WAITING)
         # One forward at a time: the tower uses the whole device.
-        self._tower = ThreadPoolExecutor(1, "epd-tower")
-        self._tower.submit(self._bind_device).result()
+        self._tower = self._threads_of("epd-tower", 1)
         self._copies: CopyOut | None = None
-        if str(self._encoder.device).startswith("cuda"):
-            self._copies = CopyOut(torch.device("cuda", self._encoder.gpu_id))
-            self._lander = ThreadPoolExecutor(1, "epd-land")
-        probed = server_args.tp_size == 1 and IMAGE in self.modalities
-        self._breakage = Breakage(self._run_own_picture if probed else None)
+        self._has_graphs = self._device.queues and envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
+        if self._has_graphs:
+            capture_beside_other_threads()
+        if self._device.queues:
+            self._copies = CopyOut(self._device, reuses_output=self._has_graphs)
+            self._lander = self._threads_of("epd-land", 1)
+        # Weights are loaded on another stream than passes run on.
+        self._device.synchronize()
+        # Of several ranks one alone would wait for the others inside a pass.
+        self._alone = server_args.tp_size == 1
+        self._breakage = Breakage(self._probe)
 
     @property
     def alive(self) -> bool:
@@ -140,7 +155,7 @@ class Engine:
 
         def prepare() -> Prepared:
             with decoding:
-                return self._preparer.prepare(modality, data, decoding)
+                return mark(self._preparer.prepare(modality, data, decoding), self._device)
 
         try:
             return await self._breakage.watch(
@@ -167,7 +182,7 @@ class Engine:
             self._tower, self._copies.launch, lambda: self._run(batch)
         )
         rows = [prepared.layout.tokens for prepared in batch]
-        return await loop.run_in_executor(self._lander, self._copies.land, *launched, rows)
+        return await loop.run_in_executor(self._lander, self._copies.land, launched, rows)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -182,9 +197,23 @@ class Engine:
             await self._run_own_picture()
 
     async def _run_own_picture(self) -> None:
-        picture = Image.new("RGB", (112, 112))
-        prepared = await asyncio.to_thread(self._preparer.prepare_image, picture)
+        def prepare() -> Prepared:
+            picture = Image.new("RGB", (112, 112))
+            return mark(self._preparer.prepare_image(picture), self._device)
+
+        prepared = await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
         await self._forward_once([prepared])
+
+    async def _probe(self) -> None:
+        """Succeeds unless the tower fails at everything."""
+        # Of a failed batch, and needed by others of the device or by the batch's halves.
+        self._device.empty_cache()
+        await asyncio.to_thread(self._device.synchronize)
+        if self._alone and IMAGE in self.modalities:
+            await self._run_own_picture()
+
+    def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(count, name, initializer=self._device.bind)
 
     def _adapted_preparer(self, architecture: str, family: Family) -> AdaptedPreparer:
         """The preparer of a model that SGLang's own encoder does not know.
@@ -204,10 +233,6 @@ class Engine:
             towers.append(VIDEO)
         return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 
-    def _bind_device(self) -> None:
-        if self._encoder.device != "cpu":
-            torch.get_device_module(self._encoder.device).set_device(self._encoder.gpu_id)
-
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         together = self._run(batch)
         parts = together.split([prepared.layout.tokens for prepared in batch])
@@ -218,7 +243,9 @@ class Engine:
         """The batch's embeddings [tokens, width], one item's after the other's."""
         modality = batch[0].content[0]
         encode = getattr(self._target, f"get_{modality.name.lower()}_feature")
-        items = [item for prepared in batch for item in prepared.content[1]]
+        if self._has_graphs:
+            forget(self._target, self._device)
+        items = take(batch, self._device)
         if self._moves_features:
             for item in items:
                 item.feature = item.feature.to(self._encoder.device)
@@ -226,7 +253,8 @@ class Engine:
             made = encode(items)
             if not isinstance(made, torch.Tensor):
                 made = torch.cat([part.reshape(-1, part.shape[-1]) for part in made])
-            together: torch.Tensor = made.reshape(-1, made.shape[-1])
+            made = made.reshape(-1, made.shape[-1])
+            together: torch.Tensor = made.to(getattr(torch, self.dtype))
         layout = batch[0].layout.embedding
         tokens = sum(prepared.layout.tokens for prepared in batch)
         expected = TensorSpec(layout.dtype, (tokens, layout.shape[1]))

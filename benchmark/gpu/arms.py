@@ -1,0 +1,106 @@
+"""The ways to feed a tower that `tower.py` compares, and the tables of what came of them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from gpu.feeding import Fed
+
+SIZES = {"56": (56, 56), "224": (224, 224), "448": (448, 448), "1080p": (1920, 1080)}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to feed a tower.
+
+    Attributes:
+        size: of the pictures.
+        preparers: 0: the pictures are prepared beforehand.
+        torch_threads: that torch uses for one picture; 0: as many as it likes.
+        patches: in a batch at most.
+        items: in a batch at most.
+        depth: passes in flight.
+    """
+
+    size: str
+    preparers: int = 0
+    torch_threads: int = 0
+    patches: int = 16_384
+    items: int = 256
+    depth: int = 2
+
+    @property
+    def name(self) -> str:
+        threads = f" of {self.torch_threads} torch threads" if self.torch_threads else ""
+        how = f"{self.preparers} preparers{threads}" if self.preparers else "ready"
+        return f"{self.size} px, {how}"
+
+
+def arms_of(shape: str) -> list[Arm]:
+    """What is compared of a shape: all of Qwen3-VL's, less of others."""
+    if shape.startswith("tiny"):
+        some = [Arm("56", patches=1024, items=items) for items in (4, 16)]
+        return [*some, Arm("56", preparers=2, torch_threads=1, patches=1024, depth=1)]
+    if shape != "qwen3-vl-8b":
+        ready = [Arm("448", patches=8192), Arm("448"), Arm("1080p")]
+        return [*ready, Arm("448", 16, 1), Arm("1080p", 16, 1)]
+    ready = [Arm("448", patches=patches) for patches in (4096, 8192, 16_384, 32_768)]
+    ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]
+    ready += [Arm("224", items=items) for items in (32, 64, 128)]
+    ready += [Arm(size, depth=1) for size in ("448", "1080p")]
+    jpegs = [Arm("448", preparers, 1) for preparers in (1, 2, 4, 8, 16, 24)]
+    jpegs += [Arm("1080p", preparers, 1) for preparers in (2, 4, 8, 16)]
+    jpegs += [Arm("224", preparers, 1) for preparers in (4, 16)]
+    jpegs += [Arm(size, preparers) for size in ("448", "1080p") for preparers in (4, 16)]
+    return [*ready, *jpegs]
+
+
+def fed_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
+    """A row for each arm: medians of its runs."""
+    head = "pictures, patches, items, depth, images/s, low to high, busy, a pass"
+    rows = [[*head.split(", "), "launch ms", "device ms", "host ms/image"]]
+    for arm, fed in runs.items():
+
+        def median(name: str, fed: list[Fed] = fed) -> float:
+            return statistics.median(getattr(one, name) for one in fed)
+
+        rates = [one.rate for one in fed]
+        host = statistics.median(sum(one.host_ms.values()) for one in fed)
+        row = [arm.name, str(arm.patches), str(arm.items), str(arm.depth)]
+        row += [f"{median('rate'):.1f}", f"{min(rates):.1f} to {max(rates):.1f}"]
+        row += [f"{median('busy'):.0%}", f"{median('batch'):.1f}", f"{median('launch_ms'):.1f}"]
+        row += [f"{median('device_ms'):.1f}", f"{host:.1f}"]
+        rows.append(row)
+    return rows
+
+
+def host_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
+    """Processor milliseconds a picture, by kind of thread."""
+    names = sorted({name for fed in runs.values() for one in fed for name in one.host_ms})
+    rows = [["pictures", *names]]
+    for arm, fed in runs.items():
+        spent = [statistics.median(one.host_ms.get(name, 0.0) for one in fed) for name in names]
+        rows.append([arm.name, *(f"{ms:.2f}" for ms in spent)])
+    return rows
+
+
+def pass_rows(passes: list[dict[str, Any]]) -> list[list[str]]:
+    """Passes that run alone."""
+    rows = [["pictures", "patches", "launch ms", "kernels ms", "alone ms", "images/s"]]
+    for one in passes:
+        figures = [f"{one[key]:.1f}" for key in ("launch_ms", "kernels_ms", "alone_ms")]
+        rate = one["pictures"] / one["kernels_ms"] * 1e3
+        pictures = f"{one['pictures']} of {one['size']} px"
+        rows.append([pictures, str(one["patches"]), *figures, f"{rate:.0f}"])
+    return rows
+
+
+def headline(runs: dict[Arm, list[Fed]]) -> str:
+    """The best of the tower alone, and with decoding."""
+    best: dict[str, float] = {}
+    for arm, fed in runs.items():
+        key = f"{arm.size} px{' from JPEG' if arm.preparers else ''}"
+        best[key] = max(best.get(key, 0.0), statistics.median(one.rate for one in fed))
+    return "; ".join(f"{key} {rate:.0f}/s" for key, rate in best.items())

@@ -1,0 +1,38 @@
+"""The device that tensors live on: streams, events, copies, pinned memory.
+
+`cuda` is the only file of the package that calls `torch.cuda`; `host` does all at once. The
+tests have a third device, which runs what it is given as late, and in as odd an order, as
+CUDA permits. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_epd.device.host import Host
+from sglang_epd.device.protocol import Device, Event, Stream
+
+__all__ = ["Device", "Event", "Host", "Stream", "device_of", "out_of_memory"]
+
+_CUDA_MEMORY_ALLOCATION = 2
+
+
+def device_of(name: str, index: int | None = None) -> Device:
+    """The device that torch calls by this name, "cuda" or "cpu" say.
+
+    A device of another kind than CUDA is taken as one whose calls are done when they return.
+    """
+    if torch.device(name).type == "cuda":
+        from sglang_epd.device.cuda import Cuda
+
+        return Cuda(index)
+    return Host(torch.device(name) if name == "cpu" else torch.device(name, index or 0))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a call failed because the device's memory was full: a smaller one may succeed."""
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or getattr(error, "error_code", None) == _CUDA_MEMORY_ALLOCATION
+        or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    )

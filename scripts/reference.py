@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the pages of reference that follow from the code: docs/settings.md,
-docs/metrics.md and docs/command.md.
+"""Writes what follows from the code: docs/settings.md, docs/metrics.md, docs/command.md, and
+the tables of files in docs/design/.
 
 scripts/reference.py            # write them
 scripts/reference.py --check    # fail where one is not as it would be written
@@ -9,6 +9,7 @@ scripts/reference.py --check    # fail where one is not as it would be written
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import sys
@@ -33,7 +34,11 @@ from sglang_epd.observability.language import (
     weights_bytes,
 )
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "python" / "sglang_epd"
+# In a page of docs/design/: files and folders below PACKAGE, and their table.
+_FILES = re.compile(r"<!-- files: (.*?) -->\n.*?<!-- end of files -->", re.DOTALL)
 
 
 class Declared(NamedTuple):
@@ -75,7 +80,7 @@ _SWITCHES = (
         "whole number",
         "4096",
         "encoders with `--enable-prefix-mm-cache`",
-        "SGLang's: embeddings kept for the next who asks.",
+        "SGLang's: embeddings kept for later requests.",
     ),
 )
 _SETTINGS_HEAD = """# Settings
@@ -214,11 +219,42 @@ def _default(value: Any) -> str:
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
+def files_of(page: str) -> list[Path]:
+    """The Python files that the page of a package has a table of."""
+    places = [place for found in _FILES.finditer(page) for place in found[1].split()]
+    files: list[Path] = []
+    for path in ((PACKAGE / place).resolve() for place in places):
+        files += sorted(path.glob("[!_]*.py")) if path.is_dir() else [path]
+    return files
+
+
+def design_page(page: str) -> str:
+    """The page, with the first sentence of each file's docstring in its table of files."""
+
+    def table(found: re.Match[str]) -> str:
+        rows = "".join(f"| `{_short(file)}` | {_summary(file)} |\n" for file in files_of(found[0]))
+        head = f"<!-- files: {found[1]} -->\n\n| file | |\n|---|---|\n"
+        return f"{head}{rows}\n<!-- end of files -->"
+
+    return _FILES.sub(table, page)
+
+
+def _short(file: Path) -> str:
+    return file.relative_to(PACKAGE.parent).as_posix().removeprefix("sglang_epd/")
+
+
+def _summary(file: Path) -> str:
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Each page's place, and what belongs there."""
     yield DOCS / "settings.md", settings_page()
     yield DOCS / "metrics.md", metrics_page()
     yield DOCS / "command.md", command_page()
+    for path in sorted((DOCS / "design").glob("*.md")):
+        yield path, design_page(path.read_text())
 
 
 def main() -> int:

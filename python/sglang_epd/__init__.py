@@ -1,7 +1,7 @@
 """Encode-prefill-decode disaggregation for SGLang.
 
-What an image is on its way to prefill lives here: planning and dispatch on the
+The way of an image to its prefill lives here: planning and dispatch on the
 language server, encoding on the encoder server, and the channel between the two.
 Models, attention, scheduling and HTTP stay SGLang's. `plugin.py` is the only
-place that decides what is hooked and when.
+place that decides which functions are hooked and when.
 """

@@ -34,14 +34,14 @@ PROCESSOR_CONFIGS = (
 )
 
 
-# (offset, size) to bytes; and (read, begin, end) to a digest of what lies there.
+# (offset, size) to bytes; and (read, begin, end) to a digest of the bytes between.
 _Read = Callable[[int, int], bytes]
 _Digest = Callable[[_Read, int, int], str]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What of a checkpoint tells its towers from others.
+    """The parts of a checkpoint's configuration that tell its towers from others.
 
     Args:
         configs: parsed JSON files by name; a file that the checkpoint lacks has no entry.
@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 
 
 def served(*, whole: bool = False) -> Checkpoint:
-    """The checkpoint of this process's server; downloads what is not in the cache yet.
+    """The checkpoint of this process's server; downloads files that the cache lacks.
 
     Args:
         whole: as of `Checkpoint`.
@@ -88,7 +88,7 @@ def served(*, whole: bool = False) -> Checkpoint:
             f"--model-path {path}: EPD servers compare fingerprints of a checkpoint's files; "
             "give a folder, or a model by its hub name"
         )
-    # First: without a network the loader says best what is missing.
+    # First: without a network the loader's message names the missing files best.
     weights = _weights(path, revision, model.load_format, model.download_dir)
     configs = {}
     # A file that cannot be had, for want of a network or at all, was not read by SGLang's
@@ -108,7 +108,7 @@ def served(*, whole: bool = False) -> Checkpoint:
 
 
 def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
-    """What `--quantization` does to weights that are not in that form already.
+    """The effect of `--quantization` on weights that are not in that form already.
 
     SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
     layers that are left out.

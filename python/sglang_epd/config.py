@@ -1,11 +1,11 @@
 """Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
 
 Everything SGLang does have a flag for is read from SGLang. `Settings` is the one schema: it
-reads the environment and the file, refuses what it does not know, so that a typing mistake
+reads the environment and the file, refuses unknown names, so that a typing mistake
 is not silently without effect, and docs/settings.md is written from it.
 
 `SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
-without the prefix; what the environment says counts before it:
+without the prefix; the environment counts before it:
 
     settings:
       dispatch_policy: least_loaded
@@ -32,10 +32,10 @@ CONFIG_FILE = "SGLANG_EPD_CONFIG"
 _OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
 _MOST_FILE_BYTES = 1 << 20
-# What a file may hold beside `settings`: options of `sglang-epd up`, which reads them.
+# Keys of a file beside `settings`: options of `sglang-epd up`, which reads them.
 SECTIONS = ("settings", "up")
 
-# Titles and bounds are what a refusal says; titles are on docs/settings.md too.
+# Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
 Folder = Annotated[str, Meta(title="a folder")]
 Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")]
@@ -59,8 +59,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         request_timeout_s [language]: One deadline for a request's media, from its arrival until
             its embeddings are in the scheduler; retries spend it. Where it is not set, SGLang's
             `SGLANG_ENCODER_RECV_TIMEOUT` counts.
-        dispatch_policy [language]: How items are spread over encoders: `affinity` (what was
-            encoded somewhere goes there again), `least_loaded` (patches in work), `round_robin`,
+        dispatch_policy [language]: How items are spread over encoders: `affinity` (an item returns
+            to the encoder that has encoded it), `least_loaded` (patches in work), `round_robin`,
             or `shuffle` (SGLang's own).
         encoder_wait_s [language]: How long a request waits where no encoder is left to ask; then
             it gets 503.
@@ -69,8 +69,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_header [language]: Whether a request may name its encoders (`x-encoder-hosts-ports:
             host:port,...`).
         tell_sources [language]: Whether answers of `/generate` say where their media came from
-            (`meta_info.media_sources`). A user learns from it whether somebody with the same cache
-            salt has sent the same media before.
+            (`meta_info.media_sources`). A user learns from it whether another client with the same
+            cache salt has sent the same media before.
         encode [language, with `--enable-adaptive-dispatch-to-encoder`]: Whether anything goes to
             encoders.
         min_patches [language, with `--enable-adaptive-dispatch-to-encoder`]: Requests whose images
@@ -214,14 +214,14 @@ def variables() -> dict[str, FieldInfo]:
 
 
 def bounds(hint: Any) -> Meta:
-    """What a setting of this type takes."""
+    """The values of a setting of this type."""
     while get_origin(hint) is not Annotated:  # of a type or None
         hint = get_args(hint)[0]
     return get_args(hint)[1]
 
 
 def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment, and beneath it what the file has that `SGLANG_EPD_CONFIG` names.
+    """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -345,7 +345,7 @@ UNREAD: dict[str, dict[str, str]] = {
 
 
 def announce(server: str, flags: Mapping[str, Any]) -> None:
-    """Name what is set and not read, in one line of the log. Once a server.
+    """Log one line that names the set variables and flags that are not read. Once a server.
 
     Args:
         server: "encoder" or "language".

@@ -1,6 +1,6 @@
 """Change a module when it is imported, without importing it earlier.
 
-SGLang's `HookRegistry.apply_hooks` imports what it hooks, in the launcher too. The modules
+SGLang's `HookRegistry.apply_hooks` imports its targets, in the launcher too. The modules
 hooked here pull in `prometheus_client`, which must not be imported before SGLang has
 set its multiprocess directory (else `/metrics` stays blank), and they cost seconds.
 """
@@ -31,7 +31,7 @@ class _Watch(MetaPathFinder):
     the change behind the module's own code.
 
     It goes when the module has run, not when it was found: a module is also looked for
-    by those who only ask whether it exists, and an import may fail.
+    by code that only asks whether it exists, and an import may fail.
     """
 
     def __init__(self, name: str, change: Change) -> None:

@@ -13,7 +13,7 @@ EpdError
 ├── UnavailableError    503  the peer is down, draining or out of reach
 │   └── EncoderLostError 503  an encoder went away, or broke, while it had the request
 ├── NamespaceError      503  the two servers do not hold the same encoder
-├── RequestCancelledError 499  nobody waits for the result any more
+├── RequestCancelledError 499  the caller no longer waits for the result
 ├── DeadlineError       504  the request's deadline passed
 └── EncodeError         500  the encoder failed at something that was its own job
 

@@ -1,6 +1,6 @@
 """Whose request a log line is about, and lines as JSON (`SGLANG_EPD_LOG_FORMAT`).
 
-Who works for a request says so once (`about`), and every line that this package's loggers
+Code that works for a request names it once (`about`), and every line that this package's loggers
 write in that task, or in tasks that it begins, says whose it is: behind the message where
 lines are text, in fields of their own where they are JSON. SGLang's loggers, and the format
 that it gives its lines, are left as they are.
@@ -26,10 +26,10 @@ _item: ContextVar[int | None] = ContextVar("sglang_epd_item", default=None)
 
 @contextmanager
 def about(request: str, item: int | None = None) -> Iterator[None]:
-    """What is logged meanwhile, by tasks begun here as well, is about this request.
+    """Log lines written in this context, by tasks begun in it as well, name this request.
 
     Args:
-        request: its id, which may be a user's; empty for nobody's.
+        request: its id, which a user may have chosen; empty for none.
         item: one of its items.
     """
     whose, which = _request.set(_clean(request)), _item.set(item)
@@ -62,14 +62,14 @@ def install(log_format: str, role: str) -> None:
 class _Annotator(logging.Handler):
     """Writes nothing: makes a record one line and adds to it, before SGLang's handlers see it.
 
-    What a user chose, such as a request's id, begins no line and moves no cursor, whatever it
+    User-chosen text, such as a request's id, begins no line and moves no cursor, wherever it
     is part of. A traceback, which quotes the messages of errors, is indented instead.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = _clean(record.getMessage(), _MOST_LINE_CHARS)
-        except (TypeError, ValueError):  # whoever writes the line says so
+        except (TypeError, ValueError):  # the formatter reports it
             return
         request, item = _request.get(), _item.get()
         if request and request not in message:
@@ -107,7 +107,7 @@ class _JsonHandler(logging.StreamHandler):
 
 
 def _clean(text: str, most: int = _MOST_CHARS) -> str:
-    """A text without what could begin a line of its own."""
+    """A text without characters that could begin a line of its own."""
     shown = text[:most]
     if shown.isprintable():
         return shown

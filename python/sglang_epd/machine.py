@@ -1,11 +1,11 @@
-"""This machine's memory: how much one server may plan with, unless it is told, and how what
-it has freed goes back.
+"""This machine's memory: how much of it one server may plan with by default, and how freed
+memory goes back to the system.
 
 A host has eight accelerators at most, as a rule, and so eight servers of which each holds
 embeddings in host memory. With a sixteenth each they take half of it together, and only when
 all are full: neither the arena of a language server nor a queue takes memory before it is used.
 
-glibc keeps what is freed below the top of its heaps. An encoder frees pictures, patches
+glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
 and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which
 1.0 GB was free. Media of many megabytes are kept out of these heaps: between them stay holes
 that no other fits.
@@ -63,7 +63,7 @@ def usable_bytes(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """What the control groups of this process allow, of both versions."""
+    """The memory limit of this process's control groups, of both versions."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""What makes two servers hold the same encoder.
+"""The namespace: a digest of everything that makes two servers hold the same tower.
 
 A namespace is a digest over everything that an embedding depends on besides the
-media: architecture, tower configuration, what joins towers and language model, the
+media: architecture, tower configuration, the tensors that join towers and language model, the
 tower's weights, the media processor's configuration, dtype, how SGLang quantises weights as
 it loads them, and protocol version. It is
 made from the checkpoint's content (`checkpoint.py`), not its path, so that servers may
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # A tower's name wins: "vision_model.model.layers." holds a mark of both.
 _TOWERS = ("visual", "vision", "audio")
 _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
-# What configurations call a tower's, and the language model's own, where it has one.
+# Configurations' names of a tower, and of the language model, where it has one.
 TOWER_CONFIGS = ("vision_config", "audio_config")
 LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
 # What a checkpoint's configuration says of other things than its model; the language model
@@ -121,9 +121,9 @@ def of_tower(name: str) -> bool:
 
 
 def _joints(config: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's configuration says beside its towers' and its language model's own:
-    tiles, tokens a picture, the layer that features are of. From the file, because what
-    SGLang makes of it may differ between its processes.
+    """The fields of a checkpoint's configuration beside its towers' and its language model's own:
+    tiles, tokens a picture, the layer that features are of. From the file, because
+    SGLang's own reading of it may differ between its processes.
 
     Nothing where the language model's configuration is not apart from the rest.
     """

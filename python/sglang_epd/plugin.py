@@ -116,7 +116,7 @@ HOOKS = (
     ),
     # ... tokenizer process: the HTTP request, with SGLANG_EPD_ENCODER_HEADER or the flag below.
     Hook(_TOKENIZER, "TokenizerManager._init_req_state", "around", headers.note),
-    # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: what is encoded here.
+    # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
     Hook(
         _TOKENIZER,
         "TokenizerManager._should_dispatch_to_encoder",

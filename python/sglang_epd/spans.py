@@ -47,12 +47,12 @@ class Span:
         self._span = span
 
     def __bool__(self) -> bool:
-        """Whether anybody will see it; what only a span needs is not computed otherwise."""
+        """Whether the span is recorded; code that serves a span alone runs only then."""
         return bool(self._span.get_span_context().trace_flags.sampled)
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What another process continues the trace by: W3C's `traceparent` and `tracestate`."""
+        """Headers by which another process continues the trace (`traceparent`, `tracestate`)."""
         headers: dict[str, str] = {}
         _W3C.inject(headers, trace.set_span_in_context(self._span))
         return _bounded(headers)
@@ -108,7 +108,7 @@ class Span:
         elif isinstance(error, asyncio.CancelledError):
             self.fail("RequestCancelledError", "cancelled")
         elif error is not None:
-            # What it says is not ours to tell.
+            # The message of an unknown error may hold a user's data.
             self.fail(type(error).__name__)
         self.end()
 
@@ -130,8 +130,8 @@ def begin(name: str, headers: Mapping[str, str], **attributes: Any) -> Span:
     """A span under that of another process.
 
     Args:
-        headers: in small letters, of whoever sent them. What is no trace context, or longer
-            than one, is as if it was not there: a trace of its own begins.
+        headers: the client's, in small letters. A header that is no trace context, or longer
+            than one, is ignored: a trace of its own begins.
     """
     return _start(name, _told(headers), None, attributes)
 

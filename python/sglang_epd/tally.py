@@ -1,5 +1,5 @@
-"""What is counted on the payload channel and while requests are dispatched, and how late an
-event loop is."""
+"""Counters of the payload channel and of dispatch, without a metrics library, and the lag of
+an event loop."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _PERIOD_S = 0.1
 class LoopLag:
     """Measures the event loop that it is started in.
 
-    A loop that decodes, hashes or waits for the interpreter's lock answers nobody meanwhile:
+    A loop that decodes, hashes or waits for the interpreter's lock answers nothing meanwhile:
     no probe, no offer, no `/health`. A timer that fires late shows it afterwards.
 
     Args:
-        observe: told, ten times a second, by how many seconds the timer was late.
+        observe: called ten times a second with the seconds by which the timer was late.
     """
 
     def __init__(self, observe: Callable[[float], None]) -> None:

@@ -1,8 +1,8 @@
-"""Whom servers believe: bearer tokens and TLS, from SGLang's flags and one variable.
+"""Authentication between servers: bearer tokens and TLS, from SGLang's flags and one variable.
 
 `SGLANG_EPD_TOKEN` is the secret of this package's servers; `--api-key` counts beside it.
-`--ssl-certfile`, `--ssl-keyfile` and `--ssl-keyfile-password` are what a server shows,
-`--ssl-ca-certs` is what it believes of others. Certificates are always verified.
+`--ssl-certfile`, `--ssl-keyfile` and `--ssl-keyfile-password` are a server's certificate,
+`--ssl-ca-certs` names the authorities that it believes. Certificates are always verified.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Trust:
     """What one server shows and accepts.
 
     Attributes:
-        tokens: accepted from others; the first is what this server shows. None: everybody
-            is accepted.
+        tokens: accepted from others; the first is what this server shows. None: every
+            request is accepted.
         certfile, keyfile, keyfile_password: this server's certificate; empty for no TLS.
         ca_certs: whose certificates are believed; empty for those that the system believes
             (`SSL_CERT_FILE` names others).
@@ -57,7 +57,7 @@ class Trust:
 
     @property
     def token(self) -> str:
-        """What this server shows to others; empty for nothing."""
+        """The token that this server shows to others; empty for none."""
         return self.tokens[0] if self.tokens else ""
 
     @property
@@ -66,11 +66,11 @@ class Trust:
         return "https" if self.certfile else "http"
 
     def headers(self) -> dict[str, str]:
-        """What to send along to servers that are trusted with the token."""
+        """Headers for servers that are trusted with the token."""
         return {"Authorization": f"Bearer {self.token}"} if self.tokens else {}
 
     def admits(self, authorization: bytes) -> bool:
-        """Whether who sent this `Authorization` header may ask; takes the same time for all."""
+        """Whether this `Authorization` header has an accepted token; takes the same time always."""
         matches = [
             hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in self.tokens
         ]

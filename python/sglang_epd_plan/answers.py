@@ -1,4 +1,4 @@
-"""What `sglang-epd plan` answers: plain data for `--json`, lines of text for people."""
+"""The answers of `sglang-epd plan`: plain data for `--json`, lines of text for people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """What the options say of all deployments."""
+    """The options' values for all deployments."""
 
     profile: Profile
     workload: Workload
@@ -40,7 +40,7 @@ def simulated(
     jobs: int,
     plots_to: Path | None,
 ) -> list[Answer]:
-    """What each topology does at the rate.
+    """The results of each topology at the rate.
 
     Raises:
         ConfigError: a topology, a failure or the rate cannot be used.

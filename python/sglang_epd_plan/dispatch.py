@@ -25,7 +25,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Reports:
-    """What encoders reported last, all at the same moment.
+    """The last reports of encoders, all of one moment.
 
     Attributes:
         number: counts the rounds of reports.

@@ -133,7 +133,7 @@ class Encoder:
         self._queue.push(job)
         if self._idle:
             self._idle = False
-            # What arrives at the same moment may run together.
+            # Simultaneous arrivals may run together.
             self._after(0.0, self._run)
 
     def _run(self) -> None:

@@ -46,7 +46,7 @@ class Trial:
 
 @dataclass
 class Goodput:
-    """What `goodput` found.
+    """The result of `goodput`.
 
     Attributes:
         rate: requests a second; 0 if the SLO does not hold at the lowest rate.

@@ -122,7 +122,7 @@ class Server:
             if self.env.peek() > self.env.now:
                 self._go_on()
             else:
-                # What arrives at the same moment may run together.
+                # Simultaneous arrivals may run together.
                 self._after(0.0, self._go_on)
         elif self._steps_end is not None and useful:
             self._cut_short(self._steps_end)

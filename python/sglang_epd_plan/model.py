@@ -39,7 +39,7 @@ def simulate(
     stop: StopWhen | None = None,
     jobs: int = 1,
 ) -> Report:
-    """Run a deployment. The same arguments give the same report, whatever `jobs` is.
+    """Run a deployment. The same arguments give the same report, for any `jobs`.
 
     Args:
         traffic: of all cells together; each gets its share.

@@ -50,7 +50,7 @@ class NoPlanError(Exception):
 
 @dataclass
 class Plan:
-    """What `plan` found for one shape.
+    """The result of `plan` for one shape.
 
     Attributes:
         topology: the smallest that meets the SLO.
@@ -212,7 +212,7 @@ def blame(report: Report, slo: Slo, names: Iterable[str]) -> str:
 
 
 def breaking(limit: Goodput, slo: Slo) -> str:
-    """What gave way at the lowest rate at which the SLO did not hold."""
+    """The bound that was missed at the lowest rate at which the SLO did not hold."""
     failed, held = limit.last(holds=False), limit.last(holds=True)
     if failed is None or held is None:
         return "nothing at the rates that were tried"

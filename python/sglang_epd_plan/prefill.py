@@ -81,7 +81,7 @@ class PrefillQueue:
         """Pin the request's cached prefix until its prefill begins.
 
         Returns:
-            Items of the request whose KV is cached, so that nobody has to encode them.
+            Items of the request whose KV is cached, so that they need no encoder.
         """
         if self._costs.prefix_cache:
             request.pinned = self._cache.match(request.chain)
@@ -146,7 +146,7 @@ class PrefillQueue:
         request.begun, request.prefill_begun = True, now
         cached = 0
         if self._costs.prefix_cache:
-            # What others have prefilled since its arrival counts, too.
+            # Tokens that others have prefilled since its arrival count, too.
             cached = self._cache.match(request.chain)
             request.cached = request.prefilled = length(request.chain[:cached])
         if self._encodes:

@@ -1,4 +1,4 @@
-"""What work costs on a machine with a model: measured, or reckoned from published figures.
+"""A profile: the costs of a model on a machine, measured, or reckoned from published figures.
 
 Each cost is a straight line, with a square term for attention. Other costs (kernels that change
 with the batch, clocks that throttle) have to be near a line where the profile is used.
@@ -149,7 +149,7 @@ class Links(Data, frozen=True):
 
 
 class Profile(Data, frozen=True):
-    """What work costs on one machine with one model.
+    """The costs of one model on one machine.
 
     Attributes:
         source: where each figure comes from: the command that measured it, or the publication

@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """What the turns of one conversation share.
+    """The state that the turns of one conversation share.
 
     Attributes:
         turns_left: turns that are still to come.
@@ -97,7 +97,7 @@ class Request:
     outcome: Outcome | None = None
 
     def turn(self) -> tuple[Part, Part]:
-        """What this turn adds to the prompt of the next one: its text, and its answer."""
+        """The tokens that this turn adds to the next prompt: its text, and its answer."""
         name = self.number.to_bytes(8)
         return (b"text" + name, self.text), (b"answer" + name, self.output)
 

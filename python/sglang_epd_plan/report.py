@@ -1,4 +1,4 @@
-"""What a run shows: latencies, where the time went, and how busy the servers were."""
+"""The report of a run: latencies, where the time went, and how busy the servers were."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Topology(Data, frozen=True):
         return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
 
     def hour_cost(self, profile: Profile) -> float:
-        """What an hour of all servers costs, in the profile's currency."""
+        """The cost of an hour of all servers, in the profile's currency."""
         return self.gpus(profile) * profile.gpu_hour_cost
 
 

@@ -1,4 +1,4 @@
-"""What lies between servers: links, the receive budget, and threads beside a model."""
+"""The resources between servers: links, the receive budget, and threads beside a model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ReceiveBudget:
     def __init__(self, nbytes: int) -> None:
         self.extents = Extents(nbytes)
         self._offsets: dict[int, int] = {}
-        # Requests that wait, as a heap; and whom to call, unless the request has ended.
+        # Requests that wait, as a heap, with the callback of each, unless the request has ended.
         self._waiting: list[tuple[int, int]] = []
         self._calls: dict[int, list[Callable[[], None]]] = {}
 

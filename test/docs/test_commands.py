@@ -125,8 +125,6 @@ def test_there_are_scripts() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_says_what_it_is(page: Path) -> None:
     known = {"sh", "python", "text", "yaml", "json"}
-    if page.name == "design.md":
-        known |= {""}  # diagrams
     assert {block.language for block in blocks(page)} <= known
 
 

@@ -22,7 +22,7 @@ import pytest
 from docs.shell import PAGES, ROOT
 
 RESULTS = ROOT / "benchmark" / "results"
-_LINK = re.compile(r"\]\((?:\.\./)?benchmark/results/(\w+)\.md\)")
+_LINK = re.compile(r"\]\((?:\.\./)*benchmark/results/(\w+)\.md\)")
 _OTHER_LINK = re.compile(r"\[[^]]*\]\(https?:[^)]*\)")
 # Not those of sizes, as 1080p.
 _NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w,]*\d|p\b)")

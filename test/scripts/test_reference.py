@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 from functools import partial
 
@@ -20,9 +21,18 @@ def test_other_pages_name_settings_that_there_are():
     """By their whole names; `_THIS` behind one is its second half."""
     known = set(re.findall(r"^\| `(\w+)`", reference.settings_page(), re.MULTILINE))
     known |= {"SGLANG_EPD_CACHE"}  # of scripts/
-    for path in [*reference.DOCS.glob("*.md"), reference.DOCS.parent / "README.md"]:
+    for path in [*reference.DOCS.rglob("*.md"), reference.DOCS.parent / "README.md"]:
         named = set(re.findall(r"\bSGLANG_EPD_[A-Z_]+[A-Z]\b(?!_|\*)", path.read_text()))
         assert named <= known, path.name
+
+
+def test_every_file_is_on_the_page_of_its_package():
+    """On one page, with a sentence, however the packages grow."""
+    pages = [path.read_text() for path in (reference.DOCS / "design").glob("*.md")]
+    told = [file for page in pages for file in reference.files_of(page)]
+    files = reference.PACKAGE.parent.glob("*/**/*.py")
+    assert sorted(told) == sorted(file for file in files if file.name != "__init__.py")
+    assert all(ast.get_docstring(ast.parse(file.read_text())) for file in told)
 
 
 def test_every_metric_of_the_package_is_on_its_page():

@@ -1,4 +1,4 @@
-"""What was computed once and may be wanted again, as plain data in this process.
+"""Results of one process that a later request may use again, as plain data.
 
 `encoder` and `language` may import this package; it imports `wire`, `media` and
 `errors`. It holds no clock, socket, thread or configuration.

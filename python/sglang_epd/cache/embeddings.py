@@ -1,7 +1,8 @@
-"""Embeddings by key: pinned while in use, then evicted least recently used first.
+"""Embeddings by key: pinned while in use, then evicted least recently used first; and layouts
+by key.
 
 A key names everything that an embedding depends on (`namespace.embedding_key`), so an entry
-is never stale. Pinned entries stay, whatever they take. Idle entries are evicted as soon as
+is never stale. Pinned entries stay, whatever their size. Idle entries are evicted as soon as
 all entries together are over the capacity. With a capacity of 0, requests that want one
 embedding at the same time still share it.
 """
@@ -41,7 +42,7 @@ class EmbeddingCache:
     Args:
         capacity_bytes: what idle and pinned entries may take together before idle ones
             are evicted; 0 keeps nothing that is idle.
-        on_evict: told of each entry that is evicted for room.
+        on_evict: called for each entry that is evicted for room.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class EmbeddingCache:
         self._make_room()
 
     def drop(self, key: bytes) -> bool:
-        """Forget one entry, once nobody uses it; False if there is none."""
+        """Drop one entry, once it is idle; False if there is none."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -189,7 +190,7 @@ class LayoutCache:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take."""
+        """Bytes of all of them."""
         return self._bytes
 
     def find(self, key: bytes) -> Layout | None:

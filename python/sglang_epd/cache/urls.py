@@ -1,7 +1,7 @@
-"""What was behind a URL when it was last read: the content's digest, and how it was come by.
+"""The content's digest of each URL when it was last read, and how long that may be used.
 
 A URL never names content here. It leads to a digest, for as long as HTTP caching lets it
-(`media.freshness`), and the digest names the content. Asks nobody and holds no media.
+(`media.freshness`), and the digest names the content. Sends no request and holds no media.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UrlMemory:
         return len(self._urls)
 
     def entries(self) -> Iterator[tuple[bytes, Remembered]]:
-        """Names and what is remembered; the next to be evicted first."""
+        """Names and their entries; the next to be evicted first."""
         yield from self._urls.items()
 
     def find(self, name: bytes) -> Remembered | None:
@@ -62,7 +62,7 @@ class UrlMemory:
         return found
 
     def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
-        """Remember content that has just been read, in place of what was."""
+        """Remember content that has just been read, in place of the earlier entry."""
         before = self._urls.pop(name, None)
         shown = display(MediaSource(url=url))
         uses = before.uses if before is not None else 0
@@ -71,7 +71,7 @@ class UrlMemory:
             self._urls.popitem(last=False)
 
     def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
-        """The content is what it was; nothing happens if that was forgotten meanwhile."""
+        """Confirm that the content is unchanged; does nothing without an entry."""
         found = self._urls.get(name)
         if found is not None and found.digest == digest:
             found.trail = trail
@@ -88,5 +88,5 @@ class UrlMemory:
 
 
 def name_of(url: str) -> bytes:
-    """What a URL is called: a digest, since a URL may be long, and hold secrets."""
+    """The name of a URL: a digest, since a URL may be long, and hold secrets."""
     return blake3(url.encode()).digest()

@@ -1,4 +1,4 @@
-"""What a person runs: the `sglang-epd` command and the processes that it starts.
+"""The `sglang-epd` command and the processes that it starts.
 
 This package stands at the top: it may import everything below it, and nothing but
 `plugin` and scripts may import it. It starts SGLang as child processes and never

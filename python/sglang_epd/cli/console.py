@@ -28,7 +28,7 @@ _STATE_COLOURS = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Who reads has left (`up | head`): write no more, and come to an end in order."""
+        """The reader has left (`up | head`): write no more, and end in order."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -53,7 +53,7 @@ def table(*columns: str, title: str = "") -> Table:
     """An empty table in the command's look."""
     made = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
     for column in columns:
-        # Cut nothing: what does not fit is folded, since tables are copied from.
+        # Cut nothing: fold wide cells, since tables are copied from.
         made.add_column(column, overflow="fold")
     return made
 
@@ -64,7 +64,7 @@ class LineReporter:
     Args:
         out: where to.
         names: all servers, so that the names take one width.
-        logs: whether what servers write is shown.
+        logs: whether the servers' logs are shown.
         on_ready: called once all are.
     """
 
@@ -105,7 +105,7 @@ class LineReporter:
         self._status.update(f"{ready} of {self._total} ready; {phases}")
 
     def ready(self) -> None:
-        """All servers have been ready; told once."""
+        """Called once, when all servers have been ready."""
 
     def close(self) -> None:
         """Take the status line away."""

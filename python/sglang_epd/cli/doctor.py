@@ -1,4 +1,4 @@
-"""`sglang-epd doctor`: what is wrong, and what to do about it."""
+"""`sglang-epd doctor`: finds faults of a set-up, and says how to mend each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doctor(
         str, typer.Option(help="Whose certificates are believed of https:// servers.")
     ] = "",
 ) -> None:
-    """Look for what keeps servers from running, and say how to mend it.
+    """Look for faults that keep servers from running, and say how to mend each.
 
     Versions, plug-ins and SGLang's seams; settings and the token; Mooncake and FFmpeg;
     GPUs, RDMA, ports, limits and the clock. With --model also a checkpoint's files, with
@@ -93,4 +93,4 @@ def _token() -> str:
     try:
         return Settings.from_env().token
     except ConfigError:
-        return ""  # told among the settings
+        return ""  # listed with the settings

@@ -1,6 +1,6 @@
-"""The life of one supervised server: a table of states, and what is due next.
+"""The life of one supervised server: a table of states, and the next step that is due.
 
-Plain data: whether the process runs and answers is told, and so is the time.
+Plain data: the caller passes in whether the process runs and answers, and the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class State(Enum):
     SILENT = "silent"  # runs, and no longer answers
     DOWN = "down"  # has ended, and will be started again
     FAILED = "failed"  # has ended too often, or before it was ever ready
-    STOPPED = "stopped"  # as it was told
+    STOPPED = "stopped"  # on request
 
 
 _NEXT: dict[State, frozenset[State]] = {
@@ -35,7 +35,7 @@ _NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often, and how soon, what dies is started again.
+    """How often, and how soon, a server that has died is started again.
 
     Attributes:
         most: deaths within `within_s` that are made good; one more is the last.
@@ -96,9 +96,9 @@ class Life:
             self._to(State.SILENT)
 
     def ended(self, now: float) -> None:
-        """Its process is gone, and nobody told it to.
+        """Its process ended without a request to stop.
 
-        Before it was ever ready that is for good: what is wrong then, a flag or the
+        Before it was ever ready that is for good: the fault, a flag or the
         checkpoint, stays wrong.
         """
         self._deaths.append(now)
@@ -112,7 +112,7 @@ class Life:
         self._to(State.DOWN)
 
     def stopped(self) -> None:
-        """It was told to stop, and has."""
+        """It has stopped on request."""
         if self.state is not State.STOPPED:
             self._to(State.STOPPED)
 

@@ -1,4 +1,4 @@
-"""What servers write into their logs: followed line by line, and what it says of start-up."""
+"""Servers' logs, followed line by line, and the phases of start-up that they show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-# What a server's log says, and the phase of its start-up that begins there.
+# A text of a server's log, and the phase of its start-up that begins there.
 PHASES = (
     ("server_args=", "configured"),
     ("Load weight begin", "loading weights"),
@@ -16,7 +16,7 @@ PHASES = (
     ("Uvicorn running", "listening"),
 )
 FIRST_PHASE = "importing"
-# At most so much at a time, so that a flood delays nobody else's lines.
+# At most so much at a time, so that a flood delays no other server's lines.
 _CHUNK_BYTES = 1 << 20
 # Longer lines are shown in pieces.
 _LINE_BYTES = 64 << 10
@@ -28,7 +28,7 @@ def phase_of(line: str) -> str:
 
 
 class LogFollower:
-    """Reads what is added to a file, which may not be there yet, or be replaced.
+    """Reads the lines that are added to a file, which may not be there yet, or be replaced.
 
     Args:
         path: the file.

@@ -1,6 +1,6 @@
-"""The `sglang-epd` command: its subcommands, and what an error looks like.
+"""The `sglang-epd` command: its subcommands, and the form of its errors.
 
-A subcommand is a function in a module of its own, which imports what is slow to import
+A subcommand is a function in a module of its own, which imports slow modules
 inside the function: `sglang-epd --help` imports none of it. The planner's subcommand is an entry
 point, because nothing here imports the planner.
 """
@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Encode-prefill-decode disaggregation for models served by SGLang.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    # A defect shows the traceback that Python would show; what a user can mend is a line.
+    # A defect shows the traceback that Python would show; a user's mistake is one line.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -57,9 +57,9 @@ for _point in distribution("sglang-epd").entry_points.select(group="sglang_epd.c
 
 
 def run() -> None:
-    """The console script: as `app`, but what a user can mend is one line on stderr.
+    """The console script: as `app`, but a user's mistake is one line on stderr.
 
-    Exit codes: 0, 1 for what failed, 2 for what was typed wrong.
+    Exit codes: 0, 1 for a failure, 2 for a wrong command line.
     """
     try:
         app()

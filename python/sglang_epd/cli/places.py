@@ -25,7 +25,7 @@ class Place:
     Attributes:
         shown: for people; empty where it shares all with the others.
         env: what tells the server.
-        prefix: what goes before its command.
+        prefix: words before its command.
     """
 
     shown: str = ""
@@ -128,7 +128,7 @@ class Cores:
         )
 
     def __call__(self, _number: int) -> Place:
-        """The next share, whatever the number of ranks."""
+        """The next share, for any number of ranks."""
         mine = next(self._shares)
         if not mine:
             return Place()

@@ -1,4 +1,4 @@
-"""Asks servers how they do: what each is, its state, queue and hit rate.
+"""Asks servers for their kind, state, queue and hit rate.
 
 Encoders tell by `/v1/status` and `/metrics`, servers of SGLang by `/metrics`, which they
 have with `--enable-metrics`, and all of them by `/health`. None of these wants a token.
@@ -28,11 +28,11 @@ _MAX_SHOWN = 300
 _NO_METRICS = "tells no more; language, prefill and decode servers do with --enable-metrics"
 # An encoder's works that have not come to the tower yet.
 _QUEUED = ("looking", "waiting", "preparing", "ready")
-# What an encoder, and what a language server, did not have to compute.
+# Items that an encoder, and that a language server, did not have to compute.
 _ENCODER_HITS = ("cached", "stored", "coalesced")
 _LANGUAGE_HITS = ("kv", "language_cache")
 _ROLES = {"unified": "language", "prefill": "prefill", "decode": "decode"}
-# Requests that wait in a server of SGLang, whatever for.
+# Requests that wait in a server of SGLang, for any reason.
 _QUEUES = (
     "sglang:num_queue_reqs",
     "sglang:num_prefill_bootstrap_queue_reqs",
@@ -56,7 +56,7 @@ class View:
         namespace: of the embeddings that it makes or takes; empty where it has none.
         encoders: those that a language server knows, by state.
         problem: why there is nothing to tell; empty for none.
-        hint: what would have it tell more; empty for nothing.
+        hint: a setting that would make it answer more; empty for none.
     """
 
     name: str
@@ -84,10 +84,10 @@ class View:
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask.
+    """A server to ask.
 
     Attributes:
-        role: empty where the answers will tell.
+        role: empty where its answers will say.
         told: state, restarts and pid, from the `up` that runs it.
     """
 
@@ -98,7 +98,7 @@ class Target:
 
 
 def target(url: str) -> Target:
-    """A server by the URL that somebody typed.
+    """A server by its URL as it was typed.
 
     Raises:
         ConfigError: it is none.
@@ -182,7 +182,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
 
 
 class Samples:
-    """What a `/metrics` holds.
+    """The values of a `/metrics` page.
 
     Args:
         samples: name, labels and value of each.
@@ -271,5 +271,5 @@ def _sglang(view: View, samples: Samples) -> View:
 
 
 def _plain(text: object) -> str:
-    """What a stranger said, as it may be shown on a terminal."""
+    """A foreign text, as it may be shown on a terminal."""
     return "".join(one if one.isprintable() else "?" for one in str(text)[:_MAX_SHOWN])

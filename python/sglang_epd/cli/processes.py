@@ -30,9 +30,9 @@ from types import TracebackType
 from typing import Protocol
 
 _POLL_S = 0.1
-# What a server's own children get to end in once the server has.
+# Time for a server's own children to end after the server.
 _LEFTOVERS_S = 1.0
-# What the child runs before it becomes the server: ask for a SIGKILL when the parent
+# Run in the child before it becomes the server: ask for a SIGKILL when the parent
 # dies (1 is PR_SET_PDEATHSIG), unless it has died already. Not a `preexec_fn`, which may
 # deadlock in a parent that has threads.
 _DIE_WITH_PARENT = """
@@ -62,7 +62,7 @@ class ServerError(RuntimeError):
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port for a server that starts later, each only once in this process.
 
-    Taken from a range that nobody else draws from: Linux gives outgoing connections 32768
+    Taken from a range that no other program draws from: Linux gives outgoing connections 32768
     and up, SGLang its process groups 22000 to 29999, Mooncake 12300 to 17000. A port of
     those may be gone by the time that a server of twenty seconds' start-up binds it.
 
@@ -78,7 +78,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Process(Protocol):
-    """What is asked of a started process; `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a started process needs."""
 
     @property
     def pid(self) -> int: ...
@@ -93,7 +93,7 @@ class Process(Protocol):
 class ServerProcess:
     """One server as a child process, with everything that it starts in turn.
 
-    Use it as a context manager: entering starts it, leaving stops it whatever happened.
+    Use it as a context manager: entering starts it, leaving always stops it.
 
     Args:
         name: how messages call it.

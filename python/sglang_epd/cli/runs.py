@@ -1,4 +1,4 @@
-"""What `up` leaves for `status` and `top` to find: one folder for each run.
+"""The record that `up` leaves for `status` and `top`: one folder for each run.
 
 `$XDG_RUNTIME_DIR/sglang-epd/<pid>/`, or `/tmp/sglang-epd-runs-<uid>/<pid>/`, holds
 `state.json`, the servers' logs, and a lock that the run holds for as long as it lives, be
@@ -33,7 +33,7 @@ def root(env: Mapping[str, str] = os.environ) -> Path:
     """The folder of all of this user's runs.
 
     Raises:
-        ConfigError: somebody else can write there.
+        ConfigError: another user can write there.
     """
     given = env.get("XDG_RUNTIME_DIR", "")
     if given and os.access(given, os.W_OK):
@@ -70,7 +70,7 @@ class Run:
         (self.folder / _TEMPORARY).symlink_to(self.temporary)
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is told of this run, as a whole."""
+        """Replace the record of this run, as a whole."""
         temporary = self.folder / f"{_STATE}.new"
         with temporary.open("w") as file:
             os.chmod(file.fileno(), 0o600)
@@ -97,7 +97,7 @@ class FoundRun:
 
     Attributes:
         pid: of its `up`.
-        state: what it wrote last.
+        state: its last record.
     """
 
     pid: int
@@ -127,7 +127,7 @@ def _held(folder: Path) -> bool:
 
 
 def _forget(parent: Path) -> None:
-    """Remove what ended runs have left, but for the logs of the last of them."""
+    """Remove the records of ended runs, but for the logs of the last of them."""
     left = [folder for folder in parent.iterdir() if folder.is_dir() and not _held(folder)]
     left.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in left:

@@ -70,7 +70,7 @@ def top(
     ] = 1.0,
     ssl_ca_certs: Certificates = "",
 ) -> None:
-    """Watch every server: what waits, what runs, items a second, hit rate. Ctrl-C leaves.
+    """Watch every server: queue, running items, items a second, hit rate. Ctrl-C leaves.
 
     Rates are those between two looks. Servers that `up` starts again are followed.
     """
@@ -91,10 +91,10 @@ def top(
 
 
 def _targets(urls: Sequence[str] | None) -> tuple[list[Target], dict[str, Any] | None]:
-    """Whom to ask, and the run that they belong to.
+    """The servers to ask, and the run that they belong to.
 
     Raises:
-        ConfigError: there is nobody to ask.
+        ConfigError: there is no server to ask.
     """
     from sglang_epd.cli.probes import target, targets_of
 

@@ -1,7 +1,7 @@
-"""Runs a plan: starts its servers, follows their logs, starts again what dies, stops all.
+"""Runs a plan: starts its servers, follows their logs, restarts dead ones, stops all.
 
 One loop in the calling thread, because the kernel ends servers with the thread that
-started them. `lives` decides, `processes` acts; what happens is shown by a `LineReporter`.
+started them. `lives` decides, `processes` acts, a `LineReporter` shows the events.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Supervisor:
     Args:
         plan: the servers.
         folder: for their logs.
-        reporter: is told what happens.
-        env: what every server inherits.
-        restarts: how often what dies is started again.
-        changed: called whenever what `describe` tells has changed.
+        reporter: shows the events.
+        env: variables that every server inherits.
+        restarts: how often a dead server is started again.
+        changed: called whenever the answer of `describe` has changed.
         python: the interpreter that the servers run with.
         start_timeout_s: until all have to have been ready.
-        grace_s: for a server that is told to stop; encoders finish what they have.
+        grace_s: for a server to stop; encoders finish accepted requests.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Supervisor:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """Each server: what it is, where, and how it does."""
+        """Each server: its role, place and state."""
         return [
             {
                 "name": charge.server.name,
@@ -133,11 +133,11 @@ class Supervisor:
     def run(self) -> None:
         """Start everything and keep it running until a signal tells this process to stop.
 
-        Everything is stopped on the way out, however that is taken. A second signal ends
-        what has not ended yet at once.
+        Everything is stopped on every way out. A second signal kills
+        the remaining processes at once.
 
         Raises:
-            ServerError: a server did not start, or nobody is left of a role.
+            ServerError: a server did not start, or no server of a role is left.
         """
         with self._signals(), ThreadPoolExecutor(len(self._charges)) as checks:
             try:
@@ -182,7 +182,7 @@ class Supervisor:
             charge.process.check_running()
         except ServerError as error:
             charge.why = str(error)
-        # What it had started itself may be there still.
+        # Its own children may be there still.
         charge.process.stop()
         charge.remove_memory()
         charge.life.ended(now)
@@ -250,9 +250,9 @@ class Supervisor:
         self._changed()
 
     def _stop(self) -> None:
-        """End all servers: first who takes requests from users, then the others together.
+        """Stop all servers: first the routers, which take users' requests, then all others.
 
-        All of them, whatever becomes of telling about it.
+        A reporter that raises does not keep one from being stopped.
         """
         told = self._told
         routers = [one for one in self._charges.values() if one.server.role == "router"]

@@ -1,6 +1,6 @@
-"""Which servers a topology has, and the flags of each: plain data, nothing is started.
+"""The servers of a topology, and the flags of each: plain data, nothing is started.
 
-The flags are those that a user would type, so that what `up` runs can be run without it.
+The flags are those that a user would type, so that its servers can be run without `up`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_epd.wire.urls import host_port
 Role = Literal["encoder", "language", "prefill", "decode", "router"]
 
 LOOPBACK = "127.0.0.1"
-# What `up` decides itself; the same flag in a user's own would contradict it.
+# Flags that `up` decides itself; the same flag in a user's own would contradict it.
 _OURS = {
     "--model",
     "--model-path",
@@ -38,7 +38,7 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What was asked for.
+    """The topology that was asked for.
 
     Attributes:
         model: path or hub name.
@@ -106,7 +106,7 @@ class Server:
 
     Attributes:
         name: of its role and number.
-        command: the argument vector, without what its place puts before it.
+        command: the argument vector, without the prefix of its place.
         place: the devices that it runs on.
         url: where this machine reaches it.
         ready_path: answers 200 once it takes requests.
@@ -126,7 +126,7 @@ class Server:
         return [*self.place.prefix, python, *self.command]
 
     def line(self) -> str:
-        """What a user would type, its environment in front."""
+        """The command as a user would type it, its environment in front."""
         settings = [f"{name}={value}" for name, value in self.place.env.items()]
         return shlex.join([*settings, *self.argv("python")])
 
@@ -147,7 +147,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     """Lay a topology out.
 
     Args:
-        free_port: a port that nobody has, each only once.
+        free_port: an unused port, each only once.
         place: devices for a server that asks for so many, each only once.
     """
     api_port = shape.port or free_port()
@@ -235,7 +235,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
 
 
 def _url(host: str, port: int) -> str:
-    """How this machine reaches what listens on `host`."""
+    """The address by which this machine reaches a server that listens on `host`."""
     reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{host_port(reached, port)}"
 

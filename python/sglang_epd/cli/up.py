@@ -184,7 +184,7 @@ def up(
             'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
         )
     env = _environment(config, settings or [])
-    # What servers would refuse is refused here, before any of them starts.
+    # Combinations that servers would refuse are refused here, before any of them starts.
     checked = Settings.from_env(env)
     MediaLimits.from_env(env)
     if checked.store:
@@ -272,7 +272,7 @@ def _run(
 
 
 def _show(made: Plan, supervisor: Supervisor, out: Console) -> None:
-    """What a user wants to know once everything is there."""
+    """The summary for a user once everything is ready."""
     shown = table("server", "state", "pid", "url", "on")
     for told in supervisor.describe():
         place = told["place"] or "all cores"
@@ -303,7 +303,7 @@ def _described(made: Plan) -> dict[str, Any]:
 
 
 def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]:
-    """What servers inherit: the environment, `--config`, and `--set` before both.
+    """Variables that servers inherit: the environment, `--config`, and `--set` before both.
 
     Raises:
         ConfigError: a `--set` is no setting.

@@ -18,7 +18,7 @@ class Charge:
     """Bytes that one item may use; its own until they are given back.
 
     Attributes:
-        stopped: set by `Budget.stop`: whoever waits for it raises.
+        stopped: set by `Budget.stop`: a thread that waits for it raises.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Budget:
                 self._changed.notify_all()
 
     def stop(self, charge: Charge) -> None:
-        """Whoever waits with this charge is to raise."""
+        """Have the thread that waits with this charge raise."""
         with self._changed:
             charge.stopped = True
             self._changed.notify_all()

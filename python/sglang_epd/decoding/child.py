@@ -1,8 +1,8 @@
-"""A decoding child: one item after the other, each within its own bounds.
+"""A decoding child: one item after the other, each within its own memory and processor time.
 
 Forked by a server's nursery. The kernel refuses memory beyond RLIMIT_AS, and ends the
 child when its processor time is over (ITIMER_PROF). Nothing of an item outlives it here
-but what libraries keep, and a child that has grown is replaced by the server.
+but the memory that libraries keep; the server replaces a child that has grown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_epd.media.decode import check_size, open_image, read_image
 from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
-# What a look may cost in processor time: three hours of sound and 18,000 frames in 56 MiB take
+# Processor time of a look: three hours of sound and 18,000 frames in 56 MiB take
 # 0.5 s, 17,000 frames alone 0.02 s, a picture's header milliseconds. FFmpeg takes quadratic
 # time for some indices.
 _LOOK_CPU_S = 0.5
@@ -128,7 +128,7 @@ class _Child:
 
 
 def _more(look: Look, size: tuple[int, int], name: str, nbytes: int) -> Needs | None:
-    """What a picture takes, where it is more than the child may use."""
+    """The bytes that a picture takes, where they are more than the child may use."""
     child_bytes, total_bytes = needs(size[0] * size[1], name, nbytes)
     return Needs(child_bytes, total_bytes) if child_bytes > look.allowed_bytes else None
 
@@ -167,7 +167,7 @@ _TOO_LARGE = "it takes more memory to decode than media of its size do"
 
 
 def _failed(error: Exception) -> Failed:
-    """What the server is told of an error that a library raised."""
+    """The message to the server about an error that a library raised."""
     detail = f"{type(error).__name__}: {error}"
     memory = ("memory", "bad_alloc", "Cannot allocate")
     if isinstance(error, MemoryError) or any(word in str(error) for word in memory):

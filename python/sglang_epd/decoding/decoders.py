@@ -1,4 +1,4 @@
-"""The server's side of decoding: which child has which item, and what it may use.
+"""The server's side of decoding: the child of each item, and its allowance.
 
 Blocking, for worker threads. Each item has a place, of which there are as many as items
 are prepared side by side. A place comes with a child and some memory, enough for any
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _CHILD = "sglang_epd.decoding.child:serve"
 _PICTURES = ("sglang_epd.decoding.child",)
 _FILMS = ("sglang_epd.decoding.video", "sglang_epd.decoding.sound", *_PICTURES)
-# What comes with a place: 1080p, the index of an hour of video, a minute of sound.
+# Set aside for each place: 1080p, the index of an hour of video, a minute of sound.
 SMALL_BYTES = 64 << 20
 # Files up to this are covered by it, twice: in memory, and where the child has read them.
 _SMALL_FILE_BYTES = 8 << 20
@@ -101,7 +101,7 @@ class Decoders:
         return self.budget.waiting
 
     def start(self) -> None:
-        """Start what pictures need, without waiting for it."""
+        """Start the nursery of pictures, without waiting for it."""
         self.pictures.nursery.start()
 
     def begin(self, deadline: float = math.inf) -> Decoding:
@@ -121,8 +121,8 @@ class Decoders:
 class Decoding:
     """One item on its way; for one thread, but for `stop`.
 
-    What its methods return may be used until the context ends, and is charged until then.
-    Each raises, beside what it says:
+    Results of its methods may be used until the context ends, and are charged until then.
+    Each raises, beside its own errors:
         DeadlineError: the deadline passed, or decoding has taken ten minutes.
         MediaTooLargeError: decoding takes more memory than an item may have.
         MediaError: it cannot be decoded; also where a decoder crashed.
@@ -147,7 +147,7 @@ class Decoding:
         self._let_go()
 
     def stop(self) -> None:
-        """Nobody waits for it any more: end its child; from any thread."""
+        """End its child, because the item is no longer wanted; from any thread."""
         with self._lock:
             self._stopped = True
             if self._child is not None:
@@ -202,7 +202,7 @@ class Decoding:
         return np.frombuffer(_mapped(fd, nbytes), np.uint8).reshape(shape)
 
     def _look(self, look: Look, data: bytes) -> tuple[Any, int]:
-        """Show the item to a child: what it answers."""
+        """Show the item to a child, and return its answer."""
         if not self._charge.nbytes and _twice(data):
             self._take(_twice(data))
         file = write_file(data)
@@ -228,10 +228,10 @@ class Decoding:
         return budget.try_raise(self._charge, nbytes)
 
     def _ask(self, message: Any, *fds: int) -> tuple[Any, int]:
-        """What the child answers, and the descriptor that came with it, -1 for none.
+        """The child's answer, and the descriptor that came with it, -1 for none.
 
         Raises:
-            EpdError: whatever it says, or came of it.
+            EpdError: the child's own, or one for its end.
         """
         child = self._held()
         left = self._deadline - time.monotonic()
@@ -245,7 +245,7 @@ class Decoding:
             self._end_child()
             raise DeadlineError("the request's deadline passed while it was decoded") from None
         except (EOFError, OSError, ProtocolError):
-            # One that says what is no answer may say more, which would be the next item's.
+            # A child that sends no valid answer may send more, which would be the next item's.
             self._end_child()
             if self._stopped:
                 raise RequestCancelledError("nobody waits for it any more") from None
@@ -405,7 +405,7 @@ class Film:
     """Frames of a video, read when they are asked for.
 
     Args:
-        facts: what the file says of itself.
+        facts: the file's header.
         limits: `max_video_total_pixels` applies to all frames read together.
         read: the frames of these indices, and how many were read before.
     """
@@ -419,7 +419,7 @@ class Film:
         self._count = 0
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Frames uint8 [count, height, width, 3], in memory that nobody else writes.
+        """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
 
         Raises:
             IndexError: there is no such frame.

@@ -1,7 +1,7 @@
-"""What a server and a decoding child say to each other.
+"""The messages between a server and a decoding child.
 
 server                         child
-  | ---- Look (file) -------->   |  the item, and what it may use at first
+  | ---- Look (file) -------->   |  the item, and its first allowance
   | <--- Needs ----------------- |  a picture that takes more; its item is over
   | <--- Picture (new file) ---- |
   | <--- Sound (file) ---------- |
@@ -44,7 +44,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """What a picture takes.
+    """The memory that a picture takes.
 
     Attributes:
         child_bytes: to decode it.
@@ -69,7 +69,7 @@ class Sound(msgspec.Struct, frozen=True, tag="sound"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """What a video says of itself (`media.VideoFacts`)."""
+    """A video's header (`media.VideoFacts`)."""
 
     frames: int
     width: int
@@ -88,7 +88,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     Attributes:
         code, message: of the error, as `errors.from_code` takes them.
-        detail: for the log: what a library says, which may quote the file.
+        detail: for the log: the library's error, which may quote the file.
     """
 
     code: str

@@ -21,7 +21,7 @@ def decode(data: bytes, rate_hz: int, limits: MediaLimits) -> np.ndarray:
     Raises:
         MediaTooLargeError: it has more bytes, or lasts longer, than allowed.
         MediaError: it is not such a file, or holds nothing.
-        Exception: whatever the libraries raise on a damaged one.
+        Exception: any error of the libraries on a damaged one.
     """
     check_audio(data, limits)
     try:

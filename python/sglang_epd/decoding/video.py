@@ -83,7 +83,7 @@ def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, Opened]:
 
     Raises:
         MediaError: it is no video, or larger than allowed.
-        Exception: whatever torchcodec raises on a damaged one.
+        Exception: any error of torchcodec on a damaged one.
     """
     check_container(data, limits)
     video = Video(data)

@@ -2,8 +2,8 @@
 
 One HTTP request an encoder carries its share. An item whose encoder failed in a way that
 another may cure goes to one that has not had it yet, alone, under the same deadline; one
-that all of them have failed waits until an encoder is there or has room again. What the
-user's media did wrong is not tried again.
+that all of them have failed waits until an encoder is there or has room again. A failure
+by a fault of the user's media is not tried again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Progress:
 
 @dataclass
 class _Run:
-    """One request's dispatch, and what was learnt of its items."""
+    """One request's dispatch, and the layouts of its items."""
 
     reply_to: ReplyTo
     deadline: float
@@ -92,7 +92,7 @@ class _Run:
     asked: set[str] = field(default_factory=set)
     # When it began to wait for an encoder; None while it has one.
     stranded_at: float | None = None
-    # Not made of the ticket: encoders show request ids to anybody who asks.
+    # Not made of the ticket: encoders show request ids to any client.
     _name: str = field(default_factory=lambda: secrets.token_hex(8))
     _sent: int = 0
 
@@ -129,9 +129,9 @@ class Dispatcher:
         pool: the encoders.
         policy: how items are spread.
         describe: an item's affinity and cost, for the policy.
-        learn: told each layout that an encoder told.
-        patience: how long is waited for encoders.
-        tally: counts what happens.
+        learn: called with each layout that an encoder sent.
+        patience: how long a request waits for encoders.
+        tally: counts events.
         rng: random source of the policy and of pauses.
     """
 
@@ -173,15 +173,15 @@ class Dispatcher:
         Args:
             deadline: on the clock of `time.monotonic`.
             among: encoders that may be asked; None for all.
-            note: told of each item that was delivered how its encoder came by it.
+            note: called for each delivered item with the source of its embedding.
             span: has each encoder's share, and each wait, as a part.
             asker: the request's id, for encoders' logs.
 
         Returns:
-            The layouts by item number, of those items whose encoder told a valid one.
+            The layouts by item number, of those items whose encoder sent a valid one.
 
         Raises:
-            EpdError: what the user is to be told; the items not delivered by then
+            EpdError: the user's error; the items not delivered by then
                 have been cancelled at their encoders.
         """
         run = _Run(reply_to, deadline, among, {}, note, span, asker[:_MOST_ASKER_CHARS])
@@ -234,9 +234,9 @@ class Dispatcher:
         return tasks
 
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
-        """One encoder's share; what it could not serve goes elsewhere at once."""
+        """One encoder's share; items that it could not serve go elsewhere at once."""
         failures = await self._send(run, url, items)
-        # Who is full says itself when to come again; the budget is for what breaks.
+        # A full encoder says itself when to come again; the budget is for failures.
         broken = sum(not isinstance(error, OverloadedError) for _, error in failures)
         delay = self._budget.take(broken) if broken else 0.0
         if delay:

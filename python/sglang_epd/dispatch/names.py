@@ -18,18 +18,18 @@ from sglang_epd.dispatch.pool import STATIC, Pool
 
 logger = logging.getLogger(__name__)
 
-# A host's addresses. Raises OSError where it has none or nobody answers.
+# A host's addresses. Raises OSError where it has none or no resolver answers.
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 _TIMEOUT_S = 3.0
 _MAX_ADDRESSES = 1024
 
 
 class Names:
-    """Keeps in the pool what URLs stand for.
+    """Keeps the addresses of URLs in the pool.
 
     A URL stays as it was typed while its name has one address. Once it had several its
-    encoders go by their addresses for good, because who is renamed loses what it has in
-    work. A resolver that fails changes nothing.
+    encoders go by their addresses for good, because changing an encoder's URL would cancel its
+    requests in flight. A resolver that fails changes nothing.
 
     Args:
         urls: as typed; each with no slash at its end.
@@ -72,7 +72,7 @@ class Names:
                 found = {typed}
             else:
                 found = {str(url.with_host(one)).rstrip("/") for one in addresses[:_MAX_ADDRESSES]}
-        # First who comes: what is taken from those that leave has somewhere to go.
+        # Joins first: items of leaving encoders then have somewhere to go.
         for new in sorted(found - known):
             self._pool.add(new, owner)
         for old in sorted(known - found):

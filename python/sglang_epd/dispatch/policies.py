@@ -1,7 +1,7 @@
 """Which encoder gets which item, and how often work may be sent again.
 
 Nothing here waits or knows a socket. `shuffle`, `round_robin` and
-`least_loaded` are pure functions; `Affinity` remembers where it sent what, and nothing
+`least_loaded` are pure functions; `Affinity` remembers where each key went, and nothing
 else.
 """
 
@@ -26,14 +26,14 @@ class Work(NamedTuple):
     Attributes:
         key: equal for items whose embeddings are equal, as far as can be known before
             they are encoded.
-        patches: what encoding it is expected to cost; positive.
+        patches: the expected cost of its encoding; positive.
     """
 
     key: bytes
     patches: float
 
 
-# Encoders by URL, with what they are compared by.
+# Encoders by URL, with the figure by which they are compared.
 Ranks = dict[str, tuple[bytes, str]]
 # (items, encoders that may be asked, random source) -> encoder URL of each item, in order.
 # There is at least one encoder.
@@ -44,7 +44,7 @@ def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> li
     """Data-parallel split over the encoders in random order.
 
     The reference behaviour: each encoder gets `len(items) / len(encoders)` items, and
-    chance decides who gets the remainder.
+    chance decides which ones get the remainder.
     """
     order = rng.sample(_urls(snapshot), len(snapshot.encoders))
     return [order[index % len(order)] for index in range(len(items))]
@@ -57,7 +57,7 @@ def round_robin(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) 
 
 
 def least_loaded(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
-    """Each item to whoever will have it done first, the large ones before the small.
+    """Each item to the encoder that will have it done first, the large ones before the small.
 
     In seconds where the rates of all encoders are known, else in patches. (Graham's
     longest processing time first, 1969, on machines that have work already.)
@@ -173,13 +173,13 @@ def _before(url: str, ranks: Ranks) -> frozenset[str]:
 
 def rendezvous(key: bytes, urls: Iterable[str]) -> Ranks:
     """The key's order of encoders, as a rank of each: the highest is the first. No rank
-    depends on who else is there."""
+    depends on the other encoders."""
     return {url: (_hashing(url).copy().update(key).digest(8), url) for url in urls}
 
 
 @lru_cache(maxsize=4096)
 def _hashing(url: str) -> blake3:
-    """What a key is added to, for its rank; 2 KB."""
+    """The hash state that a key is added to, for its rank; 2 KB."""
     return blake3(url.encode(errors="surrogatepass") + b"\0")
 
 
@@ -207,7 +207,7 @@ def policy(name: str) -> Policy:
     return _POLICIES[name]()
 
 
-# Retries per item that was sent for the first time, and what is allowed besides: enough
+# Retries per item that was sent for the first time, and a fixed rate besides: enough
 # for all that one encoder may have had when it died.
 _SHARE = 0.2
 _BURST = 128.0
@@ -252,7 +252,7 @@ class RetryBudget:
 
 def pause(number: int, rng: random.Random) -> float:
     """Seconds before the `number`-th return to encoders that have failed: exponential, and
-    drawn between nothing and all of it, so that those who failed together do not return
+    drawn between nothing and all of it, so that requests that failed together do not return
     together."""
     least, most = _PAUSE_S
     return least + rng.random() * (min(most, least * 2.0 ** min(number, 30)) - least)

@@ -1,7 +1,7 @@
-"""The encoders that a language server knows, and what it knows of them.
+"""The pool: the encoders that a language server knows, and the state of each.
 
 Plain data behind a lock: one thread watches encoders (`watcher`), the tokenizer's event
-loop sends them work (`dispatcher`). Whoever is told of a change decides nothing here.
+loop sends them work (`dispatcher`). Listeners to changes decide nothing here.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _MOVES: dict[State, frozenset[State]] = {
 }
 # Where work may go, best first.
 _USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
-# Who has an encoder in the pool for as long as it is not taken out again.
+# Owners: what keeps an encoder in the pool.
 STATIC = "static"
 LEASE = "lease"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an encoder said of itself (`GET /v1/status`).
+    """An encoder's own report (`GET /v1/status`).
 
     Attributes:
         namespace: its identity.
         draining: it takes nothing new.
-        patches_queued: patches that wait or run there, whoever asked.
+        patches_queued: patches that wait or run there, of all language servers.
         patches_per_s: its rate; 0 where it has not run anything yet.
     """
 
@@ -135,7 +135,7 @@ class Pool:
         # Called with (url, from or None, to, why), with the lock held: for logs and metrics.
         self.on_move: Callable[[str, State | None, State, str], None] = lambda *_: None
 
-    # Who is in it
+    # Its owners.
 
     def add(self, url: str, owner: str = STATIC) -> None:
         """An encoder that `owner` vouches for; known ones get one owner more."""
@@ -273,7 +273,7 @@ class Pool:
             ]
 
     def _lease_s(self, encoder: _Encoder) -> float | None:
-        """What is left of its lease; None where it has none, or one that never ends."""
+        """The rest of its lease; None where it has none, or one that never ends."""
         left = encoder.lease_until - self._clock()
         return round(left, 1) if LEASE in encoder.owners and left < float("inf") else None
 
@@ -293,7 +293,7 @@ class Pool:
 
     async def changed(self, seconds: float) -> None:
         """Return when an encoder has come, gone, changed its state or got room, or after
-        `seconds`. Room wakes one of those who wait, the others all of them."""
+        `seconds`. Room wakes one of the waiting callers, any other change all of them."""
         waiter = _Waiter()
         with self._lock:
             self._waiters[waiter] = None
@@ -331,8 +331,8 @@ class Pool:
         self._take_elsewhere()
 
     def _take_elsewhere(self) -> None:
-        """One that is silent keeps what it has until there is an elsewhere: if all are, it
-        is rather this server, or the network, that does not hear."""
+        """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
+        fault is rather this server's, or the network's."""
         if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:

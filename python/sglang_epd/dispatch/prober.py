@@ -49,7 +49,7 @@ class _Tower(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """What counts of `GET /v1/status`."""
+    """The fields of `GET /v1/status` that are used."""
 
     namespace: str
     state: str
@@ -151,7 +151,7 @@ class Prober:
             self._pool.heard(url, report)
 
     async def _ask(self, url: str) -> Report:
-        # Without the token: it is for what an encoder is asked to do.
+        # Without the token, which is for encode requests.
         async with self._session.get(
             f"{url}/v1/status", allow_redirects=False, ssl=self._tls
         ) as response:

@@ -41,7 +41,7 @@ _MAX_NAMESPACE = 256
 _MAX_ENCODERS = 1024
 _BODY_TIMEOUT_S = 5.0
 _REFUSED_LOG_S = 10.0
-# In front of what a sibling shows, where others show "Bearer".
+# In front of a sibling's proof, where others show "Bearer".
 _SIBLING = b"Sibling "
 
 
@@ -54,7 +54,7 @@ class _Registration(msgspec.Struct):
 class Siblings:
     """How tokenizer workers of one server know each other.
 
-    One of them holds the registration port and the others ask it. What they show is good
+    One of them holds the registration port and the others ask it. Their proof is good
     for one question, and the answer proves that it comes from the same server.
 
     Args:
@@ -69,7 +69,7 @@ class Siblings:
         return f"{_SIBLING.decode()}{nonce} {self._code('asks', nonce)}"
 
     def proof(self, nonce: str) -> str:
-        """What the answer to that question carries."""
+        """The fields of the answer to that question."""
         return self._code("answers", nonce)
 
     def nonce(self, authorization: bytes) -> str | None:
@@ -89,7 +89,7 @@ class Registry:
     """Handles the routes; use it from one event loop.
 
     Args:
-        pool: whom it tells.
+        pool: hears of encoders.
         trust: who may register.
         siblings: the server's other tokenizer workers, if it may have any.
     """
@@ -164,7 +164,7 @@ class Registry:
         )
 
     async def _read(self, request: web.Request) -> _Registration:
-        """The message; not before who sends it may.
+        """Authenticate the sender, then read and decode the body.
 
         Raises:
             ProtocolError: it is none.
@@ -184,7 +184,7 @@ def _lease_s(asked: _Registration) -> float:
     if len(asked.namespace) > _MAX_NAMESPACE or not asked.namespace.isprintable():
         raise ProtocolError(f"a namespace is at most {_MAX_NAMESPACE} printable characters")
     if asked.lease_s is None:
-        # Of one of ours that says who it is, but not for how long.
+        # Of an encoder of ours with an identity and without a lease.
         return LEASE_S if asked.namespace else math.inf
     least, most = _LEASES_S
     if not least <= asked.lease_s <= most:

@@ -5,7 +5,7 @@ thread owns the registration endpoint (`registry`), the probes (`prober`), the n
 (`names`) and the ends of leases. It decides nothing: the pool does.
 
 Of a server's tokenizer processes, each of which has a pool, one holds the registration
-port. The others ask it every second for whom it knows, and the first to see it gone takes
+port. The others ask it every second for the encoders it knows, and the first to see it gone takes
 its place.
 """
 
@@ -50,7 +50,7 @@ _MAX_LIST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Rhythm:
-    """When what is not a probe is done, in seconds.
+    """Periods of the tasks beside probing, in seconds.
 
     Attributes:
         expire: between two looks at the leases.
@@ -80,11 +80,11 @@ class Watcher:
     Args:
         static_urls: encoders that do not register.
         host, port: where they register; 0 for any free port.
-        trust: whom to believe, and the certificate to listen with.
+        trust: accepted tokens, and the certificate to listen with.
         secret: that only this server's processes share; empty where there is no other
             tokenizer process that could hold the port.
         resolve: how names are looked up, in place of the system's resolver.
-        observe_lag: told how late the thread's event loop is (`lag`).
+        observe_lag: called with the lag of the thread's event loop (`lag`).
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Watcher:
         assert loop is not None
 
         def doubt(url: str) -> None:
-            # The loop may end in this moment, and then nobody is asked any more.
+            # The loop may end in this moment, and then no look-up follows.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(prober.doubt, url)
 
@@ -210,7 +210,7 @@ class Watcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The port, and who holds it.
+    # The port, and the process that holds it.
 
     async def _listen_or_follow(self, session: aiohttp.ClientSession) -> None:
         if await self._listen():
@@ -221,7 +221,7 @@ class Watcher:
             raise ConfigError(f"{self._what()}: the port is in use ({error})") from None
 
     async def _listen(self) -> bool:
-        """Hold the port from now on; False if somebody else does.
+        """Hold the port from now on; False if another process does.
 
         Raises:
             ConfigError: it cannot be had at all.
@@ -250,7 +250,7 @@ class Watcher:
                 logger.warning("%s: %s", self._what(), error)
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
-        """Take over whom the process that holds the port knows.
+        """Take over the encoders that the process with the port knows.
 
         Raises:
             UnavailableError: it does not answer, or is not of this server.
@@ -266,7 +266,7 @@ class Watcher:
                     url,
                     headers={"Authorization": self._siblings.shows(nonce)},
                     allow_redirects=False,
-                    # The proof says who it is; the certificate is for the host's name.
+                    # The proof identifies it; the certificate is for the host's name.
                     ssl=False,
                 ) as response,
             ):
@@ -297,7 +297,7 @@ class Watcher:
 
 
 async def _repeat(what: str, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
-    """Again and again; what goes wrong once is logged and done again."""
+    """Run again and again; a run that fails is logged and done again."""
     while True:
         await asyncio.sleep(pause_s)
         try:

@@ -1,4 +1,4 @@
-"""What a policy is told of an item: its key and what encoding it will cost.
+"""An item as a policy sees it: its key and the expected cost of its encoding.
 
 Both are estimates, made before anything is fetched or decoded. The encoder has the true
 key and the true cost.
@@ -17,11 +17,11 @@ from sglang_epd.media import image_size
 from sglang_epd.modality import IMAGE, MODALITIES
 from sglang_epd.wire.http import EncodeItem, ItemLayout
 
-# Of most vision towers; what is learnt makes up for others.
+# Of most vision towers; running means make up for others.
 _PIXELS_PER_PATCH = 14 * 14
-# What Qwen's processors make of the largest picture, unless they are told to make less.
+# Patches that Qwen's processors make of the largest picture by default.
 _MAX_IMAGE_PATCHES = 65_536.0
-# What a grid may claim to have cost.
+# The most that a grid may claim to have cost.
 _MAX_PATCHES = 1 << 22
 # The weight of one item in the running means.
 _EMA = 0.1
@@ -32,7 +32,7 @@ _SMALL_PATCHES = 1024
 
 
 class Costs:
-    """What items cost, learnt from those that were encoded. For one thread.
+    """The costs of items, learnt from those that were encoded. For one thread.
 
     Patches for images and videos, feature frames for sounds, as encoders count them.
     """
@@ -50,7 +50,7 @@ class Costs:
         return max(1.0, min(claimed, self._largest_image))
 
     def learn(self, item: EncodeItem, told: ItemLayout) -> None:
-        """An item was encoded, and this is what it was found to be."""
+        """Learn the true cost of an item that was encoded."""
         patches = float(sum(math.prod(row) for row in told.layout.grid))
         patches = min(max(patches, 1.0), _MAX_PATCHES)
         mean = self._means[item.modality]
@@ -64,8 +64,8 @@ class Costs:
 def describe(items: Sequence[EncodeItem], costs: Costs) -> list[Work]:
     """Items as policies see them, in their order.
 
-    Hashes inline bytes that nobody has hashed yet (some 3 GB a second). Raises nothing,
-    whatever the bytes are.
+    Hashes inline bytes that have no digest yet (some 3 GB a second). Raises nothing, for any
+    input.
     """
     return [Work(_key(item), costs.estimate(item)) for item in items]
 

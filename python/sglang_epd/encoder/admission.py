@@ -1,4 +1,4 @@
-"""What an encoder takes on: items and bytes in work, live requests, and when no more.
+"""Admission: bounds on items and bytes in work and on live requests, and its refusals.
 
 Plain data; the service asks before it begins and says when it is done.
 """
@@ -29,7 +29,7 @@ class _Live:
 class Admission:
     """Bounds on all requests together.
 
-    Hosts decide how long fetching takes, so what is fetched does not fill them: a quarter of the
+    Hosts decide how long fetching takes, so fetched media do not fill them: a quarter of the
     items, and of the bytes, is left to media that come inline. Requests of many items do not
     fill them either, and leave a quarter to those of few.
 
@@ -38,7 +38,7 @@ class Admission:
         max_bytes: encoded media in work at a time.
 
     Attributes:
-        items, nbytes: what is in work now.
+        items, nbytes: in work now.
         fetching: of the items, those whose media are not here yet.
         draining: nothing new is taken.
     """
@@ -61,7 +61,7 @@ class Admission:
 
     @property
     def max_fetched_bytes(self) -> int:
-        """Of `max_bytes`, what fetched media may have."""
+        """The part of `max_bytes` that fetched media may take."""
         return _share(self.max_bytes)
 
     @property
@@ -73,7 +73,7 @@ class Admission:
         """Before a request is read: is there room for anything at all?
 
         Args:
-            retry_after_s: what the asker is told if there is not.
+            retry_after_s: the Retry-After of a refusal.
 
         Raises:
             UnavailableError: the encoder is being shut down.
@@ -155,12 +155,12 @@ class Admission:
         self.fetching -= 1
 
     def note_ended(self, request_id: str) -> None:
-        """One of its items is done with, whatever became of it."""
+        """One of its items is done, with any outcome."""
         self._live[request_id].items -= 1
         self.items -= 1
 
     def leave(self, request_id: str) -> None:
-        """A request has come to its end, whatever it was."""
+        """A request has ended, in any way."""
         left = self._live.pop(request_id)
         self.items -= left.items
         self.fetching -= left.fetching

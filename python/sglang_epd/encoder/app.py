@@ -1,11 +1,11 @@
-"""The encoder's HTTP surface.
+"""The encoder's HTTP routes.
 
 POST /v1/encode            encode and deliver (msgpack body, see `wire.http`)
 DELETE /v1/encode/{id}     cancel a live request
 GET /health                200 while the server takes work; 503 while it drains, or no tower works
 GET /v1/status             queues, rates, cache, JSON; with the token the last items too
-GET /v1/cache              what the embedding cache holds, JSON
-DELETE /v1/cache[/{key}]   forget all of it, or one embedding
+GET /v1/cache              the entries of the embedding cache, JSON
+DELETE /v1/cache[/{key}]   drop all of them, or one
 GET /v1/urls               the URLs whose content is known, JSON
 DELETE /v1/urls[/{name}]   forget all of them, or one
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
@@ -47,7 +47,7 @@ from sglang_epd.wire.http import (
 
 logger = logging.getLogger(__name__)
 
-# nginx's "client closed request"; nobody reads it, but logs and metrics do.
+# nginx's "client closed request"; the client is gone, but logs and metrics have it.
 _CLIENT_CLOSED = 499
 # How long nothing may come of a body that is not all here, and how long all of it may take:
 # its bytes are in work from the beginning, and an asker that was stopped never says so.
@@ -70,8 +70,8 @@ def create_app(
     """Build the application.
 
     Args:
-        info: what /v1/info answers.
-        trust: whose requests are taken; everybody's without.
+        info: the answer of /v1/info.
+        trust: accepted tokens; all requests are without one.
         max_body_bytes: larger encode requests are refused with 413.
         begin_span: begins the span of an encode request, by its headers.
     """
@@ -80,7 +80,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        # FastAPI's own: spans of its own kind, for every request, whoever asks.
+        # FastAPI's own: spans of its own kind, for every request of any client.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         exception_handlers={401: _unauthorised},
     )

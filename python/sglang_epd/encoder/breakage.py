@@ -3,7 +3,7 @@
 After some errors a device fails at every later call until its process ends: CUDA's
 "sticky" errors (an illegal memory access, an uncorrectable memory error, a lost device).
 Which exceptions are of that kind differs by device and driver, so none is recognised here.
-Whenever an item fails in a way that nobody foresaw, a probe is run: the device is asked
+Whenever an item fails with an unforeseen error, a probe is run: the device is asked
 whether it still works, and where one process is the tower, a picture of our own is encoded.
 If that fails too, the tower is broken, and the item is not known to be at fault.
 
@@ -60,7 +60,7 @@ class Breakage:
             limit_s: a call that takes longer is stuck in a broken tower.
 
         Raises:
-            TowerBrokenError: the tower is broken, whatever the call failed with.
+            TowerBrokenError: the tower is broken, whichever error the call has raised.
             Exception: the call's own; the tower is sound.
         """
         try:
@@ -80,7 +80,7 @@ class Breakage:
             raise
 
     async def _judge(self, failure: Exception) -> None:
-        async with self._turn:  # one verdict does for all who failed meanwhile
+        async with self._turn:  # one verdict does for all calls that failed meanwhile
             for attempt in range(_ATTEMPTS):
                 if self.reason:
                     return
@@ -98,7 +98,7 @@ class Breakage:
 
 
 def drop_frames(error: BaseException) -> None:
-    """They hold what the call had: media, or memory on the device that a probe may need."""
+    """The frames hold media, or memory on the device that a probe may need."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None

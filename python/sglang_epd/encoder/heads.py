@@ -1,9 +1,9 @@
-"""Connections that send no request, or only the beginning of one, are closed.
+"""Closes connections that send no request, or only the beginning of one.
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes.
-Leans on `uvicorn.protocols.http.auto.AutoHTTPProtocol`: its `cycle` is the last request. What is no
-request at all is answered with 400 by Uvicorn, which logs a line each time.
+Leans on `uvicorn.protocols.http.auto.AutoHTTPProtocol`: its `cycle` is the last request.
+Uvicorn answers bytes that are no request with 400, and logs a line each time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Bytes are asked for in steps, before they are read. A request may have as many o
 free (as `media.slots`), by the bounds of `admission`: that on fetched bytes and that on all.
 Of those that may not, the oldest item alone goes on, so that it ends: all items that are
 fetched together pass a bound by one item at most, and no order of theirs can stop all of them.
-Owns who waits; the bytes themselves are counted by `Admission`.
+Owns the order of waiting; `Admission` counts the bytes themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_epd.errors import RequestCancelledError
 from sglang_epd.media import Account
 
 Age = tuple[int, int]
-# Its age, its number in order of asking, what it is about, and whom to tell.
+# Its age, its number in order of asking, its item, and the future of its turn.
 _Wait = tuple[Age, int, "Arrival", int, asyncio.Future[None]]
 
 
@@ -105,7 +105,7 @@ class Intake:
         return Arrival(self, age)
 
     def serve(self) -> None:
-        """Let those go on for whom there is room now, of the requests with the least first."""
+        """Let waiting items go on while there is room, of the requests with the least first."""
         for owner in sorted(self._waiting, key=self._held.__getitem__):
             while (wait := self._first(owner)) and self._permits(*wait[2:4]):
                 self._go_on(wait)

@@ -32,7 +32,7 @@ class Beat:
     Attributes:
         lease: how long a language server believes one announcement; a third of it is
             between two of them.
-        retry: between two tries where nobody listens.
+        retry: between two tries where no server listens.
     """
 
     lease: float = 15.0
@@ -45,8 +45,8 @@ class _Outcome:
 
     Attributes:
         level: of the log.
-        text: what became of it.
-        refused: nobody listens there, so that it costs nothing to try again soon.
+        text: the outcome.
+        refused: no server listens there, so that it costs nothing to try again soon.
     """
 
     level: int
@@ -61,7 +61,7 @@ class Registration:
         url: this encoder's, as language servers reach it.
         registries: where to announce it.
         namespace: this encoder's identity.
-        headers: what authenticates it.
+        headers: its authentication.
         tls: for registries that are https:// URLs.
     """
 
@@ -149,7 +149,7 @@ class Registration:
             return _Outcome(logging.WARNING, f"out of reach ({type(error).__name__}); trying on")
         if status == 200:
             return _Outcome(logging.INFO, "registered")
-        # Printable, whoever answered it.
+        # Printable, from any server.
         return _Outcome(logging.ERROR, f"refused with HTTP {status}; trying on: {said!r}")
 
     async def _leave(self, session: aiohttp.ClientSession, registry: str) -> None:

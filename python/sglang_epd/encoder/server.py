@@ -1,7 +1,7 @@
-"""Starts the encoder server; takes the place of the in-tree `launch_server`.
+"""Starts the encoder server, and drains it on a signal; replaces the in-tree `launch_server`.
 
-Leans on `disaggregation.encoder.http_server.launch_server(server_args)` being what
-SGLang calls for `--encoder-only`.
+Leans on SGLang calling `disaggregation.encoder.http_server.launch_server(server_args)`
+for `--encoder-only`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def launch(server_args: Any) -> None:
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
-    # Before the towers, which take long: what cannot be used is said now.
+    # Before the towers, which take long: unusable settings are reported now.
     trust.server_ssl()
     tls = trust.client_ssl()
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
@@ -188,7 +188,7 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
     """Have a server run until it has stopped.
 
     Uvicorn raises the signal that stopped it once more when all is done, and asyncio makes an
-    exception of a Ctrl-C: of that there is nothing to be told.
+    exception of a Ctrl-C, which needs no message.
     """
     import uvloop
 
@@ -210,7 +210,7 @@ async def _serve(server: _DrainingServer, broken: asyncio.Event) -> None:
 
 
 async def _end_if_broken(server: _DrainingServer, broken: asyncio.Event) -> NoReturn:
-    """A process with a broken tower is of no use: whoever supervises it starts a new one."""
+    """End a process with a broken tower; its supervisor starts a new one."""
     await broken.wait()
     logger.critical("This encoder ends, because its vision tower is broken")
     server.leave_broken()
@@ -235,7 +235,7 @@ def _configure_logs(server_args: Any, settings: Settings) -> None:
 
 
 def _spans() -> Callable[[Mapping[str, str]], Span]:
-    """What begins the span of an encode request, by its headers.
+    """The beginning of an encode request's span, by its headers.
 
     With `--enable-trace` OpenTelemetry is set up as SGLang's servers do.
 
@@ -261,7 +261,7 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 def _open_urls(
     fetcher: FetchingThread, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
 ) -> UrlReader | None:
-    """What remembers URLs, closed with `stack`; None where nothing is to."""
+    """The memory of URLs, closed with `stack`; None where it has no entries."""
     if not entries:
         return None
     urls = UrlReader(fetcher, UrlMemory(entries), metrics)
@@ -288,12 +288,12 @@ def _bounds(settings: Settings) -> Limits:
 
     patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
     batch = Bounds(patches, settings.encoder_batch_items)
-    # Half of what a language server holds.
+    # Half of a language server's share.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
 
 def _batch_patches(device: str) -> int:
-    """What a forward pass is best made of. A processor computes a patch of a batch that is
+    """The best size of a forward pass. A processor computes a patch of a batch that is
     larger than its caches more slowly; an accelerator needs much to be busy."""
     return 2048 if device.startswith("cpu") else 16_384
 
@@ -310,16 +310,16 @@ def _sender(settings: Settings) -> Sender:
 
 
 class _DrainingServer(uvicorn.Server):
-    """Told to stop, it refuses what is new, finishes what it has, and stops then.
+    """Stops on a signal: refuses new requests, finishes accepted ones, and ends.
 
-    Meanwhile it answers /health with 503, so that whoever balances load looks elsewhere.
-    Told again, it waits no longer.
+    Meanwhile it answers /health with 503, so that load balancers look elsewhere.
+    After a second signal it waits no longer.
 
     Attributes:
         broken: it stops because its tower is broken.
 
     Args:
-        registration: begins when it listens, and ends when it is told to stop.
+        registration: begins when the server listens, and ends with the signal.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class _DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # Not earlier: who hears of it asks it at once. Not if it was told to stop meanwhile.
+        # Not earlier: a language server asks a registered encoder at once. Not after a signal.
         if self.started and self._registration is not None and not self._told:
             self._registration.start()
 
@@ -354,7 +354,7 @@ class _DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(begin)
 
     def leave_broken(self) -> None:
-        """As if told to stop, with what it has going elsewhere, and an error for its end."""
+        """Stop as on a signal, with accepted items going elsewhere, and an error for its end."""
         self.broken = True
         self.handle_exit(signal.SIGTERM, None)
 
@@ -378,7 +378,7 @@ def advertised_url(typed: str, scheme: str) -> str:
     """How language servers reach this encoder: as typed, or by its host and port.
 
     Raises:
-        ConfigError: what was typed is no server's URL.
+        ConfigError: the flag is no server's URL.
     """
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
@@ -408,7 +408,7 @@ def _checked(flag: str, typed: str) -> str:
 
 
 def tls_options(trust: Trust) -> dict[str, Any]:
-    """What uvicorn is told of the server's certificate."""
+    """Uvicorn's options for the server's certificate."""
     if not trust.certfile:
         return {}
     return {

@@ -1,8 +1,8 @@
 """Takes encode requests through: acquire, have encoded, offer, deliver.
 
 Items of a request run side by side. One that another encoder may do better at fails alone; one
-that is hopeless ends the request. What happens between an item's bytes
-and its embedding, and who shares it, is `computations`'s. The offer is made as soon as
+that is hopeless ends the request. `computations` owns the way from an item's bytes
+to its embedding, and the sharing of it. The offer is made as soon as
 the layout is known, so the grant is usually there when the embedding is; an item that is
 declined before its turn is never encoded.
 
@@ -78,17 +78,17 @@ class Room:
 
 
 class EncoderService:
-    """The encoder's work, whoever asks for it.
+    """The encoder's work, for any transport of requests.
 
     Args:
         computations: makes embeddings.
         fetcher: reads media.
         sender: the payload channel.
-        admission: what may be in work.
-        metrics: counts what happens.
+        admission: bounds on the work.
+        metrics: counts items and requests.
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
-        urls: reads URLs and remembers what is behind them, instead of the fetcher.
+        urls: reads URLs and remembers their content, instead of the fetcher.
         weights_bytes: that the towers hold, for the status.
     """
 
@@ -117,7 +117,7 @@ class EncoderService:
         self._idle.set()
         self.intake = Intake(admission)
         self._ages = itertools.count()
-        # Requests that have come to their end, whatever it was.
+        # Requests that have ended, in any way.
         self.finished = 0
         self._started = time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
@@ -126,7 +126,7 @@ class EncoderService:
 
     @property
     def retry_after_s(self) -> float:
-        """When an asker who is turned away may come again."""
+        """When a refused asker may come again."""
         least, most = _RETRY_AFTER_S
         return min(max(self.computations.expected_wait_s(), least), most)
 
@@ -244,7 +244,7 @@ class EncoderService:
         }
 
     def recent(self) -> list[dict[str, Any]]:
-        """The last items: whose they were, what became of them, and their timings."""
+        """The last items: their requests, outcomes and timings."""
         return list(self._recent)
 
     async def _encode_item(
@@ -282,7 +282,7 @@ class EncoderService:
             if task is None or task.cancelling():
                 self._metrics.items.labels(item.modality, "cancelled").inc()
                 raise
-            # Nobody cancelled the item: something that it waited for was.
+            # The item was not cancelled: something that it waited for was.
             logger.error("%s of %s was cut off", item.label, request.request_id)
             outcome = _failed(item, EncodeError("the encoder failed on this item"), ms)
         except TimeoutError:
@@ -350,7 +350,7 @@ class EncoderService:
         source = MediaSource(data=item.data, url=item.url)
         try:
             if item.data is None and self.urls is not None:
-                # What is to be compared with a hash has to be here.
+                # Media that are to be compared with a hash have to be here.
                 enough = (lambda _digest: False) if item.content_hash else at_hand
                 content = await self.urls.read(source, deadline, enough, arrival)
             else:
@@ -362,7 +362,7 @@ class EncoderService:
             reason = getattr(error, "reason", "") or error.code
             self._metrics.fetch_failures.labels(reason).inc()
             raise
-        here = content.data if item.data is None else None  # what came inline is counted
+        here = content.data if item.data is None else None  # inline media are counted
         arrival.settle(len(here or b""))
         return content
 
@@ -460,7 +460,7 @@ class EncoderService:
                 "source": outcome.source,
                 "tokens": outcome.tokens,
                 "ms": outcome.ms,
-                # Seconds since 1970, as SGLang's servers tell theirs.
+                # Seconds since 1970, as in SGLang's servers.
                 "began_at": began_at,
                 "ended_at": time.time(),
             }

@@ -3,11 +3,11 @@
 `--dp-size N` is N towers, `--tp-size T` T ranks each; with neither, the engine lives in
 the server's own process. Tower i's rank j uses accelerator `--base-gpu-id` + i * T + j.
 
-A worker resolves the flags itself, from what the user typed, as SGLang's launcher does:
-what crosses is plain data. What concerns the whole server (how many towers there are,
-a transfer engine) is the front's and taken out.
+A worker resolves the flags itself, from the user's own, as SGLang's launcher does:
+plain data crosses. The front keeps the settings of the whole server (how many towers there
+are, a transfer engine).
 
-Leans on `ServerArgs` being a msgspec Struct that holds what was typed, on
+Leans on `ServerArgs` being a msgspec Struct that holds the user's flags, on
 `plugins.load_plugins`, and on `utils.common.maybe_reindex_device_id`.
 """
 
@@ -83,7 +83,7 @@ async def start_towers(
                 group.create_task(worker.start())
     except ExceptionGroup as failures:
         await asyncio.gather(*(worker.close() for worker in workers))
-        # One of them is what the user has to mend; the others say the same, or were ended.
+        # One of them has the cause to be mended; the others repeat it, or were ended.
         raise failures.exceptions[0] from None
     except BaseException:
         await asyncio.gather(*(worker.close() for worker in workers))
@@ -125,12 +125,12 @@ def write_limits(limits: MediaLimits) -> dict[str, Any]:
 
 
 def read_limits(plain: dict[str, Any]) -> MediaLimits:
-    """What `write_limits` wrote."""
+    """The limits that `write_limits` wrote."""
     return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
 
 
 class _Starts:
-    """What each worker is started with."""
+    """The start-up message of each worker."""
 
     def __init__(
         self, server_args: Any, limits: MediaLimits, decode_bytes: int, towers: int, ranks: int
@@ -176,7 +176,7 @@ class _Starts:
 
 
 def _typed(server_args: Any, ranks: int) -> dict[str, Any]:
-    """What the user typed, as far as it concerns one tower.
+    """The user's flags, as far as they concern one tower.
 
     Raises:
         ConfigError: something that is not plain data.
@@ -190,7 +190,7 @@ def _typed(server_args: Any, ranks: int) -> dict[str, Any]:
         # The front's: a worker's own transfer engine would send nothing.
         "encoder_transfer_backend": "zmq_to_scheduler",
         "encoder_register_urls": [],
-        # Drawn where nobody said it; ranks have to agree.
+        # Drawn where no flag sets it; ranks have to agree.
         "random_seed": resolving_view(server_args).random_seed,
     }
     for name, value in typed.items():

@@ -1,7 +1,7 @@
 """Reads media by their URLs, and no more of them than has changed.
 
-What may be remembered is HTTP's to say (`media.freshness`), what is remembered is
-`cache.urls`'s; here is who asks. All who ask for a URL at the same time share one request,
+`media.freshness` decides what may be remembered, and `cache.urls` remembers it; this file sends
+the requests. Simultaneous requests for a URL share one fetch,
 which lives as long as one of them waits for it, and each waits as long as its own deadline
 lets it. Where the content's embedding is at hand, a URL that is fresh costs nothing and one
 that is stale a conditional request; where it is not, the media are read in full.
@@ -28,7 +28,7 @@ _CREDENTIALS = "credentials"
 
 @dataclass(frozen=True)
 class Content:
-    """What is behind a URL.
+    """A URL's content.
 
     Attributes:
         digest: of the bytes.
@@ -48,7 +48,7 @@ class _Flight:
     # Counts the bytes while they are on their way; then each asker counts them.
     arrival: Arrival
     askers: int = 0
-    # Whether somebody has had an answer that is not for several.
+    # Whether an uncacheable response was already given to one caller.
     taken: bool = False
 
 
@@ -56,9 +56,9 @@ class UrlReader:
     """Reads URLs, remembering what it may; one for a process and event loop.
 
     Args:
-        fetcher: asks, and says what may be asked and used.
+        fetcher: sends requests, and applies the rules of fetching.
         memory: of URLs.
-        metrics: counts what became of them.
+        metrics: counts their outcomes.
     """
 
     def __init__(self, fetcher: Fetcher, memory: UrlMemory, metrics: EncoderMetrics) -> None:
@@ -76,7 +76,7 @@ class UrlReader:
         at_hand: Callable[[bytes], bool],
         arrival: Arrival,
     ) -> Content:
-        """Find out what is behind a URL.
+        """Find the content of a URL.
 
         Args:
             source: a URL.
@@ -93,7 +93,7 @@ class UrlReader:
             return await self._read(source, deadline, at_hand, arrival)
 
     async def close(self) -> None:
-        """Give up what is on its way."""
+        """Cancel the fetches in flight."""
         flights, self._flights = self._flights, {}
         for flight in flights.values():
             flight.task.cancel()
@@ -113,7 +113,7 @@ class UrlReader:
         known = self.memory.find(name_of(url))
         answer = None
         if known is not None:
-            # What may be read is decided now, whatever it was then.
+            # The limits of now decide, not those of then.
             self._fetcher.check(known.trail, known.nbytes)
             if at_hand(known.digest):
                 if known.trail.fresh(time.monotonic()):
@@ -131,7 +131,7 @@ class UrlReader:
         """The URL as it is asked for; None where nothing may be remembered of it."""
         try:
             url = URL(text)
-        except ValueError:  # what is wrong with it is said where it is read
+        except ValueError:  # its fault is reported where it is read
             return None
         if url.scheme not in ("http", "https"):
             return None
@@ -149,14 +149,14 @@ class UrlReader:
         *,
         conditional: bool = False,
     ) -> Answer:
-        """Ask for a URL, or wait with those who have, unless its answer is not for several.
+        """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several.
 
         Args:
-            conditional: ask only whether what is known has changed.
+            conditional: ask only whether the known content has changed.
         """
         whole = name_of(url), b""
         name = (whole[0], known.digest) if known is not None and conditional else whole
-        # All of it serves those as well who ask whether it has changed.
+        # All of it also serves callers that ask whether it has changed.
         flight = self._flights.get(whole) or self._flights.get(name)
         joined = flight is not None
         if flight is None:
@@ -178,7 +178,7 @@ class UrlReader:
             flight.askers -= 1
             if not flight.askers:
                 flight.task.cancel()
-                self._land(flight)  # who asks from now on is not to wait for its end
+                self._land(flight)  # later callers must not wait for its end
         if alone:
             self._count("missed")
             return await self._fetcher.ask(source, account=arrival)
@@ -196,13 +196,13 @@ class UrlReader:
         *,
         conditional: bool,
     ) -> Answer:
-        """Ask for a URL, and remember what may be remembered of the answer."""
+        """Fetch a URL, and remember the answer as far as it may be."""
         name = name_of(url)
         try:
             trail = known.trail if known and conditional else None
             answer = await self._fetcher.ask(source, trail, account)
         except MediaError as error:
-            if error.reason == "http_4xx":  # it is gone, or not for everybody any more
+            if error.reason == "http_4xx":  # it is gone, or no longer for everybody
                 self.memory.drop(name)
             raise
         obstacle = answer.trail.obstacle(time.monotonic())
@@ -228,7 +228,7 @@ class UrlReader:
         if self._flights.get(flight.name) is flight:
             del self._flights[flight.name]
         if flight.task.done() and not flight.task.cancelled():
-            flight.task.exception()  # nobody may be left to be told
+            flight.task.exception()  # no caller may be left to hear of it
         if flight.task.done() and not flight.askers:
             flight.arrival.close()
 

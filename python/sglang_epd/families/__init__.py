@@ -1,6 +1,6 @@
 """Model families that SGLang serves and its in-tree EPD does not know.
 
-Nothing here lists them: `adapter` drives SGLang's own processor of whatever model is
+Nothing here lists them: `adapter` drives SGLang's own processor of the model that is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its
 media. The families that differ from the others are in `family`, each with the reason.
 The encoder and the seams import this; it imports `media` and `errors`, and SGLang.

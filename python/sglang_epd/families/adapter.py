@@ -1,5 +1,5 @@
-"""Drives SGLang's own processor of a family: on an encoder to prepare media and to see what
-becomes of their marks, on a language server to lay out prompts without media.
+"""Drives SGLang's own processor of a family: on an encoder to prepare media and to find their
+expansions, on a language server to lay out prompts without media.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`
 (`process_mm_data_async`, `compute_mrope_positions`, `prefer_tokenized_input`), on
@@ -29,7 +29,7 @@ from sglang_epd.families.expansion import (
 from sglang_epd.families.family import Family
 from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 
-# What a processor's output has of each prompt; all else is the same for all of them.
+# Fields of a processor's output that differ by prompt; all others are the same for all of them.
 _OF_THE_PROMPT = {
     "mm_items",
     "input_ids",
@@ -51,7 +51,7 @@ class Adapter:
     def __init__(self, registered: Any, family: Family) -> None:
         self.family = family
         self.processor = family.processor(registered)
-        # Of an output, what is the same for every prompt; `proof` finds it.
+        # The part of an output that is the same for every prompt; `proof` finds it.
         self.constants: dict[str, Any] = {}
         # Whether positions of the language model follow the grids of media.
         self.positions_follow_grids = False
@@ -72,7 +72,7 @@ class Adapter:
             media: by modality; pictures as `PIL.Image.Image`, RGB, videos as decoders (`films`).
 
         Raises:
-            Exception: whatever the processor raises.
+            Exception: any error of the processor.
         """
         request = SimpleNamespace(
             rid="",
@@ -96,9 +96,9 @@ class Adapter:
         """Prepare one picture or video.
 
         Raises:
-            EncodeError: what the processor made of it cannot be told to a language server.
+            EncodeError: the processor's result cannot be sent to a language server.
             MediaTypeError: the processor knows nothing of that kind.
-            Exception: whatever the processor raises.
+            Exception: any error of the processor.
         """
         mark = self.family.mark(self.processor, modality)
         if not mark:
@@ -163,7 +163,7 @@ class Adapter:
         Raises:
             MediaError: the prompt and the items do not match.
             MediaTypeError: it has something that this model is not served with.
-            EncodeError: the encoder told what cannot be.
+            EncodeError: the encoder sent an impossible expansion.
         """
         from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 
@@ -203,7 +203,7 @@ class Adapter:
                 )
                 for where, some in zip(places, embedding.split(counts), strict=True)
             ]
-        # SGLang names what is in brackets in the order of the items.
+        # SGLang names bracketed runs in the order of the items.
         items.sort(key=lambda item: item.offsets)
         return MultimodalProcessorOutput(
             mm_items=items,
@@ -260,10 +260,10 @@ class Adapter:
 
 
 def constants_of(output: Any) -> dict[str, Any]:
-    """What a processor's output says of the model rather than of its prompt.
+    """The parts of a processor's output that describe the model rather than its prompt.
 
     Raises:
-        MediaError: it says something of the prompt that nobody here can make.
+        MediaError: it says something of the prompt that no server here can make.
     """
     constants = {}
     for name in output.__struct_fields__:

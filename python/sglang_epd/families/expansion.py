@@ -1,7 +1,7 @@
-"""What stands in a prompt in place of the mark of a picture or a video.
+"""The expansion of an item: the text and placeholders in a prompt in place of its mark.
 
-An encoder has SGLang's processor lay out a prompt of hardly more than the mark, and tells
-what became of it with the item's layout. A language server puts that into its own prompt
+An encoder has SGLang's processor lay out a prompt of hardly more than the mark, and sends
+the result with the item's layout. A language server puts that into its own prompt
 and tokenizes the whole, because text next to an item may merge with what the processor
 writes around it. A run of placeholders is written as one of them until that is done: it
 is a special token, which parts the text in the same way however often it stands there.
@@ -24,7 +24,7 @@ EXPANSION = "expansion"
 
 
 class Expansion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a processor makes of one item's mark.
+    """The part of a prompt that a processor makes of one item's mark.
 
     Attributes:
         text: with one placeholder for each run of them.
@@ -165,7 +165,7 @@ def seen_in(output: Any, modality: str, written: str, mark: str, tokenizer: Any)
         mark: the part of it that stands for the item.
 
     Raises:
-        EncodeError: it cannot be told to a language server.
+        EncodeError: it cannot be sent to a language server.
     """
     items = list(output.mm_items)
     if not items or any(item.modality.name != modality or not item.offsets for item in items):

@@ -1,4 +1,5 @@
-"""The contract of a family, what most of them do, and those that differ, with the reasons.
+"""The contract of a family, the behaviour of most of them, and those that differ, each with
+its reason.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`: `mm_tokens`
 (`image_token`, `image_token_regex`, and so for videos), `_tokenizer` and
@@ -57,12 +58,12 @@ class Family:
         return registered
 
     def mark(self, processor: Any, modality: str) -> str | None:
-        """What stands for an item in a prompt; None where the processor knows none of them."""
+        """The expansion of an item in a prompt; None where the processor knows none of them."""
         mark: str | None = getattr(processor.mm_tokens, f"{modality.lower()}_token", None)
         return mark
 
     def written(self, processor: Any, modality: str) -> str:
-        """An item as chat templates write it: the mark, and what may stand round it."""
+        """An item as chat templates write it: the mark, and text that may stand round it."""
         return self.mark(processor, modality) or ""
 
     def marks(self, processor: Any) -> dict[str, re.Pattern[str]]:

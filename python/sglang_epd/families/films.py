@@ -1,4 +1,4 @@
-"""Videos as SGLang hands them to its processors: decoders, which read of a file what a
+"""Videos as SGLang hands them to its processors: decoders, which read only the frames that a
 processor asks for.
 
 SGLang opens a file itself. Here it gets decoders that are open: one of a user's file, whose

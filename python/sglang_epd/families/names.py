@@ -1,8 +1,8 @@
-"""Finds out, at start-up, whether a model puts the names of items into a prompt where their
-rows belong, knowing of them what a language server does.
+"""Finds out, at start-up, whether a model can put the names of items into a prompt where their
+rows belong, from the facts that a language server has.
 
 SGLang's scheduler has the model do so for each request (`pad_input_ids`). Some models ask
-there for what only the preprocessing of pixels can tell, and the scheduler, with all its
+there for facts that only the preprocessing of pixels can tell, and the scheduler, with all its
 requests, ends of it. Others go by the order of items, and would give one's place in the
 prefix cache to another.
 

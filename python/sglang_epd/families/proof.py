@@ -2,7 +2,7 @@
 
 SGLang's processor is given prompts with pictures, and with videos, and what it makes of them
 is compared with what `adapter` makes of them from the items' expansions alone. Where the two
-differ an item's part of a prompt depends on what is around it, and the model cannot be
+differ an item's part of a prompt depends on its surroundings, and the model cannot be
 split: better a server that does not start than one that answers something else. A model that
 cannot be split for its videos alone is served without them.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _SIZES = ((96, 96), (260, 120), (56, 200), (700, 500))
 # Frames, width, height, frames a second: of several lengths and rates, too.
 _FILMS = ((23, 120, 84, 8.0), (4, 56, 140, 1.5))
-# Text on both sides, none between, and such as merges with what stands round an item.
+# Text on both sides, none between, and text that merges with an item's surroundings.
 # None both begins and ends with an item: SGLang finds no run that goes round.
 _PROMPTS = (
     "Here is {i0} and there is {i1}.",

@@ -3,7 +3,7 @@
 SGLang's processors lay a prompt out from grids and from the number of embedding
 rows; they slice the embeddings they are given but never look inside. So they are
 given row numbers instead, and each slice that comes back says which rows of which
-item belong there: no concatenation, no copy, whatever the model's layout.
+item belong there: no concatenation, no copy, for any layout of the model.
 
 A server that only decodes needs the layout alone: its KV comes from the prefill.
 """
@@ -24,7 +24,7 @@ from sglang_epd.wire.messages import Layout
 
 
 class Processor(Protocol):
-    """What is needed of SGLang's multimodal processors."""
+    """The part of SGLang's multimodal processors that is used here."""
 
     def get_validated_mm_data(
         self, prompt: str | list[int], embeddings: dict[Any, torch.Tensor], **metadata: Any
@@ -58,7 +58,7 @@ class Rows:
     count: int
 
 
-# What processors take as a tensor, of what comes beside grids.
+# Arguments that processors take as a tensor, beside grids.
 _SECONDS_PER_GRID = "second_per_grid_ts"
 
 
@@ -93,7 +93,7 @@ def lay_out(
     prompt: str | list[int],
     items: Sequence[LaidOut],
 ) -> Any:
-    """As `assemble`, of items whose embeddings nobody needs: none is attached.
+    """As `assemble`, of items whose embeddings are not needed: none is attached.
 
     SGLang's scheduler takes such items as long as it never extends over their rows; a
     decode server does not, because it receives the whole prompt's KV.
@@ -115,7 +115,7 @@ def lay_out_bare(
     """As `assemble`, of items whose embeddings may not be needed.
 
     Each of the output's items holds an embedding without rows. That is enough where the
-    item's KV is in the prefix cache: SGLang takes no row of what lies before the part of
+    item's KV is in the prefix cache: SGLang takes no row of items before the part of
     the prompt that it computes, as long as every item of the request has some tensor.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Of the ranks that run a request together, one leads: it takes the request in, claims its
 items, and lets it go on, with the outcome written in it, once they are there. SGLang
-broadcasts to the other ranks what the leader lets through, as it does with every
+broadcasts the leader's requests to the other ranks, as it does with every
 request, so all of them see it in the same tick, without a word of their own; each then
 reads the items from the memory they landed in. Waiting costs nothing.
 
@@ -43,7 +43,7 @@ Failure = tuple[Any, str, HTTPStatus]
 
 
 class ClaimsTickets(Protocol):
-    """What a leader needs of the control channel."""
+    """The part of the control channel that a leader uses."""
 
     def claim(
         self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
@@ -68,7 +68,7 @@ class HoldsRequests(Protocol):
 
 @dataclass
 class _Claim:
-    """What a leader waits for.
+    """A claim that a leader waits for.
 
     Attributes:
         request: None if it needs nothing; its claim settles all the same.
@@ -94,7 +94,7 @@ class Leader:
 
     Args:
         claims: how tickets are claimed.
-        secret: what manifests are signed with.
+        secret: the key that signs manifests.
         prefix: whether the ranks have prefix caches to be asked.
         resume: the span that an announcement tells of.
     """
@@ -188,7 +188,7 @@ class Leader:
     def ask(
         self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
     ) -> None:
-        """Claim what the prefix cache does not cover of a request.
+        """Claim the items that the prefix cache does not cover of a request.
 
         It comes back with its outcome, unless all is covered.
 
@@ -234,7 +234,7 @@ class Leader:
             if now < claim.until:
                 continue
             del self._open[name]
-            # Should it wake after all, nobody is to be handed the items.
+            # Should it wake after all, it must not get the items.
             self._claims.abandon(name)
             claim.end(error.code, error.message)
             if claim.request is not None:
@@ -250,7 +250,7 @@ class Leader:
 
 
 class Backend:
-    """Turns what a leader has passed on into requests that can run; one on every rank.
+    """Turns the leader's requests into requests that can run; one on every rank.
 
     Args:
         arena: where items landed.
@@ -259,7 +259,7 @@ class Backend:
         abortable: makes the object that the scheduler aborts a request by.
         lay_out: makes `mm_inputs` of a request that the prefix cache is to be asked about.
         gate: where such requests wait; None where none do.
-        secret: what manifests are signed with.
+        secret: the key that signs manifests.
         span_of: the span of a request.
     """
 

@@ -1,11 +1,11 @@
 """The tokenizer process: plans a request, announces it, and has it encoded.
 
-One background task a request. It asks encoders for what is not on this server already:
+One background task a request. It asks encoders for items that are not on this server:
 an item whose layout is known may be, and the receiver says which of those are needed. It
 ends when the receiver needs nothing more or the request has failed; the scheduler learns
-of the latter over the control channel. It is cancelled when the client goes away. What
-the encoders say of the items' layouts is kept, and told the decode server where there is
-one (`layouts`).
+of the latter over the control channel. It is cancelled when the client goes away. The
+layouts that encoders send are kept, and sent to the decode server where there is one
+(`layouts`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 # The receiver sits in the same host's scheduler, which is up before any request.
 _RECEIVER_TIMEOUT_S = 20.0
-# What encoders call the ways in which they come by an embedding, and users are told; all else
+# The sources of an embedding that encoders may name, as users see them; any other name
 # they may say is "computed": it is a label of metrics.
 _SOURCES = {"cached": "encoder_cache", "stored": "store", "coalesced": "coalesced"}
 # Of so many requests it is known where their items came from.
 _MAX_ACCOUNTS = 4096
-# Dispatch ends at the deadline by itself, and says what it lacked.
+# Dispatch ends at the deadline by itself, and names the missing items.
 _GRACE_S = 2.0
-# If the receiver does not say by then what is needed, everything is.
+# Without the receiver's answer by then, all items are sent.
 _WORD_TIMEOUT_S = 1.0
 # The same where a scheduler is asked first, which may be in a forward pass.
 _SCHEDULER_TIMEOUT_S = 5.0
@@ -69,7 +69,7 @@ class _Request:
     Attributes:
         layouts: of the items, as far as they are known.
         span: of all that is done here for its media.
-        unheard: whether the receiver has yet to say what it needs.
+        unheard: whether the receiver's answer is missing yet.
         over: whether it needs nothing any more.
     """
 
@@ -97,8 +97,8 @@ class Frontend:
         dispatcher: how items reach encoders.
         control: the channel to this server's receiver.
         request_timeout_s: one deadline for all of a request's items.
-        key: the key of an item; empty where it cannot be told.
-        known: layouts that encoders have told.
+        key: the key of an item; empty where it has none yet.
+        known: layouts that encoders have sent.
         ask_prefix: whether schedulers look into the prefix cache before anything is sent.
         tally: counts where items come from.
     """
@@ -123,7 +123,7 @@ class Frontend:
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Live] = {}
-        # Called with a request's id and what it failed with, None where all was delivered;
+        # Called with a request's id and its error, None where all was delivered;
         # once for each request that was started.
         self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
 
@@ -140,7 +140,7 @@ class Frontend:
         *,
         parent: Span = OFF,
     ) -> Expect:
-        """Begin to have `items` encoded; returns what the scheduler is to wait for.
+        """Begin to have `items` encoded; returns the announcement that the scheduler waits under.
 
         Must be called in the event loop. Never blocks.
 
@@ -170,7 +170,7 @@ class Frontend:
             ProtocolError: it is not of these items.
         """
         keys = [self._key(item) for item in items]
-        # What has to be fetched has a key that an encoder told.
+        # An item that has to be fetched has a key that an encoder sent.
         told = zip(keys, expect.keys, strict=False)
         if len(keys) != expect.items or any(key not in (b"", known) for key, known in told):
             raise ProtocolError("the request's media are not those that it was announced with")
@@ -302,7 +302,7 @@ class Frontend:
     async def _serve(
         self, request: _Request, reply_to: ReplyTo, news: asyncio.Queue[Needed]
     ) -> None:
-        """Send what is needed, when it is, until nothing can be needed any more."""
+        """Send items as they become needed, until the receiver can need no more."""
         started = time.monotonic()
         keys = request.expect.keys or (b"",) * len(request.items)
         self._send(request, reply_to, [number for number, key in enumerate(keys) if not key])
@@ -342,7 +342,7 @@ class Frontend:
                 elif not done and not delivered:
                     raise DeadlineError("the request's media were not delivered in time")
                 elif not done:
-                    return  # nobody came for them, and the receiver has ended the request
+                    return  # no rank claimed them, and the receiver has ended the request
             if not delivered:
                 self._delivered(request, started)
             self._account(request, last)

@@ -53,7 +53,7 @@ class LayoutRoute:
     """Handles the route; use it from one event loop.
 
     Args:
-        trust: whose decode servers are told; everybody's without.
+        trust: tokens of decode servers that get an answer; all do without one.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 3.0
-# What an answer may take beyond the time that the server waits.
+# Time for an answer beyond the server's wait.
 _SLACK_S = 10.0
-# Between two questions, whatever is answered.
+# Between two questions, after any answer.
 _PAUSE_S = 0.05
 
 
@@ -180,7 +180,7 @@ class LayoutClient:
     async def _get(
         self, host: str, port: int, room: int, timeout_s: float
     ) -> tuple[int, bytes] | None:
-        """One question; None where nobody answers it."""
+        """One question; None without an answer."""
         if self._session is None:
             self._session = open_session()
         headers = {"Authorization": authorization(self._token, room)} if self._token else {}

@@ -1,4 +1,4 @@
-"""What a prefill server's encoders told of each request's media, until its decode server
+"""The layouts of each request's media on a prefill server, until its decode server
 has asked.
 
 Prefill and decode know a request by its bootstrap room. A room has a slot from the
@@ -21,7 +21,7 @@ from sglang_epd.wire.http import ErrorReply, ItemLayout, LayoutReply, encode_bod
 
 MAX_ROOMS = 16384
 MAX_BYTES = 64 << 20
-# A decode server asks while the request is encoded; who comes later than this is lost.
+# A decode server asks while the request is encoded; one that asks later than this is too late.
 _KEPT_S = 60.0
 _GRACE_S = 5.0
 

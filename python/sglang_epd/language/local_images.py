@@ -2,8 +2,7 @@
 
 Left to SGLang, a picture would be fetched from anywhere and decoded without bounds. Here
 it is fetched and decoded by the rules that hold on encoders, and gets the same identity:
-which of the two encodes it makes no difference to who may be asked for it, to the prefix
-cache, or to the user's error message.
+both ways have the same access rules, prefix cache entries and error messages.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class LocalImages:
 
     Args:
         namespace: this server's encoder identity.
-        limits: what may be read.
+        limits: media that may be read.
         decode_bytes: for all that is decoded at a time.
     """
 
@@ -79,7 +78,7 @@ class LocalImages:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close the connections, and end what decodes."""
+        """Close the connections, and end the decoders."""
         self._decoders.close()
         if self._open:
             self._open = False

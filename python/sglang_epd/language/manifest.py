@@ -1,12 +1,12 @@
-"""What a request carries about its media, from process to process.
+"""A request's manifest: one string about its media, from process to process.
 
 SGLang carries `encoder_urls`, a list of strings, from the tokenizer to the scheduler,
 copies it to every sample of an n > 1 request, and broadcasts it to the other ranks. We
 put one string in it: from the tokenizer, which ticket the items come under; from the
-rank that leads a group of schedulers, what has become of them.
+rank that leads a group of schedulers, the outcome of them.
 
-`encoder_urls` is a field of SGLang's public API, so a user may have written it. What we
-write carries a code made with a secret that only this server's processes share.
+`encoder_urls` is a field of SGLang's public API, so a user may have written it. Our
+string carries a code made with a secret that only this server's processes share.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read_settled(encoder_urls: list[str] | None, secret: bytes) -> Settled:
 def read(
     encoder_urls: list[str] | None, secret: bytes, max_bytes: int = MAX_CONTROL_BYTES
 ) -> Message:
-    """What a request carries, whatever it is.
+    """A request's manifest, of either kind.
 
     Raises:
         ProtocolError: there is none of this server's.

@@ -1,4 +1,4 @@
-"""What a request asks to have encoded: its media as a list of items.
+"""A request's media as a list of items to encode.
 
 Items are numbered over all modalities in the order that SGLang's processors consume
 them: images, then videos, then audio, each in the order of the prompt.
@@ -21,7 +21,7 @@ from sglang_epd.namespace import embedding_key
 from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
 
-# Among an item's options: what keeps its request apart in the prefix cache. No entry may say it.
+# An item's option that keeps its request apart in the prefix cache. No entry may set it.
 SALT = "cache_salt"
 _SALTS = ("cache_salt", "extra_key")
 # Fields of SGLang's media objects that say where the media is, not how to read it.
@@ -37,7 +37,7 @@ def plan(request: Any) -> list[EncodeItem]:
     done beforehand (`reading`), and compared with the content hashes that the request has of
     them.
 
-    What keeps a request apart from others in the prefix cache (`cache_salt`, `extra_key`) is
+    The salt of a request (`cache_salt`, `extra_key`) keeps it apart in the prefix cache. It is
     an option of each of its items, and so a part of its key: in every cache, in stores and on
     encoders of any version the request shares embeddings with its like only.
 
@@ -83,8 +83,8 @@ def modalities(request: Any) -> list[str]:
 def content_key(item: EncodeItem, identity: str) -> bytes:
     """The key that an encoder of that identity will give an item.
 
-    Empty where only who fetches it can tell, or the item's options have no key. Hashes
-    inline bytes that nobody has hashed yet.
+    Empty where the media have to be fetched first, or the item's options have no key. Hashes
+    inline bytes that have no digest yet.
     """
     if item.data is None:
         return b""
@@ -166,7 +166,7 @@ def _item(
             raise source
         content_hash = _content_hash(entry, told) if modality == IMAGE else ""
         if source.data is not None:
-            # Here, because what is known already is sent to no encoder.
+            # Here, because an item that is known already is sent to no encoder.
             check_content_hash(source.data, content_hash, read.sha256 if read else "")
             content_hash = ""
     except MediaError as error:
@@ -186,7 +186,7 @@ def _item(
 
 
 def _salt(request: Any) -> str:
-    """A digest of what keeps the request apart in the prefix cache; empty where nothing does."""
+    """A digest of the request's salts in the prefix cache; empty without any."""
     told = [getattr(request, name, None) or "" for name in _SALTS]
     if not any(told):
         return ""
@@ -206,7 +206,7 @@ def _flatten(data: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _options(entry: Any) -> dict[str, Any]:
-    """Per-item options that change what the encoder makes of the media."""
+    """Per-item options that change the embedding."""
     if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
         values: Mapping[str, Any] = {
             field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)

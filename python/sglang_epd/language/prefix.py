@@ -9,7 +9,7 @@ Every rank decides by itself, because asking a tree and locking its nodes change
 the trees of ranks that run a request together must stay the same. They decide alike: they
 see the same requests in the same tick. Only the rank that leads talks to the receiver.
 
-What was matched is locked until the prefill has taken it. The locks yield: as soon as a
+A match is locked until the prefill has taken it. The locks yield: as soon as a
 request is not admitted, or a running one cannot go on, for want of memory, all of them are
 let go, because requests that wait must not keep memory from those that could run. So a
 match may be lost; then the request is taken out of the queue again, its items are sent
@@ -62,7 +62,7 @@ class Bare:
 
 
 class Tree(Protocol):
-    """What is needed of SGLang's radix tree."""
+    """The part of SGLang's radix tree that is used here."""
 
     def match(self, request: Any) -> tuple[int, Any]:
         """Tokens of the prompt whose KV is on the device, and the node they end at."""
@@ -73,7 +73,7 @@ class Tree(Protocol):
 
 
 class Queue(Protocol):
-    """What is needed of SGLang's scheduler."""
+    """The part of SGLang's scheduler that is used here."""
 
     def add(self, request: Any, *, retracted: bool) -> None:
         """Take a request in (again)."""
@@ -85,7 +85,7 @@ class Queue(Protocol):
         """Ids of all requests that wait to be prefilled, wherever."""
 
     def discard(self, request: Any) -> None:
-        """Give back what a request that will not run holds."""
+        """Give back the memory of a request that will not run."""
 
 
 def mark(output: Any, rows: list[Rows], resting: Resting) -> None:
@@ -213,13 +213,13 @@ class Gate:
             None if item is None else self._arena.read(item, self._reader) for item in settled.items
         ]
         if settled.code:
-            # What was read is dropped with this frame.
+            # This frame holds the embeddings.
             return self._fail(request, from_code(settled.code, settled.message))
         bare = bare_items(request)
         keys = bare[0][1].resting.expect.keys
         landed = zip(settled.items, keys, strict=True)
         if any(item is not None and item.key != key for item, key in landed):
-            # The prompt was laid out for what was at their addresses before.
+            # The prompt was laid out for the earlier embeddings at their addresses.
             return self._fail(request, MediaError("the request's media changed meanwhile"))
         for item, note in bare:
             whole = embeddings[note.rows.item]

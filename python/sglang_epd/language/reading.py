@@ -1,8 +1,8 @@
 """A large request's inline media, read in a thread before the request is planned.
 
 Base64 and digests of hundreds of megabytes would stop the tokenizer's event loop, where all
-requests are. SGLang asks for a request's plan in that loop and waits for it, so what takes
-long is done beforehand and found here. Small requests are read when they are planned: a
+requests are. SGLang asks for a request's plan in that loop and waits for it, so long work
+is done beforehand and found here. Small requests are read when they are planned: a
 thread takes longer to wake than they do.
 """
 
@@ -21,7 +21,7 @@ from PIL import Image
 from sglang_epd.errors import MediaError
 from sglang_epd.media import EscapeBudget, MediaSource, digest, parse_source
 
-# What takes about a millisecond: so many bytes, or so many entries however small.
+# About a millisecond of work: so many bytes, or so many small entries.
 LARGE_BYTES = 1 << 20
 MANY_ENTRIES = 64
 # Each has a request's media twice, encoded and decoded; others wait for their turn.
@@ -34,7 +34,7 @@ class Read:
 
     Attributes:
         entry: the entry itself, so that no other has its place in memory.
-        source: what it is, or why it cannot be read.
+        source: the media, or why they cannot be read.
         digest: of inline bytes; empty of all else.
         sha256: the same, where the request has content hashes.
     """
@@ -58,10 +58,10 @@ def is_large(entries: Sequence[object]) -> bool:
 async def beforehand(entries: Sequence[object], *, hashed: bool) -> None:
     """Read entries in a thread, for the plans of the current task until `forget`.
 
-    Cancelling it leaves nothing behind: what a thread has begun is dropped.
+    Cancelling it leaves nothing behind: a thread's result is dropped.
 
     Args:
-        hashed: whether somebody will compare content hashes.
+        hashed: whether content hashes will be compared.
     """
     reading = asyncio.get_running_loop().run_in_executor(_threads, _all, entries, hashed)
     _read.set(await reading)
@@ -73,7 +73,7 @@ def forget() -> None:
 
 
 def find(entry: object) -> Read | None:
-    """What was read of an entry beforehand; None where nothing was."""
+    """The entry's media that were read beforehand; None without any."""
     known = _read.get()
     found = known.get(id(entry)) if known else None
     return found if found is not None and found.entry is entry else None

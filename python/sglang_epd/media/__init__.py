@@ -1,4 +1,4 @@
-"""What an item is before an encoder sees it: source, digest, limits, safe fetching, decoding.
+"""An item before an encoder sees it: source, digest, limits, safe fetching, decoding.
 
 Anything in the package may import this one; it imports nothing of the package
 but `errors`, nothing of SGLang, and reads no configuration besides

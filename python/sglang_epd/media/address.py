@@ -46,7 +46,7 @@ _DENIED_V6 = tuple(
     )
 )
 # An IPv4 address inside an IPv6 address, by the bits below it: the packet ends up
-# at the former, so the former is what is judged.
+# at the former, so the former is judged.
 _EMBEDDED_V4 = (
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # IPv4-mapped (RFC 4291)
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64 (RFC 6052)

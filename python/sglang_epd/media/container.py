@@ -1,9 +1,9 @@
-"""Whether a video or sound file may be shown to FFmpeg, and what a video may cost.
+"""Whether a video or sound file may be shown to FFmpeg, and the cost of a video.
 
-FFmpeg opens whatever it recognises, playlists that name other files and hosts among it.
-So files are admitted by what they are: videos as ISO base media, that is MP4 and QuickTime,
-or Matroska, that is WebM; sounds as WAV, FLAC, MP3 or Ogg. What opening and decoding them
-takes, in memory and in time, is bounded by the process that does it (`decoding`).
+FFmpeg opens every format that it recognises, playlists that name other files and hosts among it.
+So files are admitted by their format: videos as ISO base media, that is MP4 and QuickTime,
+or Matroska, that is WebM; sounds as WAV, FLAC, MP3 or Ogg. The process that opens and decodes
+them bounds memory and time (`decoding`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_epd.media.limits import MediaLimits
 
 _ISO_FIRST = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _EBML = b"\x1a\x45\xdf\xa3"
-# What FFmpeg would take a text for, and follow to other files and hosts. It looks no
+# Texts that FFmpeg would take for a playlist, and follow to other files and hosts. It looks no
 # further than the first NUL.
 _POINTERS = re.compile(rb"<mpd|<compositionplaylist|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _SOUND = re.compile(rb"RIFF....WAVE|RF64....WAVE|fLaC|OggS|\xff[\xe2-\xef\xf2-\xff]", re.DOTALL)
@@ -52,7 +52,7 @@ def check_audio(data: bytes, limits: MediaLimits) -> None:
         MediaError: it is none of these files.
     """
     _check_bytes("audio", data, limits)
-    # FFmpeg skips a tag in front, and takes what follows for whatever it looks like.
+    # FFmpeg skips a tag in front, and takes the rest for any format that it resembles.
     if not _SOUND.match(data, _after_tag(data)):
         raise MediaError("not an audio file that is read here: WAV, FLAC, MP3 and Ogg are")
 

@@ -3,8 +3,8 @@
 SGLang opens, loads and, unless the mode is RGB already, converts to RGB: the alpha
 channel is dropped, not blended, and an EXIF orientation is not applied (TIFF is the
 exception: Pillow itself applies it while loading). `decode_image` does exactly that,
-behind bounds on what a header claims. What decoding takes beyond that, in memory and in
-time, is bounded by the process that does it (`decoding`).
+behind bounds on a header's claims. The process that decodes bounds memory and time beyond
+that (`decoding`).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _damaged(name: str, error: Exception) -> MediaError:
 
 
 def _guess(start: bytes) -> str:
-    """What the bytes seem to be instead: most often a web page or an error in JSON."""
+    """The apparent type of the bytes: most often a web page or an error in JSON."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     for pattern, guess in _GUESSES:
         if pattern.match(start):

@@ -1,6 +1,6 @@
-"""Fetching media over HTTP from addresses that nobody here trusts.
+"""Fetching media over HTTP from untrusted addresses.
 
-What is bounded and denied, and where: the URL and its host on every hop (`_follow`),
+The bounds and refusals, and their places: the URL and its host on every hop (`_follow`),
 the address at the moment a socket is made for it (`_guarded_socket`), the bytes while
 they arrive (`_read_body`) and once unpacked (`_decompress`), the time round all of it
 (`slots`, `fetch`). Decoding the media is not done here, nor is anything remembered.
@@ -80,11 +80,11 @@ class FetchedMedia:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of asking for an HTTP URL.
+    """The answer for an HTTP URL.
 
     Attributes:
-        media: None where what was known of it holds still.
-        trail: how it was come by, for whoever remembers it.
+        media: None where the earlier content is still valid.
+        trail: the answers on the way, to be remembered.
     """
 
     media: FetchedMedia | None
@@ -118,7 +118,7 @@ class MediaFetcher:
     it is left. No proxy of the environment is used, no cookie kept.
 
     Args:
-        limits: what may be read.
+        limits: media that may be read.
         concurrency: fetches at a time; further ones wait inside their deadline.
         per_host: of these, fetches from one host, so that a slow one delays its own.
             Of both, one request has half at most (`shares`).
@@ -216,13 +216,13 @@ class MediaFetcher:
     async def ask(
         self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
-        """Read an HTTP URL and hash what is there, unless that is known.
+        """Read an HTTP URL and hash its content, unless the earlier content is valid.
 
-        There is no deadline but `limits.total_timeout_s`, from when there is a slot: it is
-        for those who may have different ones.
+        There is no deadline but `limits.total_timeout_s`, from when there is a slot: callers
+        may have different ones.
 
         Args:
-            known: how it was come by before; of it, what is stale is asked for, and the
+            known: the answers of an earlier read; stale ones are asked for again, and the
                 media only if they have changed.
             account: is asked for room before anything is read, and while bytes arrive
                 before more are read. The time that it takes is not the host's.
@@ -231,7 +231,7 @@ class MediaFetcher:
             MediaError: as of `fetch`.
         """
         async with self._turn(source, account) as turn:
-            # With a slot: whoever may have bytes can go on, and so gives them back.
+            # With a slot: an item that has room for bytes can go on, and so gives them back.
             await turn.grow(_FIRST_BYTES)
             data, trail = await self._follow(_parse(source.url or ""), known, turn)
         if data is None:
@@ -266,7 +266,7 @@ class MediaFetcher:
         """A slot, and the time that one item may take."""
         try:
             host = urlsplit(source.url or "").netloc.rpartition("@")[2].lower()
-        except ValueError:  # what is wrong with it is said where it is read
+        except ValueError:  # its fault is reported where it is read
             host = ""
         limit_s = self._limits.total_timeout_s
         return self._slots.turn(host, display(source), limit_s, account or Account())
@@ -284,7 +284,7 @@ class MediaFetcher:
     ) -> tuple[bytes | None, Trail]:
         """Get `url`, following redirects by hand so that each hop is judged.
 
-        Of what is known, only what is stale is asked for; no bytes if all of it holds.
+        Only stale answers are asked for again; no bytes if all of them hold.
         """
         assert self._session is not None, "the fetcher is used outside its context"
         steps: list[Step] = []
@@ -367,7 +367,7 @@ class MediaFetcher:
         return guarded
 
     def _answering(self, response: aiohttp.ClientResponse) -> AbstractContextManager[None]:
-        """Around the body of an answer, for which a socket takes in what comes."""
+        """Around the body of an answer, for which a socket reads."""
         transport = response.connection and response.connection.transport
         if transport is None:  # all of it is here
             return nullcontext()
@@ -392,7 +392,7 @@ class MediaFetcher:
                 if chunks > _FEW_CHUNKS + turn.nbytes // _CHUNK_BYTES:
                     raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
                 if turn.nbytes > room:
-                    # What was announced is not believed: no room is kept for what does not come.
+                    # An announced length is not believed: no room is reserved by it.
                     more = max(_FIRST_BYTES, turn.nbytes // 4)
                     room = min(turn.nbytes + more, max(most, turn.nbytes))
                     await turn.grow(room)
@@ -445,7 +445,7 @@ def _check_not_empty(data: bytes, source: MediaSource) -> None:
 
 
 def _known_step(known: Trail | None, url: URL) -> tuple[Step | None, URL | None]:
-    """What was answered at a URL before, and where it led; None if to the media."""
+    """The earlier answer at a URL, and where it led; None if to the media."""
     steps = known.steps if known is not None else ()
     for n, step in enumerate(steps):
         if step.url == str(url):

@@ -1,6 +1,6 @@
 """A fetcher on an event loop of its own, so that hosts keep no other loop busy.
 
-What hosts send is parsed, decrypted and unpacked on the loop that reads from them. A server's
+Hosts' bytes are parsed, decrypted and unpacked on the loop that reads from them. A server's
 loop answers `/health` and other users meanwhile.
 """
 
@@ -49,7 +49,7 @@ class FetchingThread:
     loop. Cancelling a call cancels it in the thread.
 
     Args:
-        limits: what may be read.
+        limits: media that may be read.
         options: further ones of `MediaFetcher`.
     """
 

@@ -1,9 +1,9 @@
-"""What HTTP lets a shared cache remember of media, and for how long (RFC 9111).
+"""HTTP caching of media: what a shared cache may remember, and for how long (RFC 9111).
 
 Plain data: of each answer on the way to the media (redirects, then the media) the header
-fields that caching depends on, and what follows from them. Wherever RFC 9111 leaves a
-choice, or a server contradicts itself, the cautious reading is taken: what may be private
-is not kept, what may be stale is stale. Nothing is guessed: without an explicit lifetime an
+fields that caching depends on, and the conclusions from them. Wherever RFC 9111 leaves a
+choice, or a server contradicts itself, the cautious reading holds: possibly private means
+private, possibly stale means stale. Nothing is guessed: without an explicit lifetime an
 answer is stale at once, and worth keeping only if it has a validator. Sends nothing.
 """
 
@@ -16,8 +16,8 @@ from email.utils import mktime_tz, parsedate_tz
 from typing import Protocol, Self
 from urllib.request import parse_http_list
 
-# Why an answer is not kept. After the first four it may not even be shared by those who
-# ask while it is on its way.
+# Why an answer is not kept. After the first four, simultaneous requests may not even
+# share it.
 NO_STORE = "no_store"
 PRIVATE = "private"
 SET_COOKIE = "set_cookie"
@@ -28,7 +28,7 @@ STATUS = "status"  # none that says: these are the media
 _NOT_SHARED = frozenset({NO_STORE, PRIVATE, SET_COOKIE, VARY})
 
 _FIELDS = ("cache-control", "expires", "date", "age", "etag", "last-modified")
-# Of the URLs and header fields of one trail: what servers say must not fill the memory.
+# Of the URLs and header fields of one trail: servers' answers must not fill the memory.
 _MAX_CHARS = 4096
 # RFC 9111, 1.2.2: a larger number of seconds stands for this one.
 _MAX_SECONDS = 1 << 31
@@ -47,8 +47,8 @@ class Step:
     """One answer on the way to media.
 
     Attributes:
-        url: what was asked for.
-        fresh_until: until then nobody needs to ask again, on `time.monotonic`.
+        url: the URL that was asked for.
+        fresh_until: until then no request is needed, on `time.monotonic`.
         obstacle: why it may not be kept; empty if it may.
     """
 
@@ -89,7 +89,7 @@ class Step:
     def confirmed(
         self, headers: Headers, *, sent: float, received: float, wall_s: float
     ) -> Self | None:
-        """What is known after a 304 (Not Modified); None if that was said of something else.
+        """The trail after a 304 (Not Modified); None if that was said of something else.
 
         Args:
             headers, sent, received, wall_s: of the 304, as for `of`.
@@ -119,7 +119,7 @@ class Trail:
     steps: tuple[Step, ...]
 
     def fresh(self, now: float) -> bool:
-        """Whether nobody needs to ask again, on the clock of `time.monotonic`."""
+        """Whether no request is needed, on the clock of `time.monotonic`."""
         return all(step.fresh_until > now for step in self.steps)
 
     @property
@@ -138,7 +138,7 @@ class Trail:
 
     @property
     def shared(self) -> bool:
-        """Whether those who ask at the same time may have one answer."""
+        """Whether simultaneous requests may share one answer."""
         return not any(step.obstacle in _NOT_SHARED for step in self.steps)
 
 
@@ -209,7 +209,7 @@ def _age_s(fields: Mapping[str, str], delay_s: float, wall_s: float) -> float:
 
 
 def _read_seconds(text: str) -> float:
-    """A number of seconds; 0 for what is none."""
+    """A number of seconds; 0 for an invalid one."""
     if not _SECONDS.fullmatch(text):
         return 0.0
     return float(min(int(text), _MAX_SECONDS) if len(text) <= 20 else _MAX_SECONDS)
@@ -219,12 +219,12 @@ def _read_date(text: str) -> float | None:
     try:
         parsed = parsedate_tz(text)
         return None if parsed is None else float(mktime_tz(parsed))
-    except (ValueError, OverflowError, TypeError, IndexError):  # of what is no date at all
+    except (ValueError, OverflowError, TypeError, IndexError):  # of an invalid date
         return None
 
 
 def _varies(values: Iterable[str]) -> bool:
-    """Whether the answer may be another for who asks with other header fields."""
+    """Whether the answer may differ for a client with other header fields."""
     names = {name.strip().lower() for value in values for name in value.split(",")}
     # Always asked for the same way.
     return bool(names - {"", "accept-encoding"})

@@ -1,4 +1,4 @@
-"""Sockets to servers that nobody here trusts.
+"""Sockets to untrusted servers.
 
 aiohttp parses all that one read has brought before the event loop goes on: 256 KiB of interim
 answers (`HTTP/1.1 103`, 18 bytes) take a quarter of a second. Here a read brings little while
@@ -16,7 +16,7 @@ from typing import Any
 # At a time: while an answer is awaited, and of a body.
 _LEAST_BYTES = 2 << 10
 _MOST_BYTES = 64 << 10
-# What a read of a body in chunks may bring, of what has come already.
+# The share of the body so far that one read of a chunked body may bring.
 _GROWTH = 16
 # A TLS handshake with a long chain of certificates, and headers.
 _UNANSWERED_BYTES = 64 << 10
@@ -35,7 +35,7 @@ class GuardedSocket(socket.socket):
         """From when an answer's headers have come until its body has ended.
 
         Args:
-            chunked: it comes in chunks, whatever their size.
+            chunked: it comes in chunks of any size.
         """
         self._answering = True
         self._most = _LEAST_BYTES if chunked else _MOST_BYTES

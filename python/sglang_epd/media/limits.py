@@ -1,4 +1,4 @@
-"""What media may be read, from where, and how much of it."""
+"""Limits of media: kinds, places and sizes that may be read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class MediaLimits:
         max_bytes, max_url_bytes = math.ceil(told.media_max_mb * (1 << 20)), None
         if url_mb is not None and not environment(env).get("SGLANG_EPD_MEDIA_MAX_MB", "").strip():
             max_url_bytes = url_mb << 20 or NO_LIMIT
-            # What may be fetched may be decoded; inline media are not the flag's.
+            # Media that may be fetched may be decoded; the flag does not bound inline media.
             max_bytes = max(max_bytes, max_url_bytes)
         return cls(
             max_bytes=max_bytes,

@@ -1,7 +1,7 @@
-"""An image's width and height, read from its first bytes.
+"""An image's width and height, read from its first bytes, and the cost of decoding an item.
 
 For estimates: it looks at a few numbers, decodes nothing, allocates nothing, and takes
-microseconds whatever the bytes are. `decode_image` is who decides what an image is.
+microseconds for any input. `decode_image` decides what an image is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_epd.modality import IMAGE, VIDEO
 _MAX_JPEG_SEGMENTS = 256
 _JPEG_2000_BOX = b"\0\0\0\x0cjP  \r\n\x87\n"
 _JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
-# What stands before a JPEG 2000's codestream: a profile is some kilobytes.
+# Bytes before a JPEG 2000's codestream: a profile is some kilobytes.
 _MAX_JPEG_2000_HEADER = 64 << 10
 # Start-of-frame markers: 0xC0 to 0xCF but for tables (DHT, JPG, DAC).
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -25,7 +25,7 @@ def image_size(data: bytes) -> tuple[int, int] | None:
     """Width and height that a JPEG, PNG, WebP, GIF, BMP or JPEG 2000 file claims.
 
     Returns:
-        None for any other format and for what is cut off or claims no size.
+        None for any other format, and for a file that is cut off or claims no size.
     """
     size = None
     if data.startswith(b"\xff\xd8\xff"):
@@ -76,7 +76,7 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg_2000(data: bytes) -> tuple[int, int] | None:
-    """Of the codestream, which is what is decoded, whatever the file says around it."""
+    """Size of the codestream, which is decoded, rather than of the file around it."""
     at = data.find(_JPEG_2000_STREAM, 0, _MAX_JPEG_2000_HEADER)
     if at < 0:
         return None

@@ -1,8 +1,8 @@
-"""How many fetches run at a time, and which of them makes way for those that wait.
+"""How many fetches run at a time, and which slow ones are given up for those that wait.
 
-A fetch has a slot for as long as nobody else needs the slot, up to its time limit. While an owner
+A fetch has a slot until another owner needs the slot, up to its time limit. While an owner
 waits, the slowest of the fetches that have sent less than `MIN_BYTES_PER_S` are given up, of owners
-who have more slots. Slow hosts of many names can therefore not fill all slots.
+with more slots. Slow hosts of many names can therefore not fill all slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOK_S = 0.1
 
 
 class Account:
-    """What a fetch counts against: by itself, as a request of its own with any number of bytes."""
+    """The account of a fetch without one: a request of its own with any number of bytes."""
 
     @property
     def owner(self) -> Hashable:
@@ -36,7 +36,7 @@ class Turn:
     """One fetch that has a slot.
 
     Attributes:
-        account: what it counts against.
+        account: the request that it counts against.
         nbytes: that have arrived.
         gave_way: whether it was given up for others.
     """
@@ -170,15 +170,15 @@ class Shares:
     """Places at a time, of which an owner may have as many as are free; for one event loop.
 
     Owners that take all they may have the same number in the end, and as many places are
-    free for an owner who comes new. Places that become free go to those first who have few.
+    free for a new owner. Free places go first to owners with few.
     (Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.)
 
     Args:
-        total: places; the last one is had by whoever has none.
+        total: places; the last one goes to an owner without any.
 
     Attributes:
         held: places by owner.
-        waiting: the owners of those who wait for a place, in order.
+        waiting: the owners that wait for a place, in order.
     """
 
     def __init__(self, total: int) -> None:
@@ -190,7 +190,7 @@ class Shares:
 
     @asynccontextmanager
     async def of(self, owner: Hashable) -> AsyncIterator[None]:
-        """Around what takes a place."""
+        """Holds a place while the context lasts."""
         if not self._take(owner):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting[turn] = owner

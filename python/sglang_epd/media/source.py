@@ -31,12 +31,12 @@ _BLANKS = b" \t\r\n\f"
 # Of all of a request's data URLs: base64 needs none, and undoing one takes 0.15 us and fifty
 # bytes of memory.
 _MAX_ESCAPES = 4096
-# What is done to a text at a time, while no other thread runs. A multiple of four.
+# Characters of a text that are decoded at a time, while no other thread runs. A multiple of four.
 _SLICE = 1 << 20
 _MAX_URL_CHARS = 16 * 1024
 _MAX_PATH_CHARS = 4096
 _MAX_SHOWN_CHARS = 120
-# What PNG stores as it is. Every other mode is converted first, as decoding
+# Modes that PNG stores unchanged. Every other mode is converted first, as decoding
 # would convert it later.
 _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
 
@@ -287,7 +287,7 @@ def _encode_png(image: Image.Image) -> bytes:
         # Light compression: these bytes live as long as the request does. Colour
         # profiles are not part of the pixels, so they stay out of the digest.
         image.save(file, "PNG", compress_level=1, icc_profile=None)
-    except Exception as error:  # a lazily opened image fails here, in whatever way its format does
+    except Exception as error:  # a lazily opened image fails here, with errors of its format
         raise MediaError(f"the PIL image cannot be read ({type(error).__name__})") from error
     return file.getvalue()
 
@@ -311,7 +311,7 @@ def parse_content_hash(given: object) -> str:
 
 
 def check_content_hash(data: bytes, expected: str, sha256: str = "") -> None:
-    """Compare encoded media with what a caller says that they are.
+    """Compare encoded media with a caller's digest of them.
 
     Args:
         expected: as of `parse_content_hash`; nothing is compared where it is empty.

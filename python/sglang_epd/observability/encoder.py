@@ -37,7 +37,7 @@ class EncoderMetrics(Metrics):
         "Encode requests by HTTP status; 499 for those that were cancelled", "status"
     )
     request_seconds = histogram(
-        "Time from an encode request's arrival until its answer, whatever that was",
+        "Time from an encode request's arrival until its answer of any kind",
         buckets=_STAGE_BUCKETS_S,
     )
     fetch_failures = counter(
@@ -108,7 +108,7 @@ class StoreMetrics(Metrics):
     )
     bytes = counter("Embedding bytes read from the shared store and written to it", "direction")
     seconds = histogram(
-        "Time that the shared store took, whatever came of it",
+        "Time that the shared store took, with any outcome",
         "direction",
         buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     )

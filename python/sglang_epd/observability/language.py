@@ -55,7 +55,7 @@ class DispatchMetrics(Metrics):
 
 
 class DispatchTally(PrometheusTally):
-    """Counts what becomes of a language server's requests with media.
+    """Counts the outcomes of a language server's requests with media.
 
     Args:
         namespace: of the encoders that this server takes embeddings from.
@@ -115,7 +115,7 @@ class ReceiverMetrics(Metrics):
     held_bytes = gauge("Bytes granted, received or being read", across="livesum")
     waiting_offers = gauge("Offers that wait for memory", across="livesum")
     quarantined_blocks = gauge("Revoked grants still being written to", across="livesum")
-    kept_bytes = gauge("Bytes of embeddings that are kept for who asks again", across="livesum")
+    kept_bytes = gauge("Bytes of idle embeddings, kept for later requests", across="livesum")
 
 
 class DecodeMetrics(Metrics):

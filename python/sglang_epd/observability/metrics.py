@@ -36,7 +36,7 @@ def counter(text: str, *labels: str) -> Counter:
 
 
 def gauge(text: str, *labels: str, across: _Across = "all") -> Gauge:
-    """A gauge; `across` says what becomes of it where a server has several processes."""
+    """A gauge; `across` says how the values of a server's processes are combined."""
     return cast(
         Gauge, partial(Gauge, documentation=text, labelnames=labels, multiprocess_mode=across)
     )

@@ -1,8 +1,8 @@
 """Server arguments that differ on a CPU, wherever the user has not set them, and how the
 servers on one machine share its cores.
 
-SGLang hands over a view: what is read from it is what resolution has decided so far,
-what is assigned to it is recorded as this platform's decision. `_raw_input` holds what
+SGLang hands over a view: reading from it gives what resolution has decided so far,
+assigning to it records this platform's decision. `_raw_input` holds what
 the user typed, which tells a choice from an earlier default.
 """
 
@@ -67,7 +67,7 @@ def kv_tokens(free_bytes: int, bytes_per_token: int) -> int:
     else, and torch touches every page of it at start. An eighth of what is free and
     2 GiB at most lets a prefill, a decode and a language server start together on
     24 GiB with room for their weights. The bound on tokens is for small models: more
-    than a CPU can prefill in a sitting serves nobody. SGLang lowers the figure further
+    than a CPU can prefill in a sitting is of no use. SGLang lowers the figure further
     if its own profile finds less, so the minimum cannot overcommit.
     """
     affordable = min(free_bytes // FREE_MEMORY_SHARE, MAX_KV_BYTES) // bytes_per_token
@@ -166,7 +166,7 @@ def wait_passively() -> None:
     the slice of the thread it waits for: eight layers of 1024 patches took 450 ms
     beside one busy process on two cores, and 70 ms with the policy, which costs nothing
     when alone. Processes started from here read the policy from the environment. This
-    one loaded libgomp before, so it is told otherwise: libgomp spins briefly when it
+    one loaded libgomp before, so libgomp gets the policy by a call: it spins briefly when it
     manages more threads than there are cores, and a parked thread that has run one
     parallel operation keeps its own team counted.
     """

@@ -1,4 +1,4 @@
-"""What a scheduler does while it has nothing to run.
+"""A scheduler sleeps while it has nothing to run.
 
 SGLang's idle sleeper waits up to a second for a request from the tokenizer and knows
 no other source of work, and a scheduler that is not idle but has no batch does not

@@ -1,4 +1,4 @@
-"""Torch-native attention of what follows a cached prefix.
+"""Torch-native attention of the tokens behind a cached prefix.
 
 SGLang's backend computes attention for every token of a prompt, those of the cached prefix
 with queries of nothing in particular, and drops their rows: a short question behind a long
@@ -80,7 +80,7 @@ def _attend(
     *,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What the last tokens of a prompt attend to: [new, heads, width of a value].
+    """Attention output of the last tokens of a prompt: [new, heads, width of a value].
 
     Args:
         query: [new, heads, width].

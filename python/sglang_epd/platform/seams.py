@@ -1,4 +1,4 @@
-"""Which SGLang modules this platform changes, and with what: here, or in `idle`,
+"""The SGLang modules that this platform changes, and the changes: here, or in `idle`,
 `prefix_attention` and `vision_attention`."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small process with one thread, which forks children for a server (`nursery`).
 
 Started as `python -m sglang_epd.processes.forker FD FRONT MODULE...`: FD is its end of
-the channel, FRONT the server's process id, and what children need of the modules is
-imported here, once. A child begins within milliseconds, and shares what was imported
+the channel, FRONT the server's process id, and the modules that children need are
+imported here, once. A child begins within milliseconds, and shares the imports
 with the others. Nothing of a user is ever read in this process.
 """
 
@@ -28,7 +28,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def depend_on(parent: int) -> None:
-    """End when the parent does, whatever ended it, and not by what its terminal is told.
+    """End when the parent does, for any reason, and not by signals of its terminal.
 
     The kernel sends SIGKILL when the parent's thread that started this process ends.
     SIGINT and SIGTERM, which reach a whole process group, are the parent's to answer.
@@ -63,7 +63,7 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-# What serves users, and what is nearer to its end, comes first on a busy machine. Beside three
+# Processes that serve users, or that end soon, come first on a busy machine. Beside three
 # hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
 _NICE = 10
 _BEAR = msgspec.msgpack.Decoder(Bear)
@@ -107,7 +107,7 @@ class _Forker:
         self._poll.register(fd, select.POLLIN)
         try:
             send_now(end, Born(pid), [fd])
-        except OSError:  # nobody waits for it any more; it sees the end of its channel
+        except OSError:  # the item is no longer wanted; it sees the end of its channel
             return
 
     def _live(self, told: Bear, end: socket.socket) -> NoReturn:

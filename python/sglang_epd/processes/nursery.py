@@ -4,7 +4,7 @@ A server has threads, a model and users' data, and must not be forked. So one sm
 process forks for it (`forker`); it is started with the first child and, should it die,
 again with the next one. The kernel ends it with the server, and its children with it.
 
-Owns the processes. What they are told is between a child and its user.
+Owns the processes. The messages to them are between a child and its user.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _END_S = 5.0
 _ENV = {
     # One heap for all threads: each more would claim 64 MiB of addresses, which count.
     "MALLOC_ARENA_MAX": "1",
-    # What is freed is kept for the next item, up to this: new pages were half of the time.
+    # Freed memory is kept for the next item, up to this: new pages were half of the time.
     "MALLOC_MMAP_THRESHOLD_": str(16 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
     "OMP_NUM_THREADS": "1",

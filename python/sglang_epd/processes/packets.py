@@ -1,6 +1,6 @@
 """Packets between processes of one server.
 
-Each goes over a Unix socket pair, so nothing listens anywhere. What is large crosses as
+Each goes over a Unix socket pair, so nothing listens anywhere. Large data cross as
 an anonymous file in memory whose descriptor travels with a packet: the bytes are written
 once, and read or mapped once.
 """
@@ -44,7 +44,7 @@ def new_file(nbytes: int, name: str = "sglang-epd") -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        # Who maps it may rely on its size: one that shrinks would end them by a signal.
+        # A process that maps it may rely on its size: one that shrinks would end it by a signal.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)

@@ -1,9 +1,9 @@
-"""A language server that holds its tower, too: what it encodes itself, and what it does not.
+"""Adaptive dispatch: a language server with a tower, and the images that it encodes itself.
 
 Under `--enable-adaptive-dispatch-to-encoder` SGLang asks for each request whether encoders
 are to have it, and processes the others as one server would. Here the question is
-answered by predicted cost (`dispatch/decider.py`); what stays is read by the rules that
-hold on encoders (`language/local_images.py`); and what was sent, but no encoder took, is
+answered by predicted cost (`dispatch/decider.py`). Images that stay are read by the rules of
+encoders (`language/local_images.py`). A request that was sent, but that no encoder took, is
 taken back before a scheduler has seen it.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
@@ -72,7 +72,7 @@ _LOOKS_WITHOUT = 2
 
 @dataclass
 class _Sent:
-    """What encoders were sent of one prompt."""
+    """The items of one prompt that were sent to encoders."""
 
     items: list[EncodeItem]
     decision: Decision
@@ -92,15 +92,15 @@ _current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", defaul
 
 
 class Adaptive:
-    """Decides, and does what stays here.
+    """Decides where media are encoded, and encodes the images that stay.
 
     Args:
-        frontend: what is sent, and how that ends.
-        images: reads what stays.
+        frontend: sends requests to encoders, and reports how they end.
+        images: reads images that stay.
         snapshot: the encoders now.
         chosen: the URLs that the current request names; None for all.
         estimate: patches of an item.
-        knobs: what people have set.
+        knobs: users' settings.
         rate: patches a second of the tower here; 0 where unknown.
         metrics: counts decisions.
         timeout_s: a request's deadline.
@@ -276,7 +276,7 @@ class Adaptive:
         try:
             tokenized = await original(manager, prompt)
         except HTTPException as error:
-            # zmq_to_tokenizer: of what is curable, and of nothing else, it is this.
+            # zmq_to_tokenizer: this curable error, and no other.
             if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
                 raise
             return None, UnavailableError(str(error.detail))
@@ -308,7 +308,7 @@ class Adaptive:
         local = self._local_rate() if _local(items) else None
         decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
         if chosen is not None and decision.why in ("cost", "small", "few"):
-            # Somebody has decided already.
+            # Decided already.
             return replace(decision, where="remote", why="chosen")
         return decision
 
@@ -324,7 +324,7 @@ class Adaptive:
         return sum(self._estimate(item) for item in items)
 
     def _count(self, where: str, why: str) -> None:
-        """Every decision is counted; what is new, or changes the mode, is logged."""
+        """Count every decision; log a new reason and a change of mode."""
         self._metrics.decisions.labels(where, why).inc()
         new = (where, why) not in self._seen
         self._seen.add((where, why))
@@ -355,7 +355,7 @@ def create(
     settings: Settings,
     hf_config: Any,
 ) -> Adaptive | None:
-    """What decides in this tokenizer process; None without
+    """The adaptive decider of this tokenizer process; None without
     `--enable-adaptive-dispatch-to-encoder`.
 
     Args:

@@ -1,9 +1,9 @@
-"""What stands in place of SGLang's bootstrap server for encoders, and beside the routes of the
-one of prefill servers.
+"""The registration server of encoders in place of SGLang's, and the layouts beside the routes
+of a prefill server's bootstrap server.
 
 Leans on `TokenizerManager.init_disaggregation`, which makes an
 `EncoderBootstrapServer(host=, port=, urls=)` right before the multimodal receiver. It
-comes too early: nobody may register before this server's identity is known. And on
+comes too early: no encoder may register before this server's identity is known. And on
 `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every transfer
 backend's bootstrap server runs in its constructor, before its thread starts to serve
 `self.app` (aiohttp).
@@ -32,7 +32,7 @@ class BootstrapPlace:
         urls: as typed (`--encoder-urls`).
     """
 
-    # What `start` is to serve; SGLang makes one in a process.
+    # The application that `start` serves; SGLang makes one in a process.
     latest: BootstrapPlace | None = None
 
     def __init__(self, host: str, port: int, urls: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ class BootstrapPlace:
         return self.urls if self._pool is None else self._pool.urls()
 
     def close(self) -> None:
-        """Nobody can register any more."""
+        """End registration."""
         if self.watcher is not None:
             self.watcher.close()
 
@@ -69,13 +69,13 @@ class BootstrapPlace:
         )
         watcher.start()
         self.watcher, self._pool = watcher, pool
-        # Encoders then hear that nobody listens, and do not wait for an answer.
+        # Encoders then find the port closed, and do not wait for an answer.
         atexit.register(watcher.close)
         return watcher
 
 
 def trust() -> Trust:
-    """Whom this server believes, and what it shows.
+    """The tokens that this server accepts, and the one that it shows.
 
     Raises:
         ConfigError: a setting that cannot be honoured.
@@ -95,7 +95,7 @@ def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: No
     bootstrap server.
 
     Args:
-        observe_lag: told how late the event loop is that watches them.
+        observe_lag: called with the lag of the event loop that watches them.
 
     Raises:
         ConfigError: the port, a URL or a certificate cannot be used.
@@ -114,9 +114,8 @@ def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: No
 def serve_layouts(_result: None, server: Any) -> None:
     """After `_setup_routes`: add ours on a `--language-only` server.
 
-    Not where some media are laid out elsewhere, because who asks for those would be kept
-    waiting: `--enable-adaptive-dispatch-to-encoder` keeps them from the encoders, and
-    several tokenizer workers are other processes than this one.
+    Not with `--enable-adaptive-dispatch-to-encoder`, which keeps some media from encoders, so
+    that a decode server would wait in vain, nor with several tokenizer workers, because
     """
     from sglang.srt.runtime_context import get_disagg, get_serving
 

@@ -296,7 +296,7 @@ def versions() -> tuple[str, str]:
 
 
 def violations(srt: Path | None = None) -> list[str]:
-    """What is not as it was, a sentence each, with the module of ours that leans on it.
+    """Differences from the expected SGLang, a sentence each, with the dependent module of ours.
 
     Args:
         srt: the folder of `sglang.srt`; the installed one's when None.
@@ -347,7 +347,7 @@ class _Source:
         self._tree = functools.cache(self._parse)
 
     def function(self, module: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The definition of a function, a method, or what makes objects of a class."""
+        """The definition of a function, a method, or a class's constructor."""
         name, _, method = path.partition(".")
         found = self._definition(module, name)
         if found is None:

@@ -66,16 +66,16 @@ def set_up(manager: Any) -> None:
 
 
 class DecodePrompts:
-    """What a decode server's `mm_processor.process_mm_data_async` is.
+    """Replaces a decode server's `mm_processor.process_mm_data_async`.
 
     Args:
         processor: lays out a prompt (`get_validated_mm_data`).
-        original: SGLang's own method, for what the prefill does not know.
+        original: SGLang's own method, for requests that the prefill server does not know.
         ask: (host, port, room) to layouts, as `LayoutClient.ask`.
         default_port: of a bootstrap server whose port the request does not say.
         context_tokens: longer prompts are refused before they are laid out: the request says
-            which server is asked, so what is told may be anybody's.
-        metrics: counts what happened.
+            which server is asked, so the answer may come from any server.
+        metrics: counts the way of each prompt.
         live: the live requests by id, each with its `time_stats`.
     """
 

@@ -1,7 +1,7 @@
 """The encoders that a request names: `x-encoder-hosts-ports: host:port,host:port`.
 
 Gateways that schedule encoders themselves (llm-d) name those that a request may use.
-Heard only with SGLANG_EPD_ENCODER_HEADER, because it lets whoever may send requests choose
+Read only with SGLANG_EPD_ENCODER_HEADER, because it lets any client choose
 among the encoders that this server knows.
 
 Leans on `managers.tokenizer_manager.TokenizerManager._init_req_state(obj, request)`, which
@@ -50,7 +50,7 @@ class EncoderHeader:
 
     Args:
         urls: of all encoders that this server knows.
-        metrics: counts what is ignored.
+        metrics: counts unknown names.
     """
 
     def __init__(self, urls: Callable[[], Iterable[str]], metrics: HeaderMetrics) -> None:

@@ -1,4 +1,4 @@
-"""Hooks on SGLang, applied when SGLang imports what they are on; and whether they hold.
+"""Hooks on SGLang, applied when SGLang imports their targets; and whether they hold.
 
 SGLang's `HookRegistry` imports its targets while plug-ins register: the encoder and the
 model runner in processes that never use them, and `prometheus_client` before SGLang has
@@ -41,7 +41,7 @@ class Hook:
         attribute: a function or class of it, or `Class.method`.
         kind: `replace` puts ours in its place, a class too; `around` calls
             `function(original, *args)` instead; `after` calls `function(result, *args)` when
-            the original has returned, and drops what it returns.
+            the original has returned, and drops its result.
     """
 
     module: str
@@ -60,7 +60,7 @@ class _State:
 
     Attributes:
         installed: all of them.
-        applied: what stands in SGLang.
+        applied: the function that SGLang now calls.
         failed: why it cannot.
         required: whether all have to hold.
     """
@@ -199,6 +199,6 @@ def _reaches(found: Any, ours: Any, others: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _others(hook: Hook) -> Sequence[tuple[Any, ...]]:
-    """What other plug-ins have registered for the target: kind, function, source."""
+    """The hooks of other plug-ins on the target: kind, function, source."""
     registry = sys.modules.get(_REGISTRY)
     return registry.HookRegistry._hooks.get(hook.target, ()) if registry else ()

@@ -1,4 +1,4 @@
-"""What SGLang's own processing makes of media, named by the media.
+"""Items that SGLang's own processing makes, named by the content of their media.
 
 SGLang names an item by a hash of its preprocessed pixels, without their grid: that is its
 place in the prefix cache and in the cache of embeddings. A server that encodes itself
@@ -39,7 +39,7 @@ _FAMILIES = frozenset(
         "Qwen2AudioForConditionalGeneration",
     }
 )
-# What a request may ask of the processing of all its media, which no key knows of.
+# A request's options for the processing of all its media, which are in no key.
 REQUEST_OPTIONS = (
     "use_audio_in_video",
     "video_config",
@@ -50,7 +50,7 @@ REQUEST_OPTIONS = (
     "images_config",
     "mm_processor_kwargs",
 )
-# What SGLang puts into the `video_config` of a chat itself, for the few that read it.
+# The `video_config` that SGLang itself puts into a chat, for the few models that read it.
 _SGLANGS_OWN = "_"
 
 
@@ -87,7 +87,7 @@ def set_up(manager: Any) -> None:
 
 
 class ByContent:
-    """What `mm_processor.process_mm_data_async` is on a server that names by content.
+    """Replaces `mm_processor.process_mm_data_async` on a server that names by content.
 
     Args:
         original: SGLang's own method.
@@ -114,7 +114,7 @@ class ByContent:
         try:
             items = plan(request)
         except MediaError:
-            # Embeddings, say, or what SGLang's own processing will refuse.
+            # Embeddings, say, or media that SGLang's own processing will refuse.
             return {}
         keys: dict[str, list[bytes]] = {}
         for item in items:
@@ -137,7 +137,7 @@ def name_items(output: Any, keys: Mapping[str, Sequence[bytes]]) -> None:
         for item, key in zip(found, known, strict=True):
             if key:
                 item.set_identity(key)
-                # It holds what the item was called before; the scheduler makes it anew.
+                # It holds the earlier names; the scheduler makes it anew.
                 output.padded_input_ids = None
 
 

@@ -32,7 +32,7 @@ _FIGURES = struct.Struct("<dd")  # patches a second, time of the measurement
 _FADE = 0.9
 # The first forward of a process also compiles, allocates and warms up.
 _SKIPPED = 1
-# Older figures are forgotten, so that a tower that was slow once is tried again.
+# Older figures expire, so that a tower that was slow once is tried again.
 _VALID_S = 60.0
 _MAX_PENDING = 64
 

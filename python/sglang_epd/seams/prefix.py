@@ -38,7 +38,7 @@ class RadixTree:
         self._cache = cache
 
     def match(self, request: Any) -> tuple[int, Any]:
-        """What SGLang's own match at prefill would find, of what is on the device.
+        """The match that SGLang would find at prefill, of KV that is on the device.
 
         Nothing for requests and models whose prefill may begin before the end of the match.
         """

@@ -1,9 +1,9 @@
-"""A prompt's placeholders, found and expanded whatever stands next to them.
+"""A prompt's placeholders, found and expanded in any surroundings.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor.build_input_ids`,
 which replaces each media placeholder token by as many as the item has embedding rows, and
 on `multimodal.processors.qwen_vl.QwenVLImageProcessor.build_input_ids_with_timestamps`,
-which models that are told the time of each frame of a video have in its place.
+which models with time stamps for the frames of a video use in its place.
 The in-tree methods fail on a placeholder that directly follows another one and miss
 one at the very start (sglang#35799); they also do not know the `<image>` mark and
 already expanded runs that the colocated path accepts in text.
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 def lays_out(processor: Any, architecture: str) -> Any:
-    """What lays out the prompts of a model, of the processor that SGLang has registered:
+    """The object that lays out a model's prompts, made of SGLang's registered processor:
     that processor, mended, or the adapter of a family that SGLang's own EPD does not know.
 
     Raises:
@@ -121,7 +121,7 @@ def as_tokenized(
     it here; else None.
 
     Of a long conversation a scheduler would tokenize the text for tens of milliseconds, in
-    which nobody gets a token.
+    which no request gets a token.
 
     Args:
         modalities: of the prompt's items.
@@ -163,7 +163,7 @@ def _expand(
     item, and the items' modalities in prompt order.
 
     Args:
-        spelt: the pieces of each item of a placeholder; what is not here is of one
+        spelt: the pieces of each item of a placeholder; an item that is missing is of one
             piece without text. A piece has a position and a modality of its own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's tokenizer manager that are this package's receiver's business.
+"""Hooks on SGLang's tokenizer manager: requests that begin, end, or lose their client.
 
 Each finds the receiver through `manager.mm_receiver`, which only a language server has
 (`seams/tokenizer.py`), and passes straight through without one. Leans on
@@ -82,8 +82,8 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
 
     SGLang asks for a client every 4 s, and of a body of more than 64 KiB, which an image is,
     uvicorn has stopped reading: the first question has it read on, and only the second, 8 s
-    after the beginning, finds that nobody is there. By then encoders have encoded what nobody
-    waits for. Here the second question comes at once, and the pauses grow.
+    after the beginning, finds that the client is gone. By then encoders have encoded media that
+    no client waits for. Here the second question comes at once, and the pauses grow.
 
     Args:
         http: the client's request; None where there is none to leave.

@@ -1,4 +1,4 @@
-"""What a server is for: whether this package serves it, and what it is called in its logs.
+"""The role of a server: whether this package serves it, and its name in logs.
 
 Leans on `runtime_context.publish(server_args, ...)`, which each of SGLang's processes calls
 when it has loaded its plug-ins and before it serves anything.
@@ -38,7 +38,7 @@ def served(server_args: Any) -> bool:
 def hold(_result: Any, server_args: Any, *_args: Any, **_options: Any) -> None:
     """After `publish`: the hooks of this process hold, if its server is served.
 
-    A decode server without an EPD flag works by itself, if slower, and is told only.
+    A decode server without an EPD flag works by itself, if slower, and gets a warning only.
 
     Raises:
         ConfigError: they do not.

@@ -1,8 +1,8 @@
-"""Where the processes of one server find each other.
+"""The folder in which the processes of one server find each other.
 
 The launcher draws a run id and its children inherit it; the folder itself is made
-only by a language server's scheduler, and who drew the id removes it at exit. What a
-killed server left behind is removed by the next one: the scheduler holds a lock on its
+only by a language server's scheduler, and the process that drew the id removes it at
+exit. The next server removes the folder of a killed one: the scheduler holds a lock on its
 folder for as long as it lives.
 """
 
@@ -44,7 +44,7 @@ def control_path() -> Path:
 
 
 def claim() -> int:
-    """Make this server's folder and hold it; remove the folders that nobody holds.
+    """Make this server's folder and lock it; remove the folders without a lock.
 
     Returns:
         The lock's file descriptor, which stays open until the process ends.
@@ -54,7 +54,7 @@ def claim() -> int:
     held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)
     for other in folder.parent.glob(f"sglang-epd-{os.getuid()}-*"):
-        # Another user may have put there what looks like ours: a pipe would block us.
+        # Another user may have put a pipe there, which would block us.
         with contextlib.suppress(OSError):
             if other.lstat().st_uid == os.getuid():
                 _remove_unless_held(other)

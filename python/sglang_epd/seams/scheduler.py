@@ -1,4 +1,4 @@
-"""The schedulers' seam: SGLang's multimodal receiver, as its scheduler calls it.
+"""The scheduler's `mm_receiver`: holds requests back until their items are there.
 
 Leans on `managers.scheduler.Scheduler`, which calls
 `create_mm_receiver(server_args, dtype=, hf_config=, scheduler=)` once in every rank;
@@ -40,10 +40,10 @@ _CONNECT_S = 300.0
 
 
 class SchedulerSeam:
-    """What `Scheduler.mm_receiver` is while this package serves EPD.
+    """Stands as `Scheduler.mm_receiver` while this package serves EPD.
 
     Args:
-        backend: makes requests of what the leader passes on.
+        backend: makes runnable requests of the leader's.
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
         stager: on a device, copies embeddings to it.
@@ -69,7 +69,7 @@ class SchedulerSeam:
         return self._leader.waiting if self._leader is not None else []
 
     def pass_on(self, pulled: list[Any]) -> list[Any]:
-        """On the leading rank, before the broadcast: hold back what waits for items."""
+        """On the leading rank, before the broadcast: hold back requests that wait for items."""
         return self._leader.pass_on(pulled) if self._leader is not None else pulled
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:

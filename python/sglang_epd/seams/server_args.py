@@ -1,4 +1,4 @@
-"""What the flags ask for, and which combinations this package does not serve.
+"""Refuses combinations of flags that this package does not serve.
 
 Leans on `arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation`, which
 SGLang calls while it resolves the flags.
@@ -13,7 +13,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles
 
-# What the families call the number of a tower's attention heads.
+# The families' names for the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
 _RIVAL = "set SGLANG_EPD=off to use SGLang's own EPD"
 _NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
@@ -46,7 +46,7 @@ def resolve(original: Any, server_args: Any) -> None:
 
 
 def check(server_args: Any) -> None:
-    """Refuse, at start-up and by name, what would fail or be ignored later.
+    """Refuse, at start-up and by name, flags that would fail or be ignored later.
 
     Raises:
         ConfigError: a flag that this version does not honour.
@@ -80,7 +80,7 @@ def check(server_args: Any) -> None:
 
 
 def _check_family(server_args: Any, architecture: str) -> None:
-    """What can be said of a model that is not on SGLang's list before anything is loaded;
+    """Refuse, before anything is loaded, models outside SGLang's list that cannot be split;
     `families.proof` says the rest.
 
     Raises:

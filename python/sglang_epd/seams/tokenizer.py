@@ -1,4 +1,4 @@
-"""The tokenizer process's seam: SGLang's multimodal receiver, as its manager calls it.
+"""The tokenizer process's `mm_receiver`: plans requests and has their media encoded.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: it calls
 `create_mm_receiver(server_args, dtype=, hf_config=, encode_urls=)` once and
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerSeam:
-    """What `TokenizerManager.mm_receiver` is while this package serves EPD."""
+    """Stands as `TokenizerManager.mm_receiver` while this package serves EPD."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class TokenizerSeam:
         self._timeout_s = request_timeout_s
         # The encoders that the current request names (`headers.chooser`).
         self._chosen = chosen
-        # Of a prefill server: what its decode servers are told (`seams/bootstrap.py`).
+        # On a prefill server: the layouts for its decode servers (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         # Where prompts are laid out here: makes what does it of SGLang's processor.
         self._lays_out = lays_out
@@ -139,7 +139,7 @@ class TokenizerSeam:
                 prompt.need_wait_for_mm_inputs = True
                 prompt.encoder_urls = manifest.write(expect, rundir.secret())
         except Exception as error:
-            # SGLang ends all of the request: nobody is to wait for any of it.
+            # SGLang ends all of the request: none of its parts may be waited for.
             for rid in started:
                 self.frontend.cancel(rid)
             if not isinstance(error, MediaError | ProtocolError):
@@ -259,7 +259,7 @@ class TokenizerSeam:
             error.__cause__ = error.__context__ = None  # their traces hold the items too
             return error.with_traceback(None)
         except Exception:
-            # Whatever a model's processor makes of one prompt ends that request only.
+            # An error that a model's processor makes of one prompt ends that request only.
             logger.exception("Could not lay out the prompt of %s", request.rid)
             return EncodeError("the prompt could not be laid out with its media")
         except asyncio.CancelledError:

@@ -1,5 +1,4 @@
-"""SGLang's trace of a request: our spans are parts of it, its own says where media came from,
-and prefill and decode servers have one and the same.
+"""Our spans in SGLang's trace of a request, and one trace id on prefill and decode servers.
 
 Leans on `managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs(state, ...)`,
 which is called with `--enable-trace` alone, when a request has ended and before its root
@@ -54,7 +53,7 @@ def span_of(request: Any) -> Span:
 
 
 def resume(traceparent: str) -> Span:
-    """The span that a process of the same server told of; `OFF` if it told of none."""
+    """The span that a process of the same server has sent; `OFF` if it sent none."""
     return spans.resume({"traceparent": traceparent}) if traceparent else OFF
 
 
@@ -62,7 +61,7 @@ def begin_root(original: Callable[..., None], time_stats: Any, *args: Any, **opt
     """Around `set_created_time`: one trace for a request on its prefill and its decode server.
 
     The mini load balancer passes no header on, so that both would begin a trace of their own.
-    What both are told is the bootstrap room, a number drawn for this request.
+    Both know the bootstrap room, a number drawn for this request.
     """
     _next.trace_id = _trace_of_room(time_stats.trace_ctx)
     try:
@@ -80,10 +79,10 @@ def _trace_of_room(context: Any) -> int | None:
     """The id of a trace that begins here; None for any."""
     if not context.tracing_enable:
         return None
-    # What the asynchronous exporter is to be told, or the context's own, by the same names.
+    # The names that the asynchronous exporter, or the context itself, reads.
     told = getattr(context, "_init_args", None) or vars(context)
     room = told.get("bootstrap_room")
     if not room or told["role"] not in ("prefill", "decode"):
         return None
-    # Not the room itself: who samples by ids wants them to be spread evenly.
+    # Not the room itself: samplers by id want ids that are spread evenly.
     return int.from_bytes(blake3(b"sglang-epd trace %d" % room).digest(_TRACE_ID_BYTES))

@@ -3,7 +3,7 @@
 SGLang's models build their tower and read its weights even with `--language-only`;
 nothing calls it there, because every image arrives as an embedding. So it is built of one
 block, none of its tensors is read from the checkpoint, files without any other are not
-opened, and what is left of it is released, before SGLang sizes the KV cache. Kept, and its
+opened, and its few built layers are released, before SGLang sizes the KV cache. Kept, and its
 speed measured, where `--enable-adaptive-dispatch-to-encoder` may run it.
 
 Leans on `model_executor.model_runner.ModelRunner.load_model`, and on `families.reading`.
@@ -32,25 +32,25 @@ from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
-# Attribute names of what only an encoder runs, in the models that SGLang serves.
+# Attribute names of modules that only an encoder runs, in the models that SGLang serves.
 _TOWERS = (
     "visual",
     "vision_tower",
     "vision_model",
     "audio_tower",
-    # What fits a tower's output to the language model.
+    # Modules that fit a tower's output to the language model.
     "multi_modal_projector",
     "mlp1",
 )
-# What configurations call a tower's number of blocks.
+# Configurations' names for a tower's number of blocks.
 _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
 
 class ReleasedTower(nn.Module):
-    """Stands where the tower was, and says so to whoever calls it.
+    """Stands where the tower was; a call raises an error that says so.
 
-    What a tower says of prompts (Pixtral's puts the names of pictures into them) needs
-    nothing of its memory, and stays.
+    The tower's methods for prompts stay (Pixtral's puts the names of pictures into them): they
+    need none of its memory.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -95,7 +95,7 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
 
 
 def _prove(model_runner: Any) -> None:
-    """A model that SGLang does not list has to name pictures by what is known here."""
+    """Refuse a model that needs more than a language server has to name pictures in a prompt."""
     config = model_runner.model_config
     architecture = config.hf_config.architectures[0]
     family = family_of(architecture)
@@ -105,7 +105,7 @@ def _prove(model_runner: Any) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Drop what there is of the towers."""
+    """Drop the towers' modules."""
     model = getattr(model, "thinker", model)
     for name in _TOWERS:
         tower = getattr(model, name, None)

@@ -1,7 +1,7 @@
-"""What a store has to be able to do; `folder`, `redis` and `mooncake` are three.
+"""The contract of a store; `folder`, `redis` and `mooncake` implement it.
 
-A backend moves bytes by name and says what went wrong. Whether it is asked at all, and how
-long it may take, is decided by a breaker. `Threads` are for those whose calls block.
+A backend moves bytes by name and reports failures. Whether it is asked at all, and how
+long it may take, is decided by a breaker. `Threads` run calls that block.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Backend(Protocol):
         """Keep the pieces, one after the other, under a name: all of them or nothing."""
 
     async def remove(self, name: str) -> None:
-        """Forget what is under a name, if there is anything."""
+        """Remove the entry of a name, if there is one."""
 
     async def close(self) -> None:
         """Let go of connections; calls in flight end by themselves."""
@@ -91,7 +91,7 @@ class Threads:
         return bool(self._running)
 
     async def run(self, call: Callable[[], _Result]) -> _Result:
-        """What the call returns, or raises.
+        """The call's result, or its error.
 
         A caller that is cancelled returns at once. Its call does not begin, or goes on by
         itself if it has begun.
@@ -182,7 +182,7 @@ class Breaker:
         if self.blocks:
             call.close()
             raise LeftAloneError("left alone for a while")
-        # One at a time: others would wait for what is not there.
+        # One at a time: others would wait for a store that may still be gone.
         probe = self._probing = self.state is State.OPEN
         try:
             async with asyncio.timeout(timeout_s):
@@ -197,7 +197,7 @@ class Breaker:
             self._failed(probe, error)
             raise
         except Exception as error:
-            # Libraries raise what they like, and no request may end of it.
+            # Libraries raise errors of any class, and no request may end of one.
             logger.exception("Store %s failed", self._what)
             self._failed(probe, type(error).__name__)
             raise StoreError(type(error).__name__) from error

@@ -1,4 +1,4 @@
-"""What a store holds of an embedding: one self-contained safetensors file.
+"""An entry of a store: one self-contained safetensors file with an embedding.
 
     8 bytes   length of the header, little endian
     header    {"__metadata__": {...}, "embedding": {"dtype", "shape", "data_offsets"}}
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 VERSION = "1"
 _ALIGNMENT = 64
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# Of what `seal` adds to a payload.
+# Bytes that `seal` adds to a payload.
 MAX_OVERHEAD_BYTES = 8 + MAX_HEADER_BYTES + _ALIGNMENT
 
 
@@ -107,7 +107,7 @@ class Sealer:
         """An entry, in pieces; the last is the embedding's memory, not a copy.
 
         Raises:
-            ProtocolError: the embedding is not what its layout says, or cannot be stored.
+            ProtocolError: the embedding does not fit its layout, or cannot be stored.
         """
         if tensor_spec(embedding) != layout.embedding:
             raise ProtocolError("the embedding is not what its layout says")
@@ -129,7 +129,7 @@ class Sealer:
         """Read an entry; the embedding is a view of `raw`.
 
         Args:
-            key, modality: what was asked for.
+            key, modality: of the entry that was asked for.
             raw: uint8, one dimension, in memory of its own.
 
         Raises:

@@ -2,7 +2,7 @@
 
     <folder>/<namespace>/<version>/<first two digits of the key>/<key>.safetensors
 
-A file appears under its name by a rename, so nobody reads half of one. Several encoders
+A file appears under its name by a rename, so no reader sees half of one. Several encoders
 may share the folder; each that writes also sweeps. A sweep removes the least recently used
 files over `max_bytes`: a hit renews a file's modification time, where that is allowed.
 """
@@ -51,7 +51,7 @@ class FolderStore:
 
     Args:
         root: of this namespace; made if it is not there.
-        max_bytes: what all files below `root` may take.
+        max_bytes: of all files below `root`.
         ttl_s: files that were not used for so long are swept.
     """
 
@@ -96,7 +96,7 @@ class FolderStore:
             logger.warning("The store's folder cannot be swept: %s", error)
 
     def sweep(self) -> None:
-        """Remove what is too old, abandoned, or too much; blocks."""
+        """Remove entries that are too old, abandoned, or over the bound; blocks."""
         now = time.time()
         files = []
         for file in self._files():

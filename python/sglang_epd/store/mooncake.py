@@ -27,7 +27,7 @@ _THREADS = 4
 _MASTER_S = 1.0
 # Of `get_size` and `remove`.
 _NOT_FOUND = -704
-# What the library gives out of its buffer is rounded up.
+# The library rounds up what it takes of its buffer.
 _BUFFER_SHARE = 1.25
 
 

@@ -1,6 +1,6 @@
 """Redis, or Valkey: one string an embedding, which the server lets expire.
 
-The server's `maxmemory-policy` decides what a full memory means; one that evicts suits best.
+The server's `maxmemory-policy` decides about a full memory; one that evicts suits best.
 """
 
 from __future__ import annotations

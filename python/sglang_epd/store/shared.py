@@ -26,17 +26,17 @@ from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-# Told of each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
+# Called for each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
 Observer = Callable[[str, str, float, int], None]
 
-# What is read at a time; each may take `max_item_bytes`.
+# Reads at a time; each may take `max_item_bytes`.
 _READS = 8
 _CONNECT_S = 5.0
 _WRITE_S = 10.0
 # When the server ends.
 _LAST_WRITES_S = 1.5
 _LAST_WORDS_S = 0.5
-# Digests of what is read and written.
+# Digests of entries that are read and written.
 _HASHERS = 2
 
 
@@ -60,7 +60,7 @@ class SharedStore:
         url: within which bounds.
         token: keys the entries' digests; empty for none.
         timeout_s: how long `find` may take.
-        observer: counts what happens.
+        observer: counts lookups and writes.
         clock: seconds that only grow.
     """
 
@@ -138,7 +138,7 @@ class SharedStore:
         return self._writing.nbytes
 
     def status(self) -> dict[str, Any]:
-        """For people: how it does, and what came of it so far; not where it is."""
+        """For people: its state and its counts so far, without its address."""
         return {
             "kind": self._url.kind,
             "breakers": {name: breaker.state.value for name, breaker in self.breakers.items()},
@@ -148,7 +148,7 @@ class SharedStore:
         }
 
     async def close(self) -> None:
-        """Give what waits to be written a moment; takes two seconds at most."""
+        """Give queued writes a moment; takes two seconds at most."""
         await self._writing.close(_LAST_WRITES_S)
         self._hashing.close()
         try:
@@ -255,7 +255,7 @@ class Writing:
 
     Args:
         write: writes one of so many bytes; raises nothing.
-        drop: told the bytes of one that is given up.
+        drop: called with the bytes of each dropped embedding.
         capacity_bytes: embeddings that may wait or be on their way.
     """
 
@@ -290,7 +290,7 @@ class Writing:
             self._writer = asyncio.create_task(self._write_all(), name="store writer")
 
     async def close(self, grace_s: float) -> None:
-        """Give what waits that long to be written; the rest is dropped."""
+        """Give queued writes that long to be written; drop the rest."""
         self._closed = True
         if self._writer is not None:
             await asyncio.wait([self._writer], timeout=grace_s)

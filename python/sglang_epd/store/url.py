@@ -25,7 +25,7 @@ _KINDS |= {"valkeys": "redis", "mooncake": "mooncake"}
 _TLS = {"rediss", "valkeys"}
 _NAMESPACE = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}$"
 _DATABASE = re.compile(r"[0-9]{1,5}")
-# What one string of Redis may hold, less than our own overhead.
+# The most that one string of Redis may hold, less our own overhead.
 _REDIS_MAX_ITEM_MB = 511
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=10**12)]
 
@@ -47,7 +47,7 @@ class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FolderBounds(Bounds, frozen=True):
-    """`max_mb`: what all files may take."""
+    """`max_mb`: MiB of all files."""
 
     max_mb: _Positive = 16_384
 
@@ -102,7 +102,7 @@ class StoreUrl:
         """Read and check the setting.
 
         Raises:
-            ConfigError: what cannot be honoured, by name; never shows a password.
+            ConfigError: the parameter cannot be honoured; never shows a password.
         """
         try:
             url = urlsplit(typed)
@@ -130,7 +130,7 @@ class StoreUrl:
 
 
 def _problems(url: SplitResult, kind: str, port: int, bounds: Bounds) -> Iterator[str]:
-    """What cannot be honoured."""
+    """The parameters that cannot be honoured."""
     if url.fragment:
         yield "a fragment (#...) has no meaning"
     if bounds.queue_mb < bounds.max_item_mb:

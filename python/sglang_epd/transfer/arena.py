@@ -1,9 +1,9 @@
-"""The memory that payloads land in: one per host, shared by every process that reads it.
+"""The arena: the memory that payloads arrive in, one per host, shared by all its readers.
 
 An arena is an anonymous file in memory. The receiver makes it; encoders of the same
-machine write into it, schedulers map it and read embeddings where they landed. It
-needs no room in /dev/shm, takes no memory until written to, and is gone when its last
-process is.
+machine write into it, schedulers map it and read embeddings where they arrived. It
+needs no room in /dev/shm, takes no memory until it is written to, and is gone with its
+last process.
 
 It begins with a page that holds its seal, and whether its pages must stay where they are;
 then one counter for each slot and reader: a reader adds one when it drops an embedding. That
@@ -74,7 +74,7 @@ class Arena:
 
     Attributes:
         data: the payload bytes, uint8 [size of data].
-        address: what other processes need to map it.
+        address: the facts that other processes need to map it.
     """
 
     def __init__(self, fd: int, address: Address) -> None:
@@ -108,7 +108,7 @@ class Arena:
 
     @classmethod
     def of(cls, welcome: Welcome) -> Arena:
-        """Map the arena that a receiver has told of; raises what `open` does."""
+        """Map the arena that a receiver's `Welcome` names. Raises the errors of `open`."""
         return cls.open(Address(welcome.path, welcome.size, welcome.seal, welcome.readers))
 
     @classmethod
@@ -116,7 +116,7 @@ class Arena:
         """Map an arena by its address; one that this process has made is returned itself.
 
         Raises:
-            ProtocolError: what is there is not that arena.
+            ProtocolError: the file is not that arena.
             OSError: it cannot be opened.
         """
         if (own := _made_here.get(address.seal)) is not None:
@@ -169,7 +169,7 @@ class Arena:
         """The items of a claim, but for those that it covered itself.
 
         Raises:
-            EpdError: what became of them instead.
+            EpdError: the claim failed; this is its error.
         """
         items = [
             ReceivedItem(item.key, item.layout, self.read(item, reader))
@@ -212,7 +212,7 @@ class Arena:
         device.register(self.machine_address, len(self.data))
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Return the memory of payloads to the system; nobody may be using any there.
+        """Return the memory of unused payloads to the system.
 
         Args:
             ranges: [begin, end) of `data`, aligned.
@@ -224,7 +224,7 @@ class Arena:
                 self._map.madvise(mmap.MADV_REMOVE, self.data_offset + begin, end - begin)
 
     def close(self) -> None:
-        """Close the file that `create` made, so that nobody else can map it.
+        """Close the file that `create` made; no other process can map it any more.
 
         The mapping itself goes when nothing refers to it any more.
         """

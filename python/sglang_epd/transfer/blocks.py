@@ -1,4 +1,4 @@
-"""Bytes of the arena with an owner.
+"""Blocks: bytes of the arena with an owner, and their states.
 
     GRANTED --> FILLED --> HANDED <--> KEPT --> FREE
        |          |          |                    ^
@@ -8,10 +8,9 @@
 
 A block is granted to one encoder for one item, filled, and handed to the processes that
 read it; when all of them have dropped it, it is free again, or kept for the next request
-with the same item until its room is needed (`kept`). A granted block that nobody wants
-any more, but that its encoder may still be writing to (shared memory and Mooncake write
-without asking), is quarantined: not reused before the encoder, which is asked, says that it
-is done, or is gone.
+with the same item until its room is needed (`kept`). A granted block is quarantined when
+its grant is void while its encoder may still be writing to it (shared memory and Mooncake
+write without asking). It is not reused before the encoder says that it is done, or is gone.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Block:
         landing: the way the payload is to come: inline, shared or remote.
         expected: how often each reader will drop it.
         closed: the request that it was granted to will not hand it out again.
-        key, layout: what it holds, once it is filled.
+        key, layout: of its embedding, once it is filled.
     """
 
     grant: int
@@ -80,7 +79,7 @@ class Block:
 
     @property
     def foreign(self) -> bool:
-        """Whether anybody but the receiver writes to it."""
+        """Whether a process other than the receiver writes to it."""
         return self.landing != "inline"
 
     def move(self, state: BlockState) -> None:

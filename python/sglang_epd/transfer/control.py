@@ -1,8 +1,7 @@
-"""The other ends of the control channel to this server's receiver: the tokenizer's
-(`Control`), and a scheduler's (`Claims`).
+"""The clients of the receiver's control channel: the tokenizer's (`Control`), a scheduler's
+(`Claims`).
 
-The receiver may run in the process that asks or in another of the same server; it makes no
-difference here.
+The receiver may run in the client's process or in another of the same server.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ def _dial(
 
 
 async def _nothing_again(_rid: str, _expect: wire.Expect) -> None:
-    """Where nobody sends for items again."""
+    """The default of `on_again`: this process announces no request a second time."""
 
 
 class Control:
-    """Tells the receiver what to expect, and what will not come.
+    """Announces requests to the receiver, and cancels them.
 
     Messages are queued by ZMQ and never block the caller. Use it from one event loop.
     """
@@ -92,7 +91,7 @@ class Control:
 
     @contextmanager
     def watched(self, ticket: str) -> Iterator[asyncio.Queue[wire.Needed]]:
-        """What the receiver says of a ticket, from before it is announced."""
+        """The receiver's answers about a ticket, from before it is announced."""
         news = self._needed[ticket] = asyncio.Queue()
         try:
             yield news
@@ -138,15 +137,15 @@ class Control:
         """Wait for a ticket's items, and read them where they landed.
 
         Raises:
-            EpdError: what became of them instead.
+            EpdError: the claim failed; this is its error.
         """
         arena = await self.arena(expect.ttl_s)
         settled = await self.claim(expect, _READER)
-        # Nothing is awaited here: cancelled, it would leave the items to nobody.
+        # No await from here on: a cancellation would leave the items without an owner.
         return arena.receive(settled, _READER)
 
     async def _leave(self, claim: str, outcome: asyncio.Future[wire.Settled], reader: int) -> None:
-        """Nobody waits for a claim any more."""
+        """Give a claim up after its caller has left."""
         if outcome.done() and not outcome.cancelled():
             # Its items came in this very moment.
             self._give_back(outcome.result(), reader)
@@ -258,7 +257,7 @@ class Claims:
 
     Args:
         control_path: Unix socket of the control channel.
-        first_reader, readers: the processes that read what is claimed here.
+        first_reader, readers: the processes that read the claimed items.
 
     Attributes:
         socket: readable when something has settled.
@@ -296,7 +295,7 @@ class Claims:
 
         Args:
             covered: items that are not needed; they come as None.
-            prefix: whether to be told of layouts first, where the prefix cache may have them.
+            prefix: whether layouts come first, where the prefix cache may have the items.
         """
         readers = self._first_reader, self._readers
         self._send(wire.Claim(claim, expect, *readers, covered, prefix))
@@ -310,7 +309,7 @@ class Claims:
         self._send(wire.Abandon(claim))
 
     def take(self) -> list[wire.Settled | wire.Laid]:
-        """What has become of claims since the last call; never blocks."""
+        """The outcomes of claims since the last call; never blocks."""
         settled: list[wire.Settled | wire.Laid] = []
         while True:
             try:

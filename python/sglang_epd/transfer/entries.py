@@ -1,4 +1,4 @@
-"""A receiver's record of a request: its items, its claims, and what is to be said of them.
+"""A receiver's record of a request: its items, its claims, and the messages due to each.
 
 Plain data; `ledger` decides.
 """
@@ -28,7 +28,7 @@ _S = ItemState
 # A second grant replaces the first when an item is dispatched again because its encoder
 # froze or died after the offer; the first encoder's late payload names the old grant and
 # is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
-# nobody had offered it. What is cached may have to make room for others before it is used.
+# never offered. A cached item may lose its embedding to a grant before it is used.
 TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
     _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.FAILED, _S.CANCELLED}),
     _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
@@ -67,7 +67,7 @@ Claimant = Hashable
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a claimant is to be told."""
+    """The answer to a claim."""
 
     claimant: Claimant
     items: tuple[wire.Landed | None, ...] = ()
@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Notice:
-    """What the tokenizer that announced a request is to be told."""
+    """A message to the tokenizer that announced a request."""
 
     watcher: Hashable
     message: wire.Needed
@@ -89,14 +89,14 @@ class Item:
     # Empty where it is unknown.
     key: bytes = b""
     state: ItemState = ItemState.PLANNED
-    # Of what was granted, until it is given back; what is cached is held by nobody.
+    # Of a granted item, until its block is given back; a cached item holds no block.
     offer: wire.Offer | None = None
     block: Block | None = None
-    # As its encoder has told.
+    # From the encoder's offer.
     laid: tuple[bytes, wire.Layout] | None = None
-    # Whether an encoder is being asked, as far as the tokenizer was told.
+    # Whether the tokenizer has been asked to have it encoded.
     asked: bool = False
-    # Whether anybody needs its embedding; while that is not decided nobody does.
+    # Whether a claim needs its embedding; False until that is decided.
     wanted: bool = True
 
     @property
@@ -124,7 +124,7 @@ class Entry:
     plan: Plan = Plan.OPEN
     # Until when an offer waits for a plan that is gathering or asking.
     patient_until: float = 0.0
-    # What its tokenizer is told at its end, by its first claim that had its items.
+    # Sent to its tokenizer with its end, by its first claim that had its items.
     over: wire.Needed | None = None
 
     def go(self, plan: Plan, patient_until: float = 0.0) -> None:
@@ -139,7 +139,7 @@ class Entry:
 
     @property
     def open_items(self) -> int:
-        """Items that no memory was granted to yet; what is cached may have to be, too."""
+        """Items without granted memory; a cached one may come to need a grant, too."""
         return sum(item.block is None for item in self.items)
 
     @property

@@ -1,7 +1,7 @@
 """Which bytes of an arena are free. Plain data: knows sizes and offsets, no memory.
 
 Small or whole requests are placed from the low end, so that the same warm pages are
-used again and again; what may stay for longer goes to the high end.
+used again and again; ranges that may stay for longer go to the high end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Extents:
 
     @property
     def free_ranges(self) -> list[tuple[int, int]]:
-        """What is not in use, as [begin, end) in order."""
+        """The free ranges, as [begin, end) in order."""
         return list(self._free)
 
     def take(
@@ -89,5 +89,5 @@ class Extents:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to what an allocation takes."""
+    """`nbytes` rounded up to the size of an allocation."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

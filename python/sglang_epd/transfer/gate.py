@@ -1,8 +1,8 @@
-"""Admission to the payload port: only peers that were told its address may speak there.
+"""Admission to the payload port: only peers that know its address may speak there.
 
-libzmq reads all frames of a message before anybody sees the first, and sets no limit to
+libzmq reads all frames of a message before it hands out the first, and sets no limit to
 their number. So a connection speaks only after a handshake (ZMTP's PLAIN) with a secret
-that is part of the address, `tcp://SECRET@HOST:PORT`, which encoders are told with each
+that is part of the address, `tcp://SECRET@HOST:PORT`, which encoders receive with each
 request. A stranger's connection ends at its handshake.
 """
 
@@ -37,7 +37,7 @@ class Gate:
         listener.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def address(self, host: str, port: int) -> str:
-        """What an encoder is to be told."""
+        """The address that encoders receive."""
         return f"tcp://{self._secret}@{host_port(host, port)}"
 
     def answer(self) -> None:

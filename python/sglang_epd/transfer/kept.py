@@ -1,7 +1,7 @@
-"""Embeddings in the arena that may be wanted again, by key.
+"""Idle embeddings in the arena, by key, for requests that bring the same item again.
 
-An embedding may be found from the moment it has arrived. It stays while requests hold it
-or processes read it; then it rests here until it is wanted again, or its room is. The
+An embedding may be found from the moment it has arrived. It is pinned while requests hold
+it or processes read it; then it is kept until it is used again, or its room is needed. The
 least recently used goes first.
 
 Plain data: knows blocks, no memory, clock or socket. Whose a block is, and when it is
@@ -21,7 +21,7 @@ class Kept:
     """An index of blocks by key, and the order in which those at rest go.
 
     Args:
-        capacity_bytes: what may rest; 0 keeps nothing, and nothing is found.
+        capacity_bytes: bytes of idle blocks; 0 keeps nothing, and nothing is found.
     """
 
     def __init__(self, capacity_bytes: int = 0) -> None:
@@ -37,12 +37,12 @@ class Kept:
 
     @property
     def resting(self) -> int:
-        """Blocks that nobody uses."""
+        """Idle blocks."""
         return len(self._resting)
 
     @property
     def resting_bytes(self) -> int:
-        """What they take."""
+        """Bytes of idle blocks."""
         return self._resting_bytes
 
     def find(self, key: bytes) -> Block | None:
@@ -65,7 +65,7 @@ class Kept:
         return self._by_key.get(block.key) is block
 
     def rest(self, block: Block) -> None:
-        """Nobody uses it any more."""
+        """Keep a block that has become idle."""
         assert self.holds(block) and block.key not in self._resting
         self._resting[block.key] = block
         self._resting_bytes += aligned(block.nbytes)
@@ -85,12 +85,12 @@ class Kept:
         return True
 
     def over(self) -> Iterator[Block]:
-        """What has to go for the capacity; each is to be forgotten before the next is asked."""
+        """Blocks to evict for the capacity; forget each before the next is asked for."""
         while self._resting_bytes > self.capacity_bytes:
             yield next(iter(self._resting.values()))
 
     def victim(self, begin: int, end: int) -> Block | None:
-        """What is to go first for room in [begin, end) of the arena."""
+        """The block to evict first for room in [begin, end) of the arena."""
         resting = self._resting.values()
         return next((block for block in resting if _overlaps(block, begin, end)), None)
 

@@ -1,9 +1,9 @@
-"""What a language server expects, has granted and has received.
+"""The ledger: expected, granted and received items; decides to grant, hold or decline offers.
 
-One entry a request (by ticket), one record an item. An item whose embedding is here for
-another request's sake is not received again: it is taken when the request is, and asked
-of an encoder after all if it had to make room before. Synchronous and without a clock:
-the caller passes `now` in seconds of any monotonic clock.
+One entry a request (by ticket), one record an item. An item whose embedding is cached for
+another request is not received again: it is pinned when its own request is passed on, and
+encoded after all if it was evicted before. Synchronous and without a clock: the caller
+passes `now` in seconds of any monotonic clock.
 
 Owns the decision to grant, decline or let wait, the claims of a request, and the end of
 an entry. Does not own memory (`reservations`), sockets, the scheduler's requests, or
@@ -50,7 +50,7 @@ class Ledger:
     Args:
         reservations: the memory that grants are made of.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
-        tally: counts what happens.
+        tally: counts events.
         remembered: how many ended tickets are remembered, to tell a late offer
             why it is declined.
     """
@@ -68,14 +68,14 @@ class Ledger:
         self._remembered = remembered
         # In order of age.
         self._entries: dict[str, Entry] = {}
-        # Of each: what it failed of, and what its tokenizer is told.
+        # Of each: its error, and its last message to its tokenizer.
         self._ended: OrderedDict[str, tuple[EpdError | None, wire.Needed]] = OrderedDict()
         self._waiting: dict[str, Entry] = {}
         self._outcomes: list[Outcome] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._notices: list[Notice] = []
-        # Items that rely on what is cached, by key.
+        # Items whose embeddings are cached, by key.
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
         reservations.on_evict = self._on_evict
         self._next_age = 0
@@ -136,7 +136,7 @@ class Ledger:
             self._tell_needed(ticket, entry, first=True)
 
     def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
-        """Somebody asks for a ticket's items.
+        """Claim a ticket's items.
 
         A request may overtake its own `Expect`, so the claim opens the entry too.
         """
@@ -176,7 +176,7 @@ class Ledger:
 
         Args:
             landing: the way its payload is to come.
-            peer: the encoder; None is nobody's name.
+            peer: the encoder; None is no encoder's name.
         """
         entry = self._entries.get(message.ticket)
         if entry is not None and peer is not None and 0 <= message.item < len(entry.items):
@@ -262,7 +262,7 @@ class Ledger:
         return True
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
-        """End the request with `error`; later claims are told the same."""
+        """End the request with `error`; later claims get the same error."""
         entry = self._entries.get(ticket)
         if entry is None and ticket not in self._ended:
             # Word of its end was faster than its announcement.
@@ -280,12 +280,12 @@ class Ledger:
         self._settle(ticket, now)
 
     def cancel(self, ticket: str, now: float) -> None:
-        """The tokenizer's request is over; nobody will claim it."""
+        """End a request whose tokenizer has ended it; it will not be claimed."""
         self.fail(ticket, RequestCancelledError("the client went away"), now)
         self._end(ticket)
 
     def abandon(self, claimant: Claimant, now: float) -> None:
-        """A claimant does not want its items any more, and is told so."""
+        """Give a claim up; its claimant gets an outcome without items."""
         error = RequestCancelledError("the request was aborted")
         for ticket, entry in list(self._entries.items()):
             if entry.claims.pop(claimant, None) is None:
@@ -324,12 +324,12 @@ class Ledger:
                     item.move(_S.PLANNED)
 
     def take_outcomes(self) -> list[Outcome]:
-        """What claimants are to be told, each handed out once."""
+        """Answers to claims, each returned once."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def take_notices(self) -> list[Notice]:
-        """What tokenizers are to be told, each handed out once."""
+        """Messages to tokenizers, each returned once."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -532,7 +532,7 @@ class Ledger:
             del entry.claims[claimant]
             entry.consumers -= 1
         if entry.consumers <= 0:
-            # Not again when the entry is ended: what was received is in its readers' hands.
+            # Not again when the entry is ended: its readers hold the received items.
             for number in range(len(entry.items)):
                 self._release(ticket, number, now)
             self._end(ticket)
@@ -546,7 +546,7 @@ class Ledger:
             for number, item in enumerate(entry.items)
         )
         ticket, covered = claim.expect.ticket, len(claim.covered)
-        # The first claim's counts are told.
+        # The counts of the first claim are sent.
         entry.over = entry.over or wire.Needed(ticket, over=True, covered=covered, cached=cached)
         landed: list[wire.Landed | None] = []
         for number, item in enumerate(entry.items):

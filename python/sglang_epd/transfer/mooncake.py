@@ -5,7 +5,7 @@ write there; the encoder writes. Over TCP a write that returns has been applied 
 end: the receiver acknowledges the last byte. Over RDMA the NIC has.
 
 Mooncake checks that a write falls within registered memory of the receiver, and nothing
-else: no secret is asked, and its ports listen on every interface, so that whoever
+else: it asks for no secret, and its ports listen on every interface, so that any peer that
 reaches them may write there, and read. Who may hold an address and when, and what to do
 with memory that a write was granted and did not finish, is for the layers above.
 
@@ -34,12 +34,12 @@ from sglang_epd.wire.urls import host_port
 
 logger = logging.getLogger(__name__)
 
-# What `transfer_submit_write` answers when it did not: 0, or -1 as an unsigned number.
+# `transfer_submit_write` returns one of these where it failed: 0, or -1 as an unsigned number.
 _NOT_SUBMITTED = (0, -1, 2**64 - 1)
 _UNDER_WAY = 0
 _COMPLETED = 1
 _FAILED = -1
-# What came of a probe that raised.
+# The error of a probe that raised.
 _NO_PROBE = -1
 # Pauses between two looks at a transfer: a sixteenth of the time it has taken, within
 # these. A look costs some microseconds; a pause too long is added to the transfer.
@@ -79,9 +79,9 @@ class MooncakeEngine:
         self._engine = engine
         self._session = host_port(hostname, engine.get_rpc_port())
         self._lock = threading.Lock()
-        # First contact with each session: what its probe came back with, 0 if it answers.
+        # First contact with each session: its probe's result, 0 if it answers.
         self._contacts: dict[str, Future[int]] = {}
-        # Transfers that outlived their write's deadline, and what keeps their source alive.
+        # Transfers that outlived their write's deadline, with the owners of their source.
         self._unfinished: dict[int, object] = {}
 
     @property
@@ -95,7 +95,7 @@ class MooncakeEngine:
 
     @property
     def session(self) -> str:
-        """What a peer passes to `write`: "host:port", with brackets around IPv6."""
+        """The session that a peer passes to `write`: "host:port", with brackets around IPv6."""
         return self._session
 
     def register(self, address: int, nbytes: int) -> None:
@@ -125,7 +125,7 @@ class MooncakeEngine:
         """Copy `nbytes` from here to the peer; returns when the peer has them. Blocks.
 
         After an error, some of the bytes may have arrived, and after a timeout more may
-        arrive: Mooncake cannot cancel, and what is in the peer's socket buffers is applied
+        arrive: Mooncake cannot cancel, and applies the bytes in the peer's socket buffers
         when a frozen peer wakes. It gives up by itself after 30 s without progress
         (`MC_TCP_PROGRESS_TIMEOUT_SEC`), until when it also reads the source.
 
@@ -185,7 +185,7 @@ class MooncakeEngine:
             self._unfinished[batch] = keep
 
     def _reap(self) -> None:
-        """Drop what has ended since; the lock must be held, as a batch may end only once."""
+        """Drop batches that have ended; the lock must be held, as a batch may end only once."""
         for batch in list(self._unfinished):
             if self._engine.transfer_check_status(batch) in {_COMPLETED, _FAILED}:
                 del self._unfinished[batch]
@@ -198,7 +198,7 @@ def _probe(engine: Any, session: str, contact: Future[int]) -> None:
     except Exception:
         logger.exception("Mooncake cannot probe %s", session)
     finally:
-        # Or nobody would ever write there again: all wait for this one.
+        # Without it no write would start again: all wait for this one.
         contact.set_result(code)
 
 

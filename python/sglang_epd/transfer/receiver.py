@@ -5,11 +5,11 @@ gate) and `control` (a Unix socket in a folder only this user may enter: the tok
 every scheduler). A thread of its own answers offers while its process is inside a forward
 pass, so that a grant never waits for one.
 
-What a peer sends is never trusted: a message that is malformed, oversized, unknown or
-late is counted, logged once a kind, and dropped.
+A peer's message is never trusted: one that is malformed, oversized, unknown or late is
+counted, logged once a kind, and dropped.
 
-An encoder's connection has a name that outlives a break of it. What is said to an encoder
-may be lost with its connection: it then offers anew, and is asked about what it was granted.
+An encoder's connection has a name that outlives a break of it. A message to an encoder may
+be lost with its connection: the encoder then offers anew, and is asked about its grants.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 # An offer may overtake the announcement of its ticket: they come over two sockets. It is
 # held for as long as a starved tokenizer process may take to get the latter out.
 _HOLD_S = 2.0
-# What such offers may take in all, and what one takes at least. Where there are too many,
+# Bytes of such offers in all, and the least that one counts. Where there are too many,
 # the connection with the most is not waited for.
 _MAX_UNKNOWN_BYTES = 8 << 20
 _MIN_UNKNOWN_BYTES = 8 << 10
 # How many messages one turn takes from a socket before it looks at the other one.
 _BURST = 64
-# Frames that libzmq may buffer for one connection before anybody has looked at them.
+# Frames that libzmq may buffer for one connection before this thread has read them.
 _RECEIVE_HWM = 32
 # Messages for an encoder that reads nothing; more than it can have items in work.
 _SEND_HWM = 8192
@@ -86,16 +86,16 @@ class Receiver:
 
     Args:
         bind_host: address the payload socket listens on.
-        advertise_host: address encoders are told to dial.
+        advertise_host: address encoders dial.
         control_path: Unix socket path of the control channel.
         budget_bytes: embeddings granted, received, being read or kept take at most this.
-        cache_bytes: those of them that nobody uses may take this, as long as nobody needs
+        cache_bytes: those of them that are idle may take this, until a grant needs
             their room.
         readers: processes that read embeddings, numbered from 0.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
         engine: transfer engine that encoders may write through.
-        tally: counts what happens.
-        on_death: called in the thread when it ends without having been told to.
+        tally: counts events.
+        on_death: called in the thread when it ends without `stop`.
 
     Raises:
         OSError: an address cannot be bound, or the arena not made.
@@ -159,7 +159,7 @@ class Receiver:
         control_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
-        # A Settled that is lost is memory that nobody gives back.
+        # A lost Settled is memory that never comes back.
         self._control.setsockopt(zmq.SNDHWM, 0)
         self._control.bind(f"ipc://{control_path}")
         self._alarm = self._context.socket(zmq.PULL)
@@ -217,7 +217,7 @@ class Receiver:
                 time.sleep(_HOUSEKEEPING_S)
 
     def _go_on(self, now: float) -> None:
-        """What follows from what was received, and from time passing."""
+        """Act on the received messages and on the time."""
         if now >= self._next_housekeeping:
             self._keep_house(now)
         self._answer_held(now)
@@ -333,9 +333,9 @@ class Receiver:
         self.tally.add("payloads", block.landing if in_memory else "inline")
 
     def _answer_held(self, now: float) -> None:
-        """Ask again for what waits, oldest requests first.
+        """Answer held offers again, oldest requests first.
 
-        An offer of an unknown ticket, which anybody may make, costs a look here and there,
+        An offer of an unknown ticket, which any peer may send, costs a lookup a turn,
         until its ticket is announced or it was held for long enough.
         """
         if not self._held:
@@ -376,7 +376,7 @@ class Receiver:
         elif isinstance(answer, wire.Decline):
             self._decline(held, answer.reason)
         elif not self._tell(held.peer, self._grant(answer, now)):
-            # Nobody was told of it: it can be used by others at once.
+            # The grant was not sent: its block can be used by others at once.
             self._ledger.withdraw(wire.Withdraw(answer.ticket, answer.item, answer.grant))
         elif held.waits:
             self.tally.waited(now - held.since)

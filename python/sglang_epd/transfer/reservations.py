@@ -1,4 +1,4 @@
-"""The receive budget: which bytes of the arena are promised to whom (`blocks`).
+"""The receive budget: which bytes of the arena are granted, and to which request (`blocks`).
 
 Synchronous and without a clock, a socket or memory.
 """
@@ -30,7 +30,7 @@ class Reservations:
         drops: slots [n] to how often each reader has dropped each: [n, readers].
         reset: prepares a slot for its next use.
         writer_lives: whether a process runs; None where that cannot be seen.
-        kept_bytes: what may stay when nobody uses it; it goes when its room is needed.
+        kept_bytes: bytes of idle blocks that may be kept until their room is needed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reservations:
         self._handed: dict[int, Block] = {}
         self._next_grant = 1
         self._kept = Kept(kept_bytes)
-        # Told the key of each block that had to go.
+        # Called with the key of each evicted block.
         self.on_evict: Callable[[bytes], None] = lambda _key: None
         # Grows whenever something may be taken: offers that wait are worth another look.
         self.freed = 0
@@ -72,7 +72,7 @@ class Reservations:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that nobody uses, kept for the next request."""
+        """Bytes of idle blocks, kept for the next request."""
         return self._kept.resting_bytes
 
     @property
@@ -86,7 +86,7 @@ class Reservations:
 
     @property
     def quarantined(self) -> int:
-        """Blocks that an encoder may still be writing to, for nobody."""
+        """Blocks without a use that an encoder may still be writing to."""
         return len(self._quarantined)
 
     @property
@@ -99,7 +99,7 @@ class Reservations:
     ) -> Block | None:
         """Reserve a block where `Extents.take` says, or None if there is no room now.
 
-        What is kept goes for it, least recently used first.
+        Kept blocks are evicted for it, least recently used first.
         """
         offset = self._take(nbytes, high, within)
         if offset is None:
@@ -133,7 +133,7 @@ class Reservations:
         return self._kept.find(key)
 
     def revoke(self, block: Block, now: float) -> None:
-        """The grant is void; the block is free as soon as nobody can be writing to it."""
+        """Void the grant; the block is free as soon as no process can be writing to it."""
         if not block.foreign:
             self.free(block)
             return
@@ -159,7 +159,7 @@ class Reservations:
         return self._kept.add(block)
 
     def hand(self, block: Block, first_reader: int, readers: int) -> None:
-        """Some processes are told where it lies; each will drop it once."""
+        """Hand the block to some processes; each will drop it once."""
         if block.state is _S.KEPT:
             self._kept.use(block)
         if block.state is not _S.HANDED:
@@ -185,7 +185,7 @@ class Reservations:
         self.freed += 1
 
     def _retire(self, block: Block) -> None:
-        """Nobody uses it any more."""
+        """Keep or free a block that has become idle."""
         if not self._kept.holds(block):
             self.free(block)
             return
@@ -201,7 +201,7 @@ class Reservations:
         self.on_evict(block.key)
 
     def reclaim(self, now: float) -> None:
-        """Free or keep what every reader has dropped and what nobody can be writing to any more."""
+        """Free or keep blocks that every reader has dropped, and end quarantines that are over."""
         closed = [block for block in self._handed.values() if block.closed]
         if closed:
             drops = self._drops(np.array([block.slot for block in closed]))

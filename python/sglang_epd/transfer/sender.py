@@ -3,8 +3,8 @@
 Offers are made before the vision forward, so that the grant is there when the
 embedding is. Sockets are opened on first use and closed when unused for a while.
 
-What is on its way when a connection breaks may be lost. So the next connection begins with
-all offers that are open, and a payload that nobody acknowledged is taken back, to be offered
+A message in flight when a connection breaks may be lost. So the next connection begins with
+all open offers, and an unacknowledged payload is withdrawn, to be offered
 again. Connections are probed, so that a frozen one breaks too.
 """
 
@@ -120,7 +120,7 @@ class _Peer:
     """A language server; its socket is replaced when its connection breaks."""
 
     endpoint: str
-    # Nobody but the server hears it, and takes a connection over by it. A name of ROUTER's
+    # A connection is taken over by this name, which only the server hears. A name of ROUTER's
     # own making begins with a zero.
     name: bytes = field(default_factory=lambda: b"e" + secrets.token_bytes(16))
     socket: zmq.asyncio.Socket = field(init=False)
@@ -169,7 +169,7 @@ class Sender:
     async def offer(self, endpoint: str, offer: wire.Offer) -> AsyncIterator[Offered]:
         """Ask whether an item may be sent.
 
-        What becomes of the offer is known from the object that is yielded. A grant that
+        The yielded object has the answer to the offer. A grant that
         was not used when the context ends is withdrawn.
 
         Raises:
@@ -209,7 +209,7 @@ class Sender:
         grant = granted.message
         payload = tensor_frame(embedding)
         if granted.nbytes not in (None, payload.nbytes):
-            # What lies beside it in the receiver's memory is another's.
+            # The bytes beside it in the receiver's memory belong to another item.
             raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
         granted.used = True
         peer = self._peer(endpoint)
@@ -251,7 +251,7 @@ class Sender:
         """Write a payload where it was granted.
 
         Returns:
-            The way it went, and what is to be sent for it.
+            The way it went, and the messages to send for it.
         """
         checksum = b""
         if self._checksum:
@@ -326,7 +326,7 @@ class Sender:
     def _withdraw(self, peer: _Peer, grant: wire.Grant) -> None:
         """Tell the receiver that nothing will be written under a grant any more."""
         peer.grants.discard(_name(grant))
-        # If it is not told, it asks.
+        # The receiver asks where this message is lost.
         self._post(peer, wire.Withdraw(*_name(grant)))
 
     def _ask(self, peer: _Peer, offer: wire.Offer) -> None:
@@ -350,7 +350,7 @@ class Sender:
         except zmq.ZMQError as error:
             raise UnavailableError(f"the payload channel was closed: {error}") from None
         except asyncio.CancelledError:
-            # A socket that is closed cancels what waits to be sent.
+            # Closing a socket cancels its unsent messages.
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
                 raise GrantLostError from None
@@ -457,7 +457,7 @@ class Sender:
                     if isinstance(message, wire.Grant):
                         peer.grants.add(_name(message))
                 elif isinstance(message, wire.Grant):
-                    # Nobody here wants it any more.
+                    # The caller has left.
                     self._withdraw(peer, message)
             else:
                 logger.warning("Dropped a %s of a language server", type(message).__name__)

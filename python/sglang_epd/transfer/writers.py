@@ -1,4 +1,4 @@
-"""How an encoder puts a payload into memory that it was granted, without asking again.
+"""How an encoder writes a payload into memory that it was granted: shared, or by an engine.
 
 Writers block; the sender runs them in a thread.
 """
@@ -34,7 +34,7 @@ class SharedWriter:
         """Copy the payload to its place.
 
         Raises:
-            ProtocolError: what was named is not an arena, or the place not in it.
+            ProtocolError: the file is not an arena, or the place not in it.
             OSError: the arena cannot be mapped.
         """
         arena = self._arenas.get(landing.seal)
@@ -109,6 +109,6 @@ class RemoteWriter:
                     deadline - time.monotonic(),
                 )
         finally:
-            # After a write that timed out the engine may still read it. What it then
-            # sends is for memory that the receiver keeps in quarantine.
+            # After a write that timed out the engine may still read it. The receiver keeps the
+            # memory that it then writes to in quarantine.
             self._free.put(buffer)

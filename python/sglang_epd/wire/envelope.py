@@ -1,4 +1,4 @@
-"""The five bytes in front of every message, and what a version means.
+"""The five bytes in front of every message, and the meaning of a version.
 
 `b"EPD"`, major, minor. A peer of another major version is refused. Fields that a
 newer minor version added are ignored (msgspec skips keys it does not know), so a

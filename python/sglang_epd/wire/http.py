@@ -25,7 +25,7 @@ from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout
 
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
-# What is laid out allocates by these numbers; no model's context comes near them.
+# Prompts are allocated by these numbers; no model's context comes near them.
 _MAX_TOKENS = 1 << 22
 _MAX_PATCHES = 1 << 26
 # msgpack's headers of binary data, with a length in one byte and in four.
@@ -40,12 +40,11 @@ class EncodeItem(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         item: its place in the request, over all modalities.
-        label: what a person calls it ("image 2 of 3"), for error messages.
+        label: its name for people ("image 2 of 3"), for error messages.
         data: the encoded media (JPEG, PNG, ...), or None when `url` says where it is.
         options: per-item preprocessing options of the request (`detail`, ...).
-        content_hash: what is behind the URL has this SHA-256, by the caller (`sha256:` and
-            64 hexadecimal digits); empty where nobody says. Encoders before minor version 2
-            do not compare it.
+        content_hash: SHA-256 of the URL's content, by the caller (`sha256:` and 64 hexadecimal
+            digits); empty without one. Encoders before minor version 2 do not compare it.
     """
 
     item: int
@@ -71,7 +70,7 @@ class EncodeItem(msgspec.Struct, frozen=True, dict=True):
 
 
 class ReplyTo(msgspec.Struct, frozen=True):
-    """Where and as whom the items are delivered."""
+    """The address and ticket under which the items are delivered."""
 
     endpoint: str
     ticket: str
@@ -83,8 +82,8 @@ class EncodeRequest(msgspec.Struct, frozen=True):
     Attributes:
         request_id: unique among the live requests of the encoder.
         namespace: the asker's encoder identity; must equal the encoder's own.
-        ttl_s: seconds from receipt until nobody wants the result any more.
-        asker: what the asker calls the request in its logs; empty where it does not tell.
+        ttl_s: seconds from receipt to the request's deadline.
+        asker: the request's name in the asker's logs; empty for none.
     """
 
     request_id: str
@@ -104,14 +103,14 @@ class EncodeRequest(msgspec.Struct, frozen=True):
 
 
 class ItemOutcome(msgspec.Struct, frozen=True):
-    """What became of one item.
+    """The outcome of one item.
 
     Attributes:
         state: "delivered", "declined" or "failed".
         code: error class of `sglang_epd.errors` when failed; decline reason when declined.
         tokens: embedding rows delivered.
         ms: milliseconds spent in each stage.
-        layout, key: what the item was found to be, where that is known; None and
+        layout, key: the item's true ones, where they are known; None and
             empty where it is not, as from encoders before minor version 1.
         source: how the embedding came about: "computed", "cached", "stored" or "coalesced" with
             another request's; empty where none did.
@@ -165,7 +164,7 @@ class ItemLayout(msgspec.Struct, frozen=True):
 
 
 class LayoutReply(msgspec.Struct, frozen=True):
-    """What a prefill server knows of one request's media: all items, or why it failed."""
+    """A prefill server's answer about one request's media: all items, or its failure."""
 
     items: list[ItemLayout] = []
     error: ErrorReply | None = None
@@ -181,7 +180,7 @@ def encode_body(body: msgspec.Struct) -> bytes:
 
 
 def body_pieces(request: EncodeRequest) -> list[bytes]:
-    """What `encode_body` makes of a request, in pieces: large media are not copied, because
+    """The body of a request, in pieces: large media are not copied, because
     nothing else would run meanwhile."""
     marks = {
         item.item: secrets.token_bytes(_MARK_BYTES)

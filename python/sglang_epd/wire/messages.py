@@ -5,7 +5,7 @@ channel's (the processes of one language server).
        |                           | <------- Hello ------------- |
        |                           | -------- Welcome ----------> |
        |                           | <------- Expect ------------ |  tokenizer, before dispatch
-       |                           | -------- Needed -----------> |  what is not here already
+       |                           | -------- Needed -----------> |  items that are not cached
        |                           | <------- Claim ------------- |  the items' reader
        |                           | <------- Again ------------> |  scheduler to tokenizer
        | -------- Offer ---------> |                              |
@@ -43,13 +43,13 @@ _MAX_GRID_ENTRIES = 4096
 _MAX_GRID_EXTENTS = 3
 KEY_BYTES = 32
 
-# What msgspec raises for bytes of somebody else's making: its own errors, and for
+# Errors of msgspec for a peer's bytes: its own, and for
 # text that is not UTF-8 or nested too deeply the interpreter's.
 MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 # Reasons of a Decline. Each tells the encoder whether the work was wasted.
 DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembered
-DECLINE_CANCELLED = "cancelled"  # nobody waits for it any more
+DECLINE_CANCELLED = "cancelled"  # the request has ended
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
 DECLINE_COVERED = "covered"  # the prefix cache has its KV
 DECLINE_CACHED = "cached"  # another request's embedding of that key is here
@@ -157,7 +157,7 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class UnreadOffer(Message, frozen=True, tag="offer"):
-    """An Offer whose layout is not read before its ticket is known: anybody may send one."""
+    """An Offer whose layout is not read before its ticket is known: any peer may send one."""
 
     ticket: str
     item: int
@@ -273,9 +273,9 @@ class Expect(Message, frozen=True, tag="expect"):
             for already. Of the others a `Needed` says whether to. None for no item.
         layouts: of each item, where all are known: the prefix cache is asked before anything
             is sent, and a `Needed` follows the first claim.
-        announcer: the tokenizer process that announced it, to be told should its items be
-            needed after all (`Again`).
-        trace: W3C's `traceparent` of what the request's media are part of; empty for none.
+        announcer: the tokenizer process that announced it, to receive `Again` should its items be
+            needed after all.
+        trace: W3C's `traceparent` of the media's span; empty for none.
     """
 
     ticket: str
@@ -347,7 +347,7 @@ class Settled(Message, frozen=True, tag="settled"):
     """Receiver: a claim has its items, or an error (`code` not empty).
 
     An item that the claim covers itself is None. Where both an error and items are there,
-    the items are to be read by nobody, and given back.
+    the claimant reads none of the items, and gives them back.
     """
 
     claim: str
@@ -457,7 +457,7 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
 def decode_from_encoder(frame: bytes | memoryview) -> UnreadOffer | Payload | Withdraw:
     """Decode one frame of the payload port; no other messages belong there.
 
-    Costs about as much memory as the frame has bytes, whatever it holds.
+    Costs about as much memory as the frame has bytes.
 
     Raises:
         ProtocolError: for anything else.

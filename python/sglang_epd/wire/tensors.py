@@ -16,7 +16,7 @@ from sglang_epd.wire.messages import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-# What an embedding may be made of, and its bytes; a frame of any other dtype is refused.
+# The dtypes of an embedding, and their bytes; a frame of any other dtype is refused.
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from sglang_epd.errors import ProtocolError
 
 _MAX_CHARACTERS = 512
-# Visible ASCII without what a URL quotes: nothing that a log or a header would mistake.
+# Visible ASCII that a URL does not quote: nothing that a log or a header would mistake.
 _PLAIN = re.compile(r"[!-~]+")
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?")
 
@@ -21,7 +21,7 @@ def server_url(raw: str) -> str:
 
     Raises:
         ProtocolError: it is no such URL, or has credentials, a path, a query, or an address
-            that nobody can connect to.
+            that no client can connect to.
     """
     if not raw or len(raw) > _MAX_CHARACTERS or not _PLAIN.fullmatch(raw):
         raise ProtocolError("a server's URL is some visible ASCII characters")
@@ -55,7 +55,7 @@ def _host(host: str, *, in_brackets: bool) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        # What looks like a number is read as an address by some, as a name by others.
+        # Some read a number as an address, others as a name.
         numeric = host.rpartition(".")[2].isdecimal() or host.startswith("0x")
         if in_brackets or numeric or len(host) > 253 or not _NAME.fullmatch(host):
             raise ProtocolError("a server's URL has a bad host or port") from None

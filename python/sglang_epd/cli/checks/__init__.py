@@ -1,4 +1,4 @@
-"""What `sglang-epd doctor` looks at, a file a subject. A check is a function that yields
+"""The checks of `sglang-epd doctor`, a file a subject. A check is a function that yields
 findings and raises nothing; each wait in one has a deadline."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what.
+        subject: the checked thing.
         found: in a few words.
-        mend: what to do about it; empty where there is nothing to do.
+        mend: the repair; empty where nothing is to be done.
     """
 
     subject: str

@@ -126,7 +126,7 @@ def _processor(folder: Path) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any] | str:
-    """What a JSON file holds, or what is wrong with it."""
+    """The content of a JSON file, or its fault."""
     try:
         told = json.loads(path.read_text())
     except OSError as error:

@@ -13,21 +13,21 @@ from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.cli.places import accelerators
 from sglang_epd.errors import ConfigError
 
-# SGLang's ports that servers use unless they are told otherwise, and whose they are.
+# SGLang's default ports, and the servers that use them.
 USUAL_PORTS = {
     30000: "--port",
     8997: "--encoder-bootstrap-port",
     8998: "--disaggregation-bootstrap-port",
 }
 _FILES = 65_536
-# From <sys/timex.h>: what adjtimex answers while nothing disciplines the clock, and room
+# From <sys/timex.h>: the answer of adjtimex while nothing disciplines the clock, and room
 # for its structure.
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
 
 
 def devices() -> Iterator[Finding]:
-    """What models run on."""
+    """Accelerators for models."""
     try:
         found = accelerators()
     except ConfigError as error:
@@ -78,7 +78,7 @@ def ports(wanted: Sequence[int] = ()) -> Iterator[Finding]:
                 flag = USUAL_PORTS.get(port, "--port")
                 found = f"{port}: {error.strerror}"
                 mend = f"`ss -ltnp sport = :{port}` says whose it is; {flag} takes another"
-                # An own server may be there already, unless somebody asked for this one.
+                # A server of this user may hold it already, unless this port was asked for.
                 yield (fail if wanted else note)("ports", found, mend)
             else:
                 free.append(str(port))

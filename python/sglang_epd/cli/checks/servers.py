@@ -20,10 +20,10 @@ _SKEW_S = 5.0
 
 
 def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterator[Finding]:
-    """What can be seen of servers from here.
+    """Faults of servers that requests from here can find.
 
     Args:
-        token: is shown to encoders, and so to whoever is behind these URLs; empty for none.
+        token: is shown to encoders, and so to any server behind these URLs; empty for none.
     """
     views = ask(targets, ca_certs)
     for view in views:
@@ -70,7 +70,7 @@ async def _knock(
                 ):
                     return url, answer.status, _skew_s(answer.headers.get("Date", ""))
             except (aiohttp.ClientError, OSError, TimeoutError):
-                return url, None, None  # told above already
+                return url, None, None  # reported above
 
         return list(await asyncio.gather(*map(knock, urls)))
 

@@ -1,4 +1,4 @@
-"""What is installed: versions, plug-ins, SGLang's seams, libraries, settings."""
+"""The installation: versions, plug-ins, SGLang's seams, libraries, settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_epd.store.url import StoreUrl
 from sglang_epd.trust import Trust
 
 _LOAD_TIMEOUT_S = 60.0
-# An HMAC-SHA256 key of fewer characters is what an attacker would try first.
+# An HMAC-SHA256 key of fewer characters is among the first that an attacker tries.
 _LEAST_TOKEN = 16
 _APT = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
@@ -114,7 +114,7 @@ class _NoFlags:
 
 
 def libraries() -> Iterator[Finding]:
-    """Mooncake loads, and so does what videos are read with."""
+    """Mooncake loads, and so do the libraries that read videos."""
     wanted = "for prefill and decode apart, and the mooncake backend"
     try:
         # In a process of its own: a library that is broken may end it.

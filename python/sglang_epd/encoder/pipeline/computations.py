@@ -1,12 +1,12 @@
-"""Makes each embedding once, for all who ask for it at the same time, and remembers it.
+"""Makes each embedding once, for all simultaneous requests; retries those of lost towers.
 
 An asker gets a `Hold` on the embedding of a key. Behind it is an entry of the cache, or
 one piece of `work` that all askers of the key share. Work begins with a look into the
-shared store, if there is one, and what it makes is given to that store, too.
+shared store, if there is one, and its embedding is written to that store, too.
 
-Work ends at the next state boundary once nobody holds it. Preparing and running overlap:
-each tower has a queue of what is ready, filled as far as one batch ahead. Who goes next
-is decided by `scheduling`; what is kept, by `cache`. Owns neither media nor sockets.
+Work ends at the next state boundary once it has no hold. Preparing and running overlap:
+each tower has a queue of ready items, filled as far as one batch ahead. `scheduling` decides
+the order, `cache` what stays. Owns neither media nor sockets.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SHUTTING_DOWN = "this encoder is shutting down"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on what is in work.
+    """Bounds on the work.
 
     Attributes:
         batch: on one forward pass.
@@ -73,14 +73,14 @@ class Computations:
     """The stages between an item's bytes and its embedding.
 
     Args:
-        towers: what prepares and runs; at least one.
+        towers: prepare and run items; at least one.
         cache: of embeddings.
-        metrics: counts what happens.
-        limits: see there.
+        metrics: counts lookups, batches and failures.
+        limits: bounds on the work.
         store: asked before an embedding is made, and filled behind it, if there is one.
 
     Attributes:
-        broken: set when a tower is broken that nobody starts again: this process is of no use
+        broken: set when a tower is broken that cannot be started again: this process is of no use
             any more.
     """
 
@@ -102,7 +102,7 @@ class Computations:
         self._waiting = FairQueue()
         self._works: dict[bytes, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Pinned for askers who do not want them now.
+        # Pinned for askers that do not want them now.
         self._kept_bytes = 0
         self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
@@ -117,7 +117,7 @@ class Computations:
         store may have it.
 
         Args:
-            looked: a hold without media has been told that it needs them.
+            looked: a hold without media has heard that it needs them.
         """
         work = self._works.get(key)
         if key in self.cache or (work is not None and work.data is not None):
@@ -155,7 +155,7 @@ class Computations:
             released=self._release,
         )
         self._attach(hold, new=True)
-        # What a store is being asked for is counted when it has answered.
+        # A lookup that a store is asked for is counted when it has answered.
         if hold.source != "computed" or looked or self.store is None:
             self._metrics.lookups.labels(hold.source).inc()
         self._pump_soon()
@@ -204,13 +204,13 @@ class Computations:
         return self._utilisation.share(time.monotonic())
 
     async def close(self) -> None:
-        """Fail what is in work and wait until the towers have let go of it."""
+        """Fail all work and wait until the towers have let go of it."""
         self._refuse(_SHUTTING_DOWN)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._refuse(_SHUTTING_DOWN)  # what was prepared meanwhile
+        self._refuse(_SHUTTING_DOWN)  # items prepared meanwhile
 
     def _refuse(self, why: str) -> None:
-        """Make nothing any more, and fail what waits; what is under way ends by itself, and
+        """Make nothing any more, and fail waiting work; batches that run end by themselves, and
         has `_pump` look again."""
         self._refusal = self._refusal or why
         if self._look_again is not None:
@@ -298,14 +298,14 @@ class Computations:
         self._pump_soon()
 
     def _consider(self, work: Work) -> None:
-        """Act upon whether anybody wants it now."""
+        """Act upon whether a hold wants it now."""
         work.job.parked = not work.wanted
         if work.wanted and work.state is State.DORMANT:
             work.enter(State.WAITING)
             self._let_wait(work)
 
     def _let_wait(self, work: Work) -> None:
-        """Its turn to be prepared, measured in pixels as that of all who wait for it."""
+        """Its turn to be prepared, measured in pixels as that of all waiting work."""
         old = work.job
         work.pixels = work.pixels or claimed_pixels(work.modality, work.media)
         work.job = Job(
@@ -333,7 +333,7 @@ class Computations:
 
     async def _look(self, work: Work, store: SharedStore, new: bool) -> None:
         found = await store.find(work.key, work.modality)
-        # What needs media is counted when its asker has come again with them.
+        # A lookup that needs media is counted when its asker has come again with them.
         if new and (found is not None or work.data is not None):
             self._metrics.lookups.labels("computed" if found is None else "stored").inc()
         if found is not None:
@@ -358,7 +358,7 @@ class Computations:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Begin whatever may be begun now."""
+        """Begin all work that may begin now."""
         self._pumping = False
         if self._refusal:
             self._refuse(self._refusal)
@@ -382,7 +382,7 @@ class Computations:
 
     def _begin_preparing(self, now: float) -> bool:
         """Hand a tower the next item to prepare; False if there is none, or no place."""
-        # What waits is measured in pixels, until it has been prepared.
+        # Waiting work is measured in pixels, until it has been prepared.
         rate = sum(lane.pixel_rate for lane in self._lanes)
         job = self._waiting.first(now, rate)
         lane = self._preparer(job) if job is not None else None
@@ -403,7 +403,7 @@ class Computations:
         return True
 
     def _pump_later(self) -> None:
-        """Nobody says when a tower that was lost is back."""
+        """No event says when a tower that was lost is back."""
         if self._look_again is None:
 
             def look() -> None:
@@ -430,7 +430,7 @@ class Computations:
         return lane
 
     def _make_room(self, lane: Lane) -> None:
-        """Pixels that nobody wants now go as far as others need their place."""
+        """Drop unwanted pixels where others need their place."""
         for job in [job for job in lane.ready if job.parked]:
             if not lane.full(self._limits.batch, parked=True):
                 break
@@ -448,7 +448,7 @@ class Computations:
         except asyncio.CancelledError:
             if work.preparation is not None:  # not by us
                 raise
-            # Nobody wanted it; somebody may have come since.
+            # It was unwanted; an asker may have come since.
             if not work.holds:
                 self._end(work, State.FAILED)
                 return
@@ -468,7 +468,7 @@ class Computations:
             drop_frames(error)  # they have the media
             return
         finally:
-            work.preparation = None  # it holds what was prepared
+            work.preparation = None  # it holds the prepared item
             lane.preparing -= 1
             lane.preparing_large -= large
         lane.note_prepared(work.pixels, time.monotonic() - began)
@@ -590,7 +590,7 @@ class Computations:
             self.store.keep(work.key, layout, embedding)
 
     def _share(self, work: Work, layout: Layout, embedding: torch.Tensor) -> None:
-        """Give it to all who wait for it."""
+        """Give it to all its holds."""
         holds = work.holds
         work.holds = []
         self._end(work, State.DONE)
@@ -606,7 +606,7 @@ class Computations:
             self._metrics.stage_seconds.labels(stage).observe(ms / 1e3)
 
     def _take_back(self, lane: Lane) -> None:
-        """What was ready on a tower that is gone, or was meanwhile, begins again."""
+        """Work that was ready on a lost tower begins again."""
         for job in list(lane.ready):
             lane.ready.remove(job)
             work: Work = job.content
@@ -664,7 +664,7 @@ class Computations:
         if task.cancelled() or task.exception() is not None:
             error = None if task.cancelled() else task.exception()
             logger.error("An encoder stage failed", exc_info=error)
-            # Or nobody would ever get these embeddings again.
+            # Or these embeddings would never be made again.
             for work in works:
                 if work.state in UNDER_WAY:
                     self._fail(work, EncodeError("the encoder failed on this item"))
@@ -672,7 +672,7 @@ class Computations:
 
 
 def _said(error: Exception, work: Work) -> EpdError:
-    """What the askers are told; what is not ours to tell goes to the log."""
+    """The askers' error; an unknown error's text goes to the log."""
     if isinstance(error, EpdError):
         return error
     logger.error("An item of %s failed", work.job.owner, exc_info=error)

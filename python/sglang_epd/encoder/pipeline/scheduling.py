@@ -27,7 +27,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be run together.
+    """A key of jobs that may run together.
 
     Attributes:
         patches: of a batch of several items; one item may have more.
@@ -48,8 +48,8 @@ class Job:
 
     Attributes:
         owner: the request it is for.
-        cost: in patches, or whatever measure all jobs of a queue share.
-        deadline: in the clock of whoever asks.
+        cost: in patches, or the measure that all jobs of a queue share.
+        deadline: in the caller's clock.
         nbytes: memory that it will take when it has run.
         group: only jobs of equal groups are run together.
         alone: never to be run with others.
@@ -146,7 +146,7 @@ class FairQueue:
         jobs = self._runnable(now, large=large)
         if rate > 0 and any(job.deadline < now + self.cost / rate for job in jobs):
             return self._order(jobs, now, rate)[0]
-        # Whatever the order, nobody will be late.
+        # In any order, none will be late.
         return min(jobs, key=self._turn, default=None)
 
     def begin(self, job: Job) -> None:
@@ -165,8 +165,8 @@ class FairQueue:
 
         Args:
             bounds: on the batch; its first job may be over the bound on patches.
-            rate: cost done in a second, as far as is known; 0 where it is not.
-            room_bytes: memory for what the batch will make.
+            rate: cost done in a second; 0 where it is unknown.
+            room_bytes: memory for the batch's embeddings.
 
         Returns:
             Nothing if no job may run now. Expired jobs stay until `take_expired`.
@@ -180,7 +180,7 @@ class FairQueue:
             ):
                 continue
             if nbytes + job.nbytes > room_bytes:
-                # Nobody smaller overtakes it, or it might wait for ever.
+                # No smaller one overtakes it, or it might wait for ever.
                 break
             batch.append(job)
             cost += job.cost
@@ -231,7 +231,7 @@ class Utilisation:
         self._busy: deque[tuple[float, float]] = deque()
 
     def note(self, began: float, ended: float) -> None:
-        """A tower ran; told in the order of the ends."""
+        """A tower ran; called in the order of the ends."""
         self._busy.append((began, ended))
         self._forget(ended - _SPAN_S)
 

@@ -4,12 +4,12 @@
        |          ^           |          |         |
        |          +-----------+----------+---------+      its tower was lost
        +-> done               |          v         |
-       |   (a store has it)   |       dormant <----+      nobody wants it now, and its pixels'
+       |   (a store has it)   |       dormant <----+      unwanted now, and its pixels'
        |                      |                           place is needed (-> waiting)
        +-> failed             +-> failed
-           (no store has it, and nobody its media)
+           (no store has it, and no asker its media)
 
-Decided and done by `computations`; here is only what is so. A `Hold` is one asker's interest
+Plain state; `computations` decides and acts. A `Hold` is one asker's interest
 in an embedding: several askers share one `Work`.
 """
 
@@ -77,7 +77,7 @@ class Work:
     state: State
     holds: list[Hold] = field(default_factory=list)
     lane: Lane | None = None
-    # What its media claim to be, since they are here.
+    # The pixels that its media claim, since they are here.
     pixels: int = 0
     preparation: asyncio.Future[Prepared] | None = None
     prepared: Prepared | None = None
@@ -112,11 +112,11 @@ class Work:
         self.state, self.since = state, now
 
 
-# In these it ends by itself, soon; whoever leaves, or takes all of them away, waits for that.
+# States that finish by themselves; release() and close() wait for them.
 # Preparing is ended with the last of them.
 UNDER_WAY = (State.LOOKING, State.PREPARING, State.RUNNING)
 
-# What the time in a state is called in answers and metrics.
+# The name of a state's time in answers and metrics.
 _STAGES = {
     State.LOOKING: "store",
     State.WAITING: "wait",
@@ -127,7 +127,7 @@ _STAGES = {
 
 
 class Lane:
-    """A tower and what is on its way to it."""
+    """A tower and the work that is assigned to it."""
 
     def __init__(self, tower: Tower) -> None:
         self.tower = tower
@@ -149,14 +149,14 @@ class Lane:
 
     @property
     def patches(self) -> float:
-        """What is on its way, as far as can be known."""
+        """Cost of the assigned work, as far as it is known."""
         running = sum(work.job.cost for work in self.running)
         return self.ready.cost + running + self.preparing * self.typical
 
     def has_place(self, *, large: bool) -> bool:
         """Whether its tower can prepare one more.
 
-        Large items leave one place of several free, or a few would hold up everybody for as
+        Large items leave one place of several free, or a few would hold up all others for as
         long as they are decoded.
         """
         places = self.tower.preparers
@@ -173,7 +173,7 @@ class Lane:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing that anybody wants now is on its way."""
+        """Whether no wanted item is assigned to it."""
         return not self.preparing and not self.running and all(job.parked for job in self.ready)
 
     @property
@@ -189,7 +189,7 @@ class Lane:
         """Whether a batch is on its way to the tower.
 
         Args:
-            parked: count what nobody wants now as well.
+            parked: count unwanted items as well.
             large: count large items that are being prepared as well.
         """
         preparing = self.preparing - (0 if large else self.preparing_large)
@@ -202,7 +202,7 @@ class Lane:
 class Hold:
     """One asker's interest in an embedding.
 
-    `Computations` makes it and says what comes of it (`join`, `show`, `give`, `fail`); the
+    `Computations` makes it and reports its outcome (`join`, `show`, `give`, `fail`); the
     asker waits, says whether it wants the embedding now, and releases it.
 
     Args:
@@ -258,7 +258,7 @@ class Hold:
 
     @property
     def stages(self) -> Iterator[Stage]:
-        """What it went through, in its order, as far as it is over."""
+        """Its stages, in order, as far as they are over."""
         return chain.from_iterable(self._stages)
 
     async def layout(self) -> Layout:
@@ -290,7 +290,7 @@ class Hold:
     def want(self, wanted: bool) -> None:
         """Say whether the embedding is of use now.
 
-        Nothing is run for askers that do not want it now, and what they hold may go where
+        Nothing is run for askers that do not want it now, and their pixels may be dropped where
         memory is short; it is made again when one wants it again.
         """
         if wanted != self.wanted and not self._over:
@@ -309,7 +309,7 @@ class Hold:
 
     @property
     def failed(self) -> bool:
-        """Whether it was told that there will be no embedding."""
+        """Whether it has failed."""
         return self._made.done() and self._made.exception() is not None
 
     def begin_again(self) -> None:
@@ -339,7 +339,7 @@ class Hold:
         """There will be no embedding."""
         self.work = None
         # An exception of its own for each: one that is kept keeps the frames it went
-        # through, and what they hold.
+        # through, and their locals.
         for future in (self._known, self._made):
             if not future.done():
                 future.set_exception(type(error)(str(error)))

@@ -1,4 +1,4 @@
-"""What the encoder's front and its workers say to each other, and how bytes cross.
+"""The messages between the encoder's front and its workers, and the way of bytes.
 
     front                          worker
       | ---- Start --------------->  |  once, first
@@ -59,7 +59,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """Front: run these items together; they are forgotten if that goes well."""
+    """Front: run these items together; they are forgotten if that succeeds."""
 
     call: int
     items: list[int]
@@ -81,7 +81,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     Attributes:
         preparers: how many items it prepares side by side.
         dtype: of the tower's weights.
-        modalities: what the model takes.
+        modalities: that the model takes.
         weights_bytes: that this rank holds.
     """
 
@@ -115,7 +115,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Worker: a call failed, or (call 0) the start, or whatever else it may be asked.
+    """Worker: a call failed, or (call 0) the start, or any other request.
 
     Attributes:
         code, message: of the error, as `errors.from_code` takes them.

@@ -1,15 +1,15 @@
 """The front's side of worker processes: a tower whose model lives in children.
 
-A `WorkerTower` is T processes, the ranks of one model. Every rank is told the same, in
+A `WorkerTower` is T processes, the ranks of one model. Every rank gets the same messages, in
 the same order: each prepares every item itself, because a prepared item is SGLang's own
 objects, which do not cross processes, and rank 0 answers for all. Ranks meet inside a
-batch's collectives, so there is one batch at a time, and whatever may have left them out
+batch's collectives, so there is one batch at a time, and every event that may have left them out
 of step there (one failed, one is stuck, one died) ends all of them: a new set is started
-in their place. What was prepared in the old one is lost, and its calls raise
+in their place. Items prepared in the old one are lost, and their calls raise
 `TowerLostError`.
 
-Owns the processes and what is under way in them. Knows nothing of SGLang: what the
-children build is named by the caller.
+Owns the processes and the calls in flight in them. Knows nothing of SGLang: the caller
+names the function that builds a child.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class WorkerTower:
     def _ran(self, running: asyncio.Task[list[torch.Tensor]]) -> None:
         self._running.discard(running)
         if not running.cancelled():
-            running.exception()  # whoever asked may not be there to take it
+            running.exception()  # the caller may have left
 
     def _living(self) -> _Crew:
         if self._crew is None:
@@ -339,7 +339,7 @@ class _Crew:
         return tuple(process.pid for process in self._processes)
 
     async def ready(self) -> Ready:
-        """What rank 0 says of itself, when all ranks are ready.
+        """Rank 0's description, when all ranks are ready.
 
         Raises:
             TowerLostError: one is not and will not be.
@@ -388,12 +388,12 @@ class _Crew:
             self.discard(number)
             raise
         prepared = Prepared(laid[0].layout, laid[0].patches, laid[0].group, _Handle(self, number))
-        # An item that nobody discards is forgotten with its last reference, as in one process.
+        # An item that is not discarded is forgotten with its last reference, as in one process.
         weakref.finalize(prepared, self._dropped, number).atexit = False
         return prepared
 
     async def forward(self, items: list[int]) -> list[torch.Tensor]:
-        """Run items on all ranks; nobody else may call it meanwhile."""
+        """Run items on all ranks; one call at a time."""
         if not self._items.issuperset(items):
             raise ValueError("an item that was discarded or run before")
         number = next(self._numbers)
@@ -524,7 +524,7 @@ class _Crew:
             call.timers.append(self._loop.call_later(self._times.ranks_s, self.lose, late))
 
     def _dropped(self, item: int) -> None:
-        """The last reference to a prepared item went, on whatever thread."""
+        """The last reference to a prepared item went, on any thread."""
         if item in self._items and not self.lost.done():
             # The loop is closed when a server that failed unwinds; the workers end with it.
             with contextlib.suppress(RuntimeError):

@@ -1,12 +1,12 @@
-"""A worker process: builds one rank's engine, then does what the front says.
+"""A worker process: builds one rank's engine, then obeys the front.
 
 Started by `crew` as `python -m sglang_epd.encoder.workers.worker FD FRONT`, where FD is its
 end of the channel and FRONT the front's process id. It knows nothing of SGLang: the
 engine comes from a factory that the front names.
 
-It ends when the front does, whatever that was: the kernel kills it with the front, and
+It ends with the front, for any reason: the kernel kills it with the front, and
 the end of the channel ends it. Signals to the whole process group are the front's to
-answer, so that what is in work can be finished.
+answer, so that accepted items can be finished.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Worker:
 
 
 def _failure(call: int, error: Exception) -> Failed:
-    """What the front is told: an error of ours as it is, of any other only its kind.
+    """The error for the front: one of ours as it is, of any other only its kind.
 
     Of a broken tower: it ends this process when it hears of that.
     """

@@ -203,6 +203,15 @@ def test_hooks_are_made_where_all_of_them_are_listed():
     assert {found.importer for found in everything() if found.module in made} == {"plugin.py"}
 
 
+def test_a_public_class_has_a_name_of_its_own():
+    places: dict[str, list[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_of_opentelemetry_its_interface_is_used_alone():
     by = [found for found in everything() if found.module.split(".")[0] == "opentelemetry"]
     assert {found.importer for found in by} == {"spans.py"}

@@ -76,7 +76,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "distributed.device_communicators.mooncake_transfer_engine",
         "MooncakeTransferEngine",
     ): "hostname engine",
-    ("seams/scheduler", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
+    ("modality", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
     ("seams/prefix", "managers.scheduler", "Scheduler"): (
         "tree_cache waiting_queue disagg_prefill_bootstrap_queue"
     ),

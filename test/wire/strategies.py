@@ -129,7 +129,7 @@ within_a_server = st.one_of(
     described_expects,
     st.builds(wire.Again, rid=st.text(max_size=8), expect=described_expects),
     st.builds(
-        wire.Laid,
+        wire.AskPrefix,
         claim=st.text(max_size=8),
         keys=st.lists(keys, max_size=2).map(tuple),
         layouts=st.lists(layouts, max_size=2).map(tuple),

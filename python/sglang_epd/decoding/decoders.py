@@ -25,7 +25,7 @@ from PIL import Image
 
 from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.canvas import picture
-from sglang_epd.decoding.messages import TO_SERVER, Drop, Failed, Look, Needs, Read
+from sglang_epd.decoding.messages import TO_SERVER, Drop, Look, Needs, NotDecoded, ReadFrames
 from sglang_epd.errors import (
     DeadlineError,
     MediaError,
@@ -196,7 +196,7 @@ class Decoding:
                 self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         nbytes = 3 * pixels * len(indices)
         left = max(0.0, self._deadline - time.monotonic())
-        told = Read(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))
+        told = ReadFrames(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))
         _, fd = self._ask(told)
         shape = len(indices), facts.height, facts.width, 3
         return np.frombuffer(_mapped(fd, nbytes), np.uint8).reshape(shape)
@@ -253,7 +253,7 @@ class Decoding:
             raise MediaError(
                 "it cannot be decoded: its decoder crashed, or took too long"
             ) from None
-        if isinstance(answer, Failed):
+        if isinstance(answer, NotDecoded):
             if answer.detail:
                 logger.warning("Not decoded: %s", ascii(answer.detail))
             raise from_code(answer.code, answer.message)

@@ -20,7 +20,7 @@ from sglang_epd.dispatch.pool import Snapshot
 from sglang_epd.errors import ConfigError
 
 
-class Work(NamedTuple):
+class ItemCost(NamedTuple):
     """One item, as far as a policy has to know it.
 
     Attributes:
@@ -37,10 +37,10 @@ class Work(NamedTuple):
 Ranks = dict[str, tuple[bytes, str]]
 # (items, encoders that may be asked, random source) -> encoder URL of each item, in order.
 # There is at least one encoder.
-Policy = Callable[[Sequence[Work], Snapshot, random.Random], list[str]]
+Policy = Callable[[Sequence[ItemCost], Snapshot, random.Random], list[str]]
 
 
-def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
+def shuffle(items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random) -> list[str]:
     """Data-parallel split over the encoders in random order.
 
     The reference behaviour: each encoder gets `len(items) / len(encoders)` items, and
@@ -50,13 +50,13 @@ def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> li
     return [order[index % len(order)] for index in range(len(items))]
 
 
-def round_robin(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+def round_robin(items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random) -> list[str]:
     """One encoder after the other, from where the request before left off."""
     urls = _urls(snapshot)
     return [urls[(snapshot.turn + index) % len(urls)] for index in range(len(items))]
 
 
-def least_loaded(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
+def least_loaded(items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random) -> list[str]:
     """Each item to the encoder that will have it done first, the large ones before the small.
 
     In seconds where the rates of all encoders are known, else in patches. (Graham's
@@ -125,7 +125,9 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def __call__(self, items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+    def __call__(
+        self, items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random
+    ) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
         chosen: dict[bytes, str] = {}
         for item in items:
@@ -135,7 +137,7 @@ class Affinity:
                 loads[url] += item.patches
         return [chosen[item.key] for item in items]
 
-    def _choose(self, item: Work, loads: dict[str, float]) -> str:
+    def _choose(self, item: ItemCost, loads: dict[str, float]) -> str:
         ranks = rendezvous(item.key, loads)
         cost = item.patches
         mean = (sum(loads.values()) + cost) / len(loads)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from sglang_epd.dispatch.policies import Work
+from sglang_epd.dispatch.policies import ItemCost
 from sglang_epd.media import image_size
 from sglang_epd.modality import IMAGE, MODALITIES
 from sglang_epd.wire.http import EncodeItem, ItemLayout
@@ -61,13 +61,13 @@ class Costs:
             self._largest_image = min(patches, _MAX_IMAGE_PATCHES)
 
 
-def describe(items: Sequence[EncodeItem], costs: Costs) -> list[Work]:
+def describe(items: Sequence[EncodeItem], costs: Costs) -> list[ItemCost]:
     """Items as policies see them, in their order.
 
     Hashes inline bytes that have no digest yet (some 3 GB a second). Raises nothing, for any
     input.
     """
-    return [Work(_key(item), costs.estimate(item)) for item in items]
+    return [ItemCost(_key(item), costs.estimate(item)) for item in items]
 
 
 def _key(item: EncodeItem) -> bytes:

@@ -33,7 +33,7 @@ from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Tower
@@ -287,7 +287,7 @@ def _bounds(settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_device
 
     patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
-    batch = Bounds(patches, settings.encoder_batch_items)
+    batch = BatchBounds(patches, settings.encoder_batch_items)
     # Half of a language server's share.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 

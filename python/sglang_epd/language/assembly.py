@@ -31,7 +31,7 @@ class Processor(Protocol):
     ) -> Any: ...
 
 
-class LaidOut(Protocol):
+class HasLayout(Protocol):
     """An item as far as the prompt's layout is concerned."""
 
     @property
@@ -41,7 +41,7 @@ class LaidOut(Protocol):
     def layout(self) -> Layout: ...
 
 
-Item = TypeVar("Item", bound=LaidOut)
+Item = TypeVar("Item", bound=HasLayout)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def assemble(
 def lay_out(
     processor: Processor,
     prompt: str | list[int],
-    items: Sequence[LaidOut],
+    items: Sequence[HasLayout],
 ) -> Any:
     """As `assemble`, of items whose embeddings are not needed: none is attached.
 
@@ -110,7 +110,7 @@ def lay_out(
 def lay_out_bare(
     processor: Processor,
     prompt: str | list[int],
-    items: Sequence[LaidOut],
+    items: Sequence[HasLayout],
 ) -> tuple[Any, list[Rows]]:
     """As `assemble`, of items whose embeddings may not be needed.
 
@@ -186,7 +186,7 @@ def _locate(items: Sequence[Item], row: int) -> tuple[Item, int]:
     raise EncodeError("the model's processor asked for a row that no item has")
 
 
-def _identity(item: LaidOut, first: int, count: int) -> bytes:
+def _identity(item: HasLayout, first: int, count: int) -> bytes:
     if count == item.layout.tokens:
         return item.key
     digest = blake3(item.key)

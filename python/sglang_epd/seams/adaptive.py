@@ -34,8 +34,8 @@ from sglang_epd.dispatch.decider import (
     LocalRate,
     decide,
 )
-from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Pool, Snapshot, State
+from sglang_epd.dispatch.policies import ItemCost
+from sglang_epd.dispatch.pool import Health, Pool, Snapshot
 from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
     EncoderLostError,
@@ -251,7 +251,7 @@ class Adaptive:
             while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
                 if http is not None and await http.is_disconnected():
                     raise ValueError(f"the client of {prompt.rid} has left")
-                ready = any(view.state is State.READY for view in self._snapshot().encoders)
+                ready = any(view.state is Health.READY for view in self._snapshot().encoders)
                 without = 0 if ready or not may_return else without + 1
                 if without == _LOOKS_WITHOUT:
                     return None, "no encoder is ready"
@@ -304,7 +304,7 @@ class Adaptive:
         if chosen is not None:
             views = tuple(view for view in snapshot.encoders if view.url in chosen)
             snapshot = replace(snapshot, encoders=views)
-        work = [Work(b"", self._estimate(item)) for item in items]
+        work = [ItemCost(b"", self._estimate(item)) for item in items]
         local = self._local_rate() if _local(items) else None
         decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
         if chosen is not None and decision.why in ("cost", "small", "few"):

@@ -22,9 +22,9 @@ import zmq
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.language.assembly import LaidOut, assemble, lay_out_bare
+from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
-from sglang_epd.language.prefix import Gate, Resting, mark
+from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.staging import Stager
 from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
@@ -56,7 +56,7 @@ class SchedulerSeam:
         self,
         backend: Backend,
         leader: Leader | None,
-        gate: Gate | None = None,
+        gate: PrefixGate | None = None,
         stager: Stager | None = None,
     ) -> None:
         self._backend = backend
@@ -104,7 +104,7 @@ def create_backend(
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
 
-    def prompt_of(request: Any, items: Sequence[LaidOut]) -> str | list[int]:
+    def prompt_of(request: Any, items: Sequence[HasLayout]) -> str | list[int]:
         given = [item.layout.modality for item in items]
         ids = None if reads_text else as_tokenized(processor, request.input_ids, given)
         if ids is not None:

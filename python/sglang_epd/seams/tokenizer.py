@@ -27,7 +27,7 @@ from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
-from sglang_epd.dispatch.pool import Pool, State
+from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.work import Costs, describe
 from sglang_epd.errors import (
     EncodeError,
@@ -344,9 +344,9 @@ def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
     pool = Pool(identity)
 
-    def on_move(url: str, old: State | None, new: State, why: str) -> None:
-        tally.moved(old.value if old else None, new.value, stays=new is not State.GONE)
-        level = logging.WARNING if new in (State.SUSPECT, State.OPEN) else logging.INFO
+    def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
+        tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
+        level = logging.WARNING if new in (Health.SUSPECT, Health.OPEN) else logging.INFO
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move

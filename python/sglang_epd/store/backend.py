@@ -44,7 +44,7 @@ class OversizedError(StoreError):
     outcome = "too_large"
 
 
-class Backend(Protocol):
+class StoreBackend(Protocol):
     """Bytes by name. Every call may be cancelled, may be made again, and raises StoreError."""
 
     async def connect(self) -> None:
@@ -124,7 +124,7 @@ class Threads:
             del job, future, call
 
 
-class State(enum.Enum):
+class BreakerState(enum.Enum):
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
@@ -160,10 +160,10 @@ class Breaker:
         self._probing = False
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         if self._failures < _FAILURES:
-            return State.CLOSED
-        return State.HALF_OPEN if self._probing else State.OPEN
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if self._probing else BreakerState.OPEN
 
     @property
     def blocks(self) -> bool:
@@ -183,7 +183,7 @@ class Breaker:
             call.close()
             raise LeftAloneError("left alone for a while")
         # One at a time: others would wait for a store that may still be gone.
-        probe = self._probing = self.state is State.OPEN
+        probe = self._probing = self.state is BreakerState.OPEN
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await call

@@ -69,7 +69,7 @@ _layout_decoder = msgspec.json.Decoder(Layout)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredEntry:
     """An embedding [tokens, width] on the host, as it was read back.
 
     Attributes:
@@ -125,7 +125,7 @@ class Sealer:
             raise ProtocolError("the layout is too long to be stored")
         return [memoryview(struct.pack("<Q", len(header)) + header), payload]
 
-    def open(self, key: bytes, modality: str, raw: np.ndarray) -> Entry:
+    def open(self, key: bytes, modality: str, raw: np.ndarray) -> StoredEntry:
         """Read an entry; the embedding is a view of `raw`.
 
         Args:
@@ -162,7 +162,7 @@ class Sealer:
         digest = self._digest(metadata.key, metadata.layout, metadata.written_at, payload.data)
         if digest != metadata.blake3:
             raise CorruptEntryError("the digest is another")
-        return Entry(layout, view_tensor(payload, spec), written_at, nbytes)
+        return StoredEntry(layout, view_tensor(payload, spec), written_at, nbytes)
 
     def _digest(self, key: str, layout: str, stamp: str, payload: memoryview) -> str:
         hasher = blake3(key=self._mac) if self._mac else blake3()

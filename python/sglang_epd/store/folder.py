@@ -47,7 +47,7 @@ class _File(NamedTuple):
 
 
 class FolderStore:
-    """A `Backend`.
+    """A `StoreBackend`.
 
     Args:
         root: of this namespace; made if it is not there.

@@ -32,7 +32,7 @@ _BUFFER_SHARE = 1.25
 
 
 class MooncakeStore:
-    """A `Backend`.
+    """A `StoreBackend`.
 
     Raises:
         ConfigError: Mooncake is not installed.

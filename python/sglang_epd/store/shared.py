@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.store.backend import Backend, Breaker, StoreError, Threads
-from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry, Sealer
+from sglang_epd.store.backend import Breaker, StoreBackend, StoreError, Threads
+from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Sealer, StoredEntry
 from sglang_epd.store.url import FolderBounds, StoreUrl
 from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
@@ -66,7 +66,7 @@ class SharedStore:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: StoreBackend,
         url: StoreUrl,
         *,
         token: str,
@@ -101,7 +101,7 @@ class SharedStore:
         else:
             logger.info("Embeddings are kept in %s, too", self._url.shown)
 
-    async def find(self, key: bytes, modality: str) -> Entry | None:
+    async def find(self, key: bytes, modality: str) -> StoredEntry | None:
         """The embedding of a key, if the store has it and gives it in time."""
         began = self._clock()
         outcome, entry = "error", None
@@ -159,7 +159,7 @@ class SharedStore:
         except Exception:
             logger.exception("The store's library did not end well")
 
-    async def _read(self, key: bytes, modality: str, until: float) -> Entry | None:
+    async def _read(self, key: bytes, modality: str, until: float) -> StoredEntry | None:
         """The entry, or None.
 
         Raises:
@@ -235,7 +235,7 @@ def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) 
     return SharedStore(_backend(url), url, token=token, timeout_s=timeout_s, observer=observer)
 
 
-def _backend(url: StoreUrl) -> Backend:
+def _backend(url: StoreUrl) -> StoreBackend:
     if isinstance(url.bounds, FolderBounds):
         from sglang_epd.store.folder import FolderStore
 

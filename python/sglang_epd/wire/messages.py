@@ -13,7 +13,7 @@ channel's (the processes of one language server).
        | -------- Payload -------> |                              |
        | <------- Ack ------------ |                              |
        | -------- Withdraw ------> |                              |  instead of a Payload
-       |                           | -------- Laid, Settled ----> |
+       |                           | --- AskPrefix, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: a peer that names it may deliver that request's
@@ -296,7 +296,7 @@ class Claim(Message, frozen=True, tag="claim"):
         first_reader, readers: the processes that will read the items.
         covered: items whose KV the asker has, so that it needs no embedding.
         prefix: whether the asker has a prefix cache to look into, should all layouts become
-            known (`Laid`).
+            known (`AskPrefix`).
     """
 
     claim: str
@@ -307,7 +307,7 @@ class Claim(Message, frozen=True, tag="claim"):
     prefix: bool = False
 
 
-class Laid(Message, frozen=True, tag="laid"):
+class AskPrefix(Message, frozen=True, tag="laid"):
     """Receiver: these are the items of a claim, which this server has seen before. The claim
     is void; another is to say which of them the prefix cache covers."""
 
@@ -407,7 +407,7 @@ _AnyMessage = (
     | Welcome
     | Expect
     | Claim
-    | Laid
+    | AskPrefix
     | Again
     | Settled
     | Needed

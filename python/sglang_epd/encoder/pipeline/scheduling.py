@@ -26,7 +26,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Bounds:
+class BatchBounds:
     """A key of jobs that may run together.
 
     Attributes:
@@ -160,7 +160,7 @@ class FairQueue:
             self.remove(job)
         return expired
 
-    def take(self, now: float, bounds: Bounds, rate: float, room_bytes: float) -> list[Job]:
+    def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[Job]:
         """Take out the jobs to run next, together: all of one group.
 
         Args:

@@ -80,7 +80,8 @@ _SWITCHES = (
         "whole number",
         "4096",
         "encoders with `--enable-prefix-mm-cache`",
-        "SGLang's: embeddings kept for later requests.",
+        "SGLang's: embeddings kept for later requests. 0 is taken as not set: SGLang sets it "
+        "so for Qwen3-VL on Hopper GPUs.",
     ),
 )
 _SETTINGS_HEAD = """# Settings

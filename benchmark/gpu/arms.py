@@ -22,6 +22,7 @@ class Arm:
         patches: in a batch at most.
         items: in a batch at most.
         depth: passes in flight.
+        pinned: whether patches are in pinned memory.
     """
 
     size: str
@@ -30,19 +31,20 @@ class Arm:
     patches: int = 16_384
     items: int = 256
     depth: int = 2
+    pinned: bool = True
 
     @property
     def name(self) -> str:
         threads = f" of {self.torch_threads} torch threads" if self.torch_threads else ""
         how = f"{self.preparers} preparers{threads}" if self.preparers else "ready"
-        return f"{self.size} px, {how}"
+        return f"{self.size} px, {how}{'' if self.pinned else ', pageable'}"
 
 
 def arms_of(shape: str) -> list[Arm]:
     """What is compared of a shape: all of Qwen3-VL's, less of others."""
     if shape.startswith("tiny"):
         some = [Arm("56", patches=1024, items=items) for items in (4, 16)]
-        return [*some, Arm("56", preparers=2, torch_threads=1, patches=1024, depth=1)]
+        return [*some, Arm("56", 2, 1, patches=1024, depth=1, pinned=False)]
     if shape != "qwen3-vl-8b":
         ready = [Arm("448", patches=8192), Arm("448"), Arm("1080p")]
         return [*ready, Arm("448", 16, 1), Arm("1080p", 16, 1)]
@@ -50,16 +52,22 @@ def arms_of(shape: str) -> list[Arm]:
     ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]
     ready += [Arm("224", items=items) for items in (32, 64, 128)]
     ready += [Arm(size, depth=1) for size in ("448", "1080p")]
+    ready += [Arm(size, pinned=False) for size in ("448", "1080p")]
     jpegs = [Arm("448", preparers, 1) for preparers in (1, 2, 4, 8, 16, 24)]
     jpegs += [Arm("1080p", preparers, 1) for preparers in (2, 4, 8, 16)]
     jpegs += [Arm("224", preparers, 1) for preparers in (4, 16)]
     jpegs += [Arm(size, preparers) for size in ("448", "1080p") for preparers in (4, 16)]
+    jpegs += [Arm(size, 16, 1, pinned=False) for size in ("448", "1080p")]
     return [*ready, *jpegs]
 
 
-def fed_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
-    """A row for each arm: medians of its runs."""
-    head = "pictures, patches, items, depth, images/s, low to high, busy, a pass"
+def fed_rows(runs: dict[Arm, list[Fed]], best: dict[str, float]) -> list[list[str]]:
+    """A row for each arm: medians of its runs.
+
+    Args:
+        best: images/s by size of passes alone, at their best.
+    """
+    head = "pictures, patches, items, depth, images/s, low to high, of alone, busy, a pass"
     rows = [[*head.split(", "), "launch ms", "device ms", "host ms/image"]]
     for arm, fed in runs.items():
 
@@ -70,6 +78,7 @@ def fed_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
         host = statistics.median(sum(one.host_ms.values()) for one in fed)
         row = [arm.name, str(arm.patches), str(arm.items), str(arm.depth)]
         row += [f"{median('rate'):.1f}", f"{min(rates):.1f} to {max(rates):.1f}"]
+        row += [f"{median('rate') / best[arm.size]:.0%}" if arm.size in best else ""]
         row += [f"{median('busy'):.0%}", f"{median('batch'):.1f}", f"{median('launch_ms'):.1f}"]
         row += [f"{median('device_ms'):.1f}", f"{host:.1f}"]
         rows.append(row)
@@ -88,13 +97,23 @@ def host_rows(runs: dict[Arm, list[Fed]]) -> list[list[str]]:
 
 def pass_rows(passes: list[dict[str, Any]]) -> list[list[str]]:
     """Passes that run alone."""
-    rows = [["pictures", "patches", "launch ms", "kernels ms", "alone ms", "images/s"]]
+    rows = [["pictures", "patches", "launch ms", "waits", "kernels ms", "alone ms", "images/s"]]
     for one in passes:
-        figures = [f"{one[key]:.1f}" for key in ("launch_ms", "kernels_ms", "alone_ms")]
+        figures = [f"{one['launch_ms']:.1f}", "yes" if one["waits"] else ""]
+        figures += [f"{one[key]:.1f}" for key in ("kernels_ms", "alone_ms")]
         rate = one["pictures"] / one["kernels_ms"] * 1e3
         pictures = f"{one['pictures']} of {one['size']} px"
         rows.append([pictures, str(one["patches"]), *figures, f"{rate:.0f}"])
     return rows
+
+
+def best_rates(passes: list[dict[str, Any]]) -> dict[str, float]:
+    """Images/s by size, of the kernels alone."""
+    rates: dict[str, float] = {}
+    for one in passes:
+        rate = one["pictures"] / one["kernels_ms"] * 1e3
+        rates[one["size"]] = max(rate, rates.get(one["size"], 0.0))
+    return rates
 
 
 def headline(runs: dict[Arm, list[Fed]]) -> str:

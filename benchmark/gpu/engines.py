@@ -21,11 +21,13 @@ import torch
 
 from gpu.towers import Passes
 from gpu.vision import SHAPES
+from sglang_epd.encoder.model import features
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import MediaLimits
 
 ROOT = Path(__file__).resolve().parents[2]
+_PINNED_BYTES = features.PINNED_BYTES
 _FAMILIES = {"qwen3_vl": "tiny-qwen3-vl", "qwen2_5_vl": "tiny-qwen2_5-vl"}
 
 
@@ -75,6 +77,10 @@ class TimedEngine(Engine):
         self.passes.clear()
         return self
 
+    def pin(self, pinned: bool) -> None:
+        """Whether patches are pinned from now on."""
+        features.PINNED_BYTES = _PINNED_BYTES if pinned else 0
+
     def prepared(self, data: bytes) -> Prepared:
         """A picture; blocks."""
         return asyncio.run(self.prepare("IMAGE", data))
@@ -85,11 +91,11 @@ class TimedEngine(Engine):
 
     def on_device(self, prepared: Prepared) -> Prepared:
         """The same picture, its patches on the device."""
-        modality, items = prepared.content
+        modality, items, made = prepared.content
         there = [copy.copy(item) for item in items]
         for item in there:
             item.feature = item.feature.to(self._encoder.device)
-        return Prepared(prepared.layout, prepared.patches, prepared.group, (modality, there))
+        return Prepared(prepared.layout, prepared.patches, prepared.group, (modality, there, made))
 
     def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
         with self.passes.timed(batch):

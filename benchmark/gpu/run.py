@@ -32,6 +32,7 @@ from gpu.results import aligned  # noqa: E402
 # Of one part's output in logs.txt, half from its beginning and half from its end.
 _LOG_BYTES = 2 << 20
 _END_S = 10.0
+_PYTEST = ("-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-q", "-s")
 _OWN = ("--json", "{json}", "--device", "{device}", "--minutes", "{minutes}")
 
 
@@ -67,7 +68,7 @@ PARTS = {
     "tower": Part((script("tower.py"), *_OWN), 3.0, ("--tiny",)),
     "engine": Part((script("tower.py"), "--of", "sglang", *_OWN), 3.5, ("--tiny",)),
     "tower-7b": Part((script("tower.py"), "--shape", "qwen2.5-vl-7b", *_OWN), 0.7, ("--tiny",)),
-    "device": Part(("-m", "pytest", "-q", "-n0", script("test_device.py")), 2.0),
+    "device": Part((*_PYTEST, script("test_device.py")), 2.0),
     "uploads": Part((script("uploads.py"), *_OWN), 2.0, ("--tiny",)),
     "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 6.0),
 }
@@ -121,9 +122,15 @@ def run(name: str, options: argparse.Namespace, end: float) -> dict[str, Any]:
     command = [sys.executable, *words, *(part.tiny if options.tiny else ())]
     print(f"{name}: at most {limit_s:.0f} s", flush=True)
     began = time.monotonic()
+    path_of_imports = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path_of_imports)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status = "ok" if process.wait(limit_s) == 0 else f"failed ({process.returncode})"

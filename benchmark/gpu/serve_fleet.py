@@ -101,6 +101,10 @@ def ours(*, to_tokenizer: bool = False) -> Arm:
     return Arm(name=name, title=name, family="sglang-epd", servers=servers, env=_OURS)
 
 
+class NothingStartedError(ServerError):
+    """No arm started: what keeps all of them from it will not be better a minute later."""
+
+
 @dataclass
 class Fleet:
     """The servers of some arms, with one checkpoint.
@@ -139,7 +143,7 @@ class Fleet:
         """Start all servers side by side. An arm that does not start is ended and left out.
 
         Raises:
-            ServerError: no arm started.
+            NothingStartedError: no arm started.
         """
         for server in self.servers:
             server.start()
@@ -158,7 +162,7 @@ class Fleet:
                 print(f"{name} did not start: {error}", flush=True)
                 stop_all(self.running.pop(name).servers, grace_s=2.0)
         if not self.running:
-            raise ServerError("no arm started")
+            raise NothingStartedError("no arm started")
 
     @staticmethod
     def _wait(running: Running, end: float) -> float:

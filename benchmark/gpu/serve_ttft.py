@@ -66,10 +66,6 @@ class Measured:
     def ttfts_ms(self, cell: Cell, arm: str) -> list[float]:
         return [1e3 * (one.got_at - one.sent_at) for one in self.of(cell, arm)]
 
-    def plain(self) -> dict[str, list[dict[str, float]]]:
-        """Milliseconds of every step of every request, by cell and arm."""
-        return {key: [steps(one) for one in samples] for key, samples in self.samples.items()}
-
 
 def alone(fleet: Fleet, cells: Sequence[Cell], repeats: int, seconds: float) -> Measured:
     """Requests one at a time, to the arms in turns, each with new pictures.

@@ -1,6 +1,6 @@
 """What the device room and the way out of the tower do on a real GPU.
 
-    PYTHONPATH=python python -m pytest -c /dev/null --rootdir . -q -s benchmark/gpu/test_device.py
+    PYTHONPATH=python python -m pytest -c /dev/null -q benchmark/gpu/test_device.py
 
 Needs torch with CUDA, pytest and msgspec; without a GPU all is skipped. The tests of
 test/devices show the same claims on a device that orders work at random. Each claim about
@@ -10,6 +10,7 @@ GPU was too fast to show anything.
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_epd.device import Device, Event, Stream, device_of, out_of_memory
+from sglang_epd.device import Device, Event, Stream, device_of
 from sglang_epd.encoder.model.copyout import CopyOut, Launched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -294,10 +295,9 @@ def test_out_of_memory_and_then_a_smaller_batch(device: Device) -> None:
         return (held[0] + held[1])[:, :WIDTH]
 
     try:
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(torch.OutOfMemoryError):
             copies.launch(lambda: forward(160))
-        assert out_of_memory(raised.value)
-        del raised  # and the tensors of its frames
+        gc.collect()  # the frames of the error
         device.empty_cache()
         (part,) = copies.land(copies.launch(lambda: forward(80)), [80])
         assert bool((part == 2).all())
@@ -319,7 +319,9 @@ def test_a_huge_pass_takes_little_pinned_memory(device: Device) -> None:
     assert torch.equal(part[-9:], launched.output[-9:].cpu())
 
 
-def test_how_long_an_output_takes_to_the_host(device: Device) -> None:
+def test_how_long_an_output_takes_to_the_host(
+    device: Device, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prints; the output is that of a 1080p picture in Qwen3-VL-8B, 66.8 MB."""
     rows = [2040 * 512]
     one = tokens(0, rows[0], device.name)
@@ -341,11 +343,14 @@ def test_how_long_an_output_takes_to_the_host(device: Device) -> None:
         "to pageable memory": one.cpu,
     }
     arms |= {f"chunks of {mib} MiB": by_chunks(mib) for mib in (2, 4, 8, 16, 32)}
-    print(f"\n{one.nbytes / 1e6:.1f} MB to the host, median ms of 20:")
+    told = [f"\n{one.nbytes / 1e6:.1f} MB to the host, median ms of 20, and of the processor:"]
     for name, arm in arms.items():
         took = []
         for _ in range(22):
-            began = time.perf_counter()
+            began = time.perf_counter(), time.thread_time()
             arm()
-            took.append(time.perf_counter() - began)
-        print(f"  {name:32} {sorted(took[2:])[10] * 1e3:7.2f}")
+            took.append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+        wall, processor = sorted(took[2:])[10]
+        told.append(f"  {name:32} {wall * 1e3:7.2f} {processor * 1e3:7.2f}")
+    with capsys.disabled():
+        print("\n".join(told))

@@ -23,6 +23,7 @@ from PIL import Image
 
 from gpu.vision import SHAPES, Vision
 from sglang_epd.decoding import Decoders
+from sglang_epd.device import device_of
 from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import MediaLimits
@@ -115,7 +116,8 @@ class TransformersTower:
         self._preparing = ThreadPoolExecutor(preparers, "epd-prepare", limit)
         self._tower = ThreadPoolExecutor(1, "epd-tower")
         self._lander = ThreadPoolExecutor(1, "epd-land")
-        self._copies: Any = _copies() if self.passes.cuda else None
+        device = device_of(vision.device.type)
+        self._copies = CopyOut(device) if device.queues else None
 
     async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         decoding = self._decoders.begin(deadline)
@@ -135,9 +137,7 @@ class TransformersTower:
         launched = await loop.run_in_executor(
             self._tower, self._copies.launch, lambda: self._run(batch)
         )
-        # TODO: one of them, when both branches are one.
-        told = [launched] if hasattr(launched, "made") else launched
-        return await loop.run_in_executor(self._lander, self._copies.land, *told, rows)
+        return await loop.run_in_executor(self._lander, self._copies.land, launched, rows)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -181,6 +181,10 @@ class Transformers:
             self._vision, self._decoders, preparers, torch_threads, depth
         )
         return self._made
+
+    def pin(self, pinned: bool) -> None:
+        """Whether patches are pinned from now on."""
+        self._vision.pins = pinned and self._vision.device.type == "cuda"
 
     def prepared(self, data: bytes) -> Prepared:
         """A picture; blocks."""
@@ -227,14 +231,6 @@ class ReadyTower:
 
     def discard(self, prepared: Prepared) -> None:
         pass
-
-
-def _copies() -> Any:
-    try:
-        from sglang_epd.device import device_of
-    except ImportError:
-        return CopyOut(torch.device("cuda", 0))
-    return CopyOut(device_of("cuda", 0))
 
 
 def prepared_of(vision: Vision, features: torch.Tensor, grid: list[list[int]]) -> Prepared:

@@ -219,12 +219,17 @@ class Bench:
         return list(rows.split(shape.rows))
 
 
+# Registered memory has to stay mapped: the next mapping might lie where it was.
+_mapped: list[mmap.mmap] = []
+
+
 def mapped(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes] on an anonymous file in memory, as an arena is."""
     fd = os.memfd_create("uploads")
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
     os.close(fd)
+    _mapped.append(memory)
     return torch.from_numpy(np.frombuffer(memory, np.uint8))
 
 

@@ -102,6 +102,9 @@ class Vision:
     Args:
         shape: of the tower.
         device: "cuda" or "cpu".
+
+    Attributes:
+        pins: whether patches are prepared into pinned memory.
     """
 
     def __init__(self, shape: Shape, device: str) -> None:
@@ -111,6 +114,7 @@ class Vision:
 
         self.attention = _attention(device)
         self.shape = shape
+        self.pins = False
         self.device = torch.device(device)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         kind: Any
@@ -120,10 +124,12 @@ class Vision:
         else:
             kind = qwen2_5.Qwen2_5_VisionTransformerPretrainedModel
             config = qwen2_5.Qwen2_5_VLVisionConfig(**shape.options)
-        config._attn_implementation = self.attention
+        config._attn_implementation = "sdpa"
         torch.manual_seed(1)
         with torch.device(device):
             self.module = kind._from_config(config, dtype=self.dtype).eval()
+        # Afterwards: transformers would look for a package of this name.
+        self.module.config._attn_implementation = self.attention
         self.processor = Qwen2VLImageProcessor(
             patch_size=shape.patch_size,
             temporal_patch_size=2,
@@ -136,7 +142,8 @@ class Vision:
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[list[int]]]:
         """Patches [patches, values] in float32 on the host, and the grid, one row."""
         made = self.processor(images=[picture], return_tensors="pt")
-        return made["pixel_values"], made["image_grid_thw"].tolist()
+        pixels = made["pixel_values"]
+        return pixels.pin_memory() if self.pins else pixels, made["image_grid_thw"].tolist()
 
     def run(
         self, features: Sequence[torch.Tensor], grids: Sequence[Sequence[Sequence[int]]]

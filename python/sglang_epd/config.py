@@ -94,7 +94,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             an eighth of the memory that the server may use, from 4096 to 32768.
         encoder_batch_patches [encoders]: Patches in one forward pass; a single item may have more.
             16384, or 2048 on a CPU, unless given.
-        encoder_batch_items [encoders]: Items in one forward pass.
+        encoder_batch_items [encoders]: Items in one forward pass. 128, or 32 on a CPU, unless
+            given.
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach
             it; its host and port unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
@@ -152,7 +153,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_queue_mb: Count | None = None
     decode_mb: Count | None = None
     encoder_batch_patches: Count | None = None
-    encoder_batch_items: Count = 32
+    encoder_batch_items: Count | None = None
     encoder_advertise_url: Text = ""
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True

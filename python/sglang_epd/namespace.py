@@ -40,6 +40,11 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
     """A readable identity: architecture, dtype (and how weights are quantised as they are
     loaded), and 16 hex digits.
 
+    Args:
+        hf_config: the model's configuration.
+        checkpoint: files and fingerprints of the weights.
+        dtype: of embeddings, without "torch.".
+
     Raises:
         ConfigError: a weight file has no fingerprint, and why; or none has a tower.
     """

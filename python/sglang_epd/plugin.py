@@ -16,6 +16,7 @@ from sglang_epd.seams import (
     contract,
     headers,
     hooks,
+    large_bodies,
     prefix,
     requests,
     roles,
@@ -30,6 +31,7 @@ from sglang_epd.seams.hooks import Hook
 _FLAGS = "sglang.srt.arg_groups.pd_disaggregation_hook"
 _CONTEXT = "sglang.srt.runtime_context"
 _ENCODER = "sglang.srt.disaggregation.encoder"
+_HTTP = "sglang.srt.entrypoints.http_server"
 _CONN = "sglang.srt.disaggregation.common.conn"
 _PREFILL = "sglang.srt.disaggregation.prefill"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
@@ -82,15 +84,12 @@ HOOKS = (
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
     Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", bootstrap.BootstrapPlace),
+    # ... tokenizer process: JSON of many parts is parsed one body at a time.
+    Hook(_HTTP, "ORJSONRequest.json", "around", large_bodies.read),
     # ... tokenizer process: large media are read in a thread, before the request is begun.
     Hook(_TOKENIZER, "TokenizerManager.generate_request", "around", requests.around("read_first")),
-    # ... tokenizer process: how late its event loop is.
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager.auto_create_handle_loop",
-        "after",
-        requests.after("lag.start"),
-    ),
+    # ... tokenizer process: how late its event loop is; a large request's turn is over.
+    Hook(_TOKENIZER, "TokenizerManager.auto_create_handle_loop", "after", requests.after("begun")),
     # ... tokenizer process: encoders hear that a request is over.
     Hook(_TOKENIZER, "TokenizerManager.abort_request", "after", requests.after("cancel")),
     Hook(

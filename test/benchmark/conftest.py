@@ -34,6 +34,6 @@ for _name in _MODULES:
         _load(_name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def benchmark_folder() -> Path:
     return BENCHMARK

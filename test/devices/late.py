@@ -191,6 +191,9 @@ class LateDevice(Cuda):
         assert isinstance(tensor, Late)
         tensor.block.held.append(stream)
 
+    def _after(self, stream: Any) -> Any:
+        return stream.record_event()
+
     def synchronize(self) -> None:
         for stream in self._streams:
             stream.synchronize()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from devices.late import LateDevice
-from sglang_epd.device import out_of_memory
 
 SEEDS = range(20)
 SIZE = 8
@@ -132,9 +131,7 @@ def test_host_memory_that_is_not_pinned_makes_calls_wait(device):
 def test_memory_is_counted_until_its_last_view_is_gone():
     device = LateDevice(capacity_bytes=SIZE * 4)
     view = filled(device, 1).view(2, -1)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
+    with pytest.raises(torch.OutOfMemoryError):
         filled(device, 2)
-    assert out_of_memory(raised.value)
     del view
     assert filled(device, 2).cpu().tolist() == [2.0] * SIZE
-    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access"))

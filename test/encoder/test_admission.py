@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from sglang_epd.encoder.admission import Admission
@@ -157,6 +159,39 @@ def test_items_that_are_here_are_fetched_no_more(admission):
     assert (admission.items, admission.fetching) == (1, 1)
     admission.leave("b")
     assert (admission.items, admission.fetching) == (0, 0)
+
+
+def test_items_that_wait_for_memory_are_not_in_work(admission):
+    admission.admit("a", 4, 1.0)
+    with admission.awaiting_memory("a"):
+        admission.admit("b", 1, 1.0)
+        assert (admission.items, admission.waiting) == (4, 1)
+    assert (admission.items, admission.waiting) == (5, 0)  # its receiver has memory for it
+    admission.leave("a")
+    assert (admission.items, admission.waiting) == (1, 0)
+
+
+def test_so_many_items_wait_and_no_more(admission):
+    with ExitStack() as waiting:
+        for n in range(8):
+            admission.admit(f"{n}", 4, 1.0)
+            for _ in range(4):
+                waiting.enter_context(admission.awaiting_memory(f"{n}"))
+        admission.admit("more", 1, 1.0)
+        with pytest.raises(OverloadedError, match="32 items wait"):
+            waiting.enter_context(admission.awaiting_memory("more"))
+        assert (admission.items, admission.waiting) == (1, 32)
+
+
+def test_items_that_wait_for_memory_leave_a_quarter_of_the_bytes_to_others(admission):
+    admission.admit("a", 1, 1.0)
+    admission.take_bytes(MIB * 3 // 2, 1.0)
+    with admission.awaiting_memory("a"):
+        pass
+    admission.take_bytes(1, 1.0)
+    with pytest.raises(OverloadedError, match="1 MiB of media in work"):
+        admission.awaiting_memory("a").__enter__()
+    assert (admission.items, admission.waiting) == (1, 0)
 
 
 def test_one_request_has_no_more_urls_than_may_ever_be_fetched(admission):

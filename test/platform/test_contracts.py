@@ -52,7 +52,7 @@ def test_the_sender_has_the_switch():
 def test_frames_are_pinned_only_where_the_switches_say_so():
     decoder = source("sglang.srt.utils.video_decoder")
     assert decoder.count("pin_memory()") == decoder.count("_is_cpu_engine():") + 1
-    assert '_BACKEND = "torchcodec"' in decoder, "encoder/preparing asks for it"
+    assert '_BACKEND = "torchcodec"' in decoder, "encoder/model/preparing asks for it"
     assert "return output if _is_cpu_engine() else output.pin_memory()" in decoder
     assert "if _cuda_backend_enabled is not None:\n        return" in decoder
     preprocessing = source("sglang.srt.multimodal.processors.qwen_vl")

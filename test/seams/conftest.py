@@ -25,6 +25,7 @@ _MODULES = (
     "disaggregation.encoder.server",
     "distributed.device_communicators.mooncake_transfer_engine",
     "distributed.parallel_state",
+    "entrypoints.http_server",
     "entrypoints.openai.serving_base",
     "managers.disagg_service",
     "managers.io_struct",

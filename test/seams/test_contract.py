@@ -10,18 +10,21 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+import sglang_epd
 from sglang_epd.families import IN_TREE
 from sglang_epd.plugin import HOOKS
 from sglang_epd.seams import server_args
 from sglang_epd.seams.contract import SIGNATURES, violations
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
+PACKAGE = Path(sglang_epd.__file__).parent
 Find = Callable[[str, str], Any]
 
 # (our module, module, class): the attributes that are read or set.
@@ -107,20 +110,24 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
     ("seams/vision_weights", "model_executor.model_runner", "ModelRunner"): (
         "model model_config server_args is_draft_worker"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder"): (
+    ("encoder/model/engine", "disaggregation.encoder.server", "MMEncoder"): (
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),
-    ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
+    ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
         "vision_config video_processor"
     ),
-    ("encoder/one_server", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
+    ("encoder/model/one_server", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
         "vision_config video_processor audio_processor"
     ),
-    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper"): "frame_shape avg_fps",
-    ("encoder/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
+    (
+        "encoder/model/preparing",
+        "utils.video_decoder",
+        "VideoDecoderWrapper",
+    ): "frame_shape avg_fps",
+    ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessResult"): (
         "mm_inputs grid_thw token_counts"
     ),
-    ("encoder/engine", "server_args", "PortArgs"): "nccl_port",
+    ("encoder/model/engine", "server_args", "PortArgs"): "nccl_port",
     ("flags", "arg_groups.fields.disagg", "Disagg"): (
         "encoder_only language_only encoder_transfer_backend encoder_urls "
         "encoder_register_urls encoder_bootstrap_port enable_adaptive_dispatch_to_encoder "
@@ -229,14 +236,14 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if isinstance(image_file, Image.Image):",
     ],
     (
-        "encoder/one_server",
+        "encoder/model/one_server",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor._load_mm_processor",
     ): [
         "_audio_proc = AutoProcessor.from_pretrained(",
         "self.audio_processor = _audio_proc",
     ],
-    ("encoder/one_server", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
+    ("encoder/model/one_server", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
         "if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS",
     ],
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
@@ -410,14 +417,31 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ): [
         'load_video(data, use_gpu=cls.video_preprocessing_device != "cpu")',
     ],
-    ("encoder/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [
+    ("encoder/model/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [
         "self.model = load_model( model_config=self.model_config, load_config=self.load_config, "
         "device_config=self.device_config, )",
     ],
-    ("encoder/loading", "model_loader.loader", "DefaultModelLoader.load_model"): [
+    ("encoder/model/loading", "model_loader.loader", "DefaultModelLoader.load_model"): [
         "self._get_all_weights(model_config, model)",
     ],
-    ("encoder/loading", "utils.common", "make_layers"): [
+    ("encoder/model/engine", "arg_groups.serving_hook", "handle_multimodal_feature_transport"): [
+        'if cfg.encoder_only and requested_transport in ("cuda_ipc", "cuda_vmm"):',
+        'encoder outputs.", requested_transport, ) requested_transport = "cpu"',
+    ],
+    ("encoder/model/graphs", "models.qwen3_vl", "Qwen3VLMoeVisionModel"): [
+        "self.graph_runners = graph_runners_dict[self.device.type](self)",
+    ],
+    ("encoder/model/graphs", "models.qwen2_5_vl", "Qwen2_5_VisionTransformer"): [
+        "self.cuda_graph_runner = ViTCudaGraphRunner(self)",
+    ],
+    ("encoder/model/graphs", "models.internvl", "InternVisionEncoder"): [
+        "self.cuda_graph_runner = InternViTCudaGraphRunner(self)",
+    ],
+    ("encoder/model/graphs", "multimodal.vit_cuda_graph_runner", "ViTCudaGraphRunner"): [
+        "with self._capture_context(), torch.cuda.graph(graph):",
+        "out = self.block_output[graph_key]",
+    ],
+    ("encoder/model/loading", "utils.common", "make_layers"): [
         "assert not pp_size or num_hidden_layers >= pp_size",
     ],
 }
@@ -460,6 +484,13 @@ def test_a_function_takes_what_it_took(find, target):
 def test_each_hook_has_its_target_here():
     known = {f"sglang.srt.{module}.{path}" for _, module, path in SIGNATURES}
     assert {hook.target for hook in HOOKS} <= known
+
+
+def test_the_modules_that_lean_on_sglang_are_where_the_contract_says():
+    leaning = [*SIGNATURES, *ATTRIBUTES, *CALLS]
+    ours = {name for target in leaning for name in target[0].split(" and ")}
+    for name in ours - {"flags"}:  # of all of them
+        assert (PACKAGE / f"{name}.py").is_file() or (PACKAGE / name).is_dir(), name
 
 
 def attributes(cls: type) -> set[str]:

@@ -89,6 +89,9 @@ class EmbeddingCache:
     def add(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> Entry:
         """Keep a new embedding; the entry is pinned once, and the caller releases it.
 
+        Args:
+            embedding: [tokens, width], on the host; it must not change any more.
+
         Raises:
             ValueError: the key is there already.
         """

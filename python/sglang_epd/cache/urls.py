@@ -62,7 +62,14 @@ class UrlMemory:
         return found
 
     def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
-        """Remember content that has just been read, in place of the earlier entry."""
+        """Remember content that has just been read, in place of the earlier entry.
+
+        Args:
+            name: of `name_of`.
+            digest: of the content.
+            nbytes: of the content, encoded.
+            trail: the answers on the way to it, with their lifetimes.
+        """
         before = self._urls.pop(name, None)
         shown = display(MediaSource(url=url))
         uses = before.uses if before is not None else 0
@@ -71,7 +78,12 @@ class UrlMemory:
             self._urls.popitem(last=False)
 
     def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
-        """Confirm that the content is unchanged; does nothing without an entry."""
+        """Confirm that the content is unchanged; does nothing without an entry.
+
+        Args:
+            digest: of the content that the answers were about.
+            trail: the answers that confirm it.
+        """
         found = self._urls.get(name)
         if found is not None and found.digest == digest:
             found.trail = trail

@@ -50,7 +50,7 @@ class Budget:
         return self.total - self._free
 
     def try_raise(self, charge: Charge, nbytes: int) -> bool:
-        """Make a charge `nbytes`, unless others wait or there are not as many.
+        """Make a charge `nbytes`; False while others wait or there is not as much.
 
         Raises:
             MediaTooLargeError: there never are.
@@ -65,6 +65,9 @@ class Budget:
 
     def raise_to(self, charge: Charge, nbytes: int, deadline: float) -> None:
         """Make a charge `nbytes`, when it is its turn.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
 
         Raises:
             MediaTooLargeError: it is more than there is.

@@ -165,7 +165,14 @@ class Decoding:
         return picture(pixels, size).copy()
 
     def sound(self, data: bytes, rate_hz: int) -> np.ndarray:
-        """Samples, float32, of one channel."""
+        """Samples, float32, of one channel.
+
+        Args:
+            rate_hz: samples a second, to which it is resampled.
+
+        Returns:
+            float32 [samples].
+        """
         limits = self._decoders.limits
         need = _SOUND_BYTES + math.ceil(_SAMPLE_BYTES * rate_hz * limits.max_audio_s)
         self._children = self._decoders.films

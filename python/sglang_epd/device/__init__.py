@@ -12,9 +12,7 @@ import torch
 from sglang_epd.device.host import Host
 from sglang_epd.device.protocol import Device, Event, Stream
 
-__all__ = ["Device", "Event", "Host", "Stream", "device_of", "out_of_memory"]
-
-_CUDA_MEMORY_ALLOCATION = 2
+__all__ = ["Device", "Event", "Host", "Stream", "device_of"]
 
 
 def device_of(name: str, index: int | None = None) -> Device:
@@ -27,12 +25,3 @@ def device_of(name: str, index: int | None = None) -> Device:
 
         return Cuda(index)
     return Host(torch.device(name) if name == "cpu" else torch.device(name, index or 0))
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a call failed because the device's memory was full: a smaller one may succeed."""
-    return (
-        isinstance(error, torch.OutOfMemoryError)
-        or getattr(error, "error_code", None) == _CUDA_MEMORY_ALLOCATION
-        or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
-    )

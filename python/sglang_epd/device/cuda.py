@@ -93,7 +93,13 @@ class Cuda:
         for end in (source, destination):
             if end.device.type != "cpu":  # torch holds pinned memory by itself
                 self.hold(end, stream)
-        done: Event = stream.record_event()
+        return self._after(stream)
+
+    def _after(self, stream: Any) -> Event:
+        # A thread that waits for it sleeps: by default it would spin.
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        done: Event = event
         return done
 
     def hold(self, tensor: torch.Tensor, stream: Any) -> None:

@@ -69,7 +69,7 @@ class Device(Protocol):
         """Memory of the device that belongs to the current stream.
 
         Raises:
-            torch.OutOfMemoryError: see `out_of_memory`.
+            torch.OutOfMemoryError: there is no room; a smaller call may succeed.
         """
 
     def pinned(self, nbytes: int) -> torch.Tensor:

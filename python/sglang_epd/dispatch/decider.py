@@ -107,8 +107,8 @@ def decide(
 
     Args:
         work: the request's items.
-        snapshot: the encoders. Only ready ones count: where a tower is here, nobody has to
-            wait and see whether an encoder that is silent comes back.
+        snapshot: the encoders. Only ready ones count: with a tower here, no request has to
+            wait for a silent encoder to come back.
         local: None where this server cannot encode these items.
         link: as learnt so far.
     """
@@ -192,8 +192,13 @@ class Link:
             self._add(nbytes, self._start.round_trip_s + nbytes / self._start.bytes_per_s)
 
     def learn(self, nbytes: float, seconds: float, now: float) -> None:
-        """A request of so many bytes took so long beyond what its encoders computed; `now`
-        is in seconds of a clock that only goes on."""
+        """Learn from one request.
+
+        Args:
+            nbytes: of its embeddings.
+            seconds: that it took beyond its encoders' computation.
+            now: seconds of a clock that only goes on.
+        """
         expected = self.cost(now)
         most = self._SURPRISE * (expected.round_trip_s + nbytes / expected.bytes_per_s)
         self._learnt_at = now
@@ -230,11 +235,24 @@ class LocalQueue:
         self._at = 0.0
 
     def patches(self, now: float, rate: float) -> float:
-        """The remaining work at `now`, in seconds of a clock that only goes on."""
+        """The remaining work.
+
+        Args:
+            now: seconds of a clock that only goes on.
+            rate: patches a second of the tower.
+
+        Returns:
+            patches.
+        """
         self._patches = max(0.0, self._patches - max(0.0, now - self._at) * rate)
         self._at = now
         return self._patches
 
     def add(self, patches: float, now: float, rate: float) -> None:
-        """Something more is to be encoded here."""
+        """Count an item that is to be encoded here.
+
+        Args:
+            patches: its cost.
+            now, rate: as of `patches`.
+        """
         self._patches = self.patches(now, rate) + patches

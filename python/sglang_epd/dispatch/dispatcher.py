@@ -332,9 +332,7 @@ class Dispatcher:
             if not error.retry_elsewhere:
                 raise
             self._retried(len(items), error)
-            # Of full encoders there is one such line for each refusal, and no news in it.
-            level = logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
-            logger.log(level, "Trying %d items elsewhere: %s", len(items), error)
+            logger.log(_level(error), "Trying %d items elsewhere: %s", len(items), error)
             self._note_fault(run, url, items, error)
             if isinstance(error, EncoderLostError):
                 _note_loss(run, items)
@@ -363,7 +361,7 @@ class Dispatcher:
                 _note_loss(run, [item])
             if len(run.progress[item.item].faults) >= _MAX_FAULTS:
                 raise failure
-            logger.warning("Trying %s elsewhere: %s", item.label, failure)
+            logger.log(_level(failure), "Trying %s elsewhere: %s", item.label, failure)
             failures.append((item, failure))
         return failures
 
@@ -411,6 +409,11 @@ class Dispatcher:
                 lost.cancel()
                 answer.cancel()
                 await asyncio.gather(lost, answer, return_exceptions=True)
+
+
+def _level(error: EpdError) -> int:
+    """Of full encoders there is one line for each refusal, and no news in it."""
+    return logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
 
 
 def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:

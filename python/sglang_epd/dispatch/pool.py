@@ -191,7 +191,11 @@ class Pool:
     # How they are
 
     def heard(self, url: str, report: Report) -> None:
-        """A probe was answered."""
+        """Note an answered probe.
+
+        Args:
+            report: the encoder's own, of its queue and rate.
+        """
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -207,7 +211,11 @@ class Pool:
                 self._take_elsewhere()
 
     def failed(self, url: str, why: str) -> None:
-        """A probe found it out of reach or silent."""
+        """Note a probe that found the encoder out of reach or silent.
+
+        Args:
+            why: for logs and users' messages.
+        """
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -220,7 +228,11 @@ class Pool:
             encoder.why = why
 
     def doubt(self, url: str, why: str) -> None:
-        """A request failed there: others come first until a probe has found it well."""
+        """Note a request that failed there: others come first until a probe has found it well.
+
+        Args:
+            why: for logs and users' messages.
+        """
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is not None and encoder.state in (_S.READY, _S.JOINING):
@@ -288,7 +300,11 @@ class Pool:
     # Work for them
 
     def attempt(self, url: str, patches: float) -> Attempt:
-        """Around one request to an encoder; enter it in a running event loop."""
+        """Around one request to an encoder; enter it in a running event loop.
+
+        Args:
+            patches: the expected cost of its items.
+        """
         return Attempt(self, url, patches)
 
     async def changed(self, seconds: float) -> None:

@@ -90,7 +90,7 @@ class Registry:
 
     Args:
         pool: hears of encoders.
-        trust: who may register.
+        trust: tokens that encoders show.
         siblings: the server's other tokenizer workers, if it may have any.
     """
 

@@ -50,7 +50,11 @@ class Costs:
         return max(1.0, min(claimed, self._largest_image))
 
     def learn(self, item: EncodeItem, told: ItemLayout) -> None:
-        """Learn the true cost of an item that was encoded."""
+        """Learn the true cost of an item that was encoded.
+
+        Args:
+            told: its layout, from the encoder.
+        """
         patches = float(sum(math.prod(row) for row in told.layout.grid))
         patches = min(max(patches, 1.0), _MAX_PATCHES)
         mean = self._means[item.modality]

@@ -5,6 +5,8 @@ Plain data; the service asks before it begins and says when it is done.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sglang_epd.errors import (
@@ -16,6 +18,8 @@ from sglang_epd.errors import (
 
 # Most items that a person's question has.
 _FEW = 16
+# So many times as many items as are in work may wait for their receivers' memory.
+_WAITING = 8
 
 
 @dataclass
@@ -33,6 +37,9 @@ class Admission:
     items, and of the bytes, is left to media that come inline. Requests of many items do not
     fill them either, and leave a quarter to those of few.
 
+    Items that wait for a receiver's memory are not in work. That memory comes free when another
+    request has all of its items there, and that request may need this encoder for the rest.
+
     Args:
         max_items: items in work at a time.
         max_bytes: encoded media in work at a time.
@@ -40,6 +47,7 @@ class Admission:
     Attributes:
         items, nbytes: in work now.
         fetching: of the items, those whose media are not here yet.
+        waiting: items that wait for their receivers' memory.
         draining: nothing new is taken.
     """
 
@@ -50,6 +58,7 @@ class Admission:
         self.max_bytes = max_bytes
         self.items = 0
         self.fetching = 0
+        self.waiting = 0
         self.nbytes = 0
         self.draining = False
         self._live: dict[str, _Live] = {}
@@ -153,6 +162,30 @@ class Admission:
         """The media of one of its items are here, or will not be."""
         self._live[request_id].fetching -= 1
         self.fetching -= 1
+
+    @contextmanager
+    def awaiting_memory(self, request_id: str) -> Iterator[None]:
+        """While one of its items waits for its receiver's memory; nothing else is done for it.
+
+        Raises:
+            OverloadedError: too many wait, or so many bytes are in work that those which wait
+                would leave too few to others.
+        """
+        if self.waiting >= _WAITING * self.max_items or self.nbytes > _share(self.max_bytes):
+            raise OverloadedError(
+                f"{self.waiting} items wait for receivers' memory, "
+                f"{self.nbytes >> 20} MiB of media in work"
+            )
+        self._move(request_id, -1)
+        try:
+            yield
+        finally:
+            self._move(request_id, 1)
+
+    def _move(self, request_id: str, items: int) -> None:
+        self._live[request_id].items += items
+        self.items += items
+        self.waiting -= items
 
     def note_ended(self, request_id: str) -> None:
         """One of its items is done, with any outcome."""

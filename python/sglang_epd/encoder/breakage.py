@@ -3,9 +3,9 @@
 After some errors a device fails at every later call until its process ends: CUDA's
 "sticky" errors (an illegal memory access, an uncorrectable memory error, a lost device).
 Which exceptions are of that kind differs by device and driver, so none is recognised here.
-Whenever an item fails with an unforeseen error, a probe is run: the device is asked
-whether it still works, and where one process is the tower, a picture of our own is encoded.
-If that fails too, the tower is broken, and the item is not known to be at fault.
+Whenever an item fails with an unforeseen error, a probe is run: the device is waited
+for, and a picture of our own encoded. If that fails too, the tower is broken, and the item
+is not known to be at fault.
 
 Owns the verdict. Neither runs items nor ends anything.
 """

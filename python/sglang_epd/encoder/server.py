@@ -61,6 +61,7 @@ _CLOSE_S = 3
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
+_CACHE_MB = 4096
 
 
 def launch(server_args: Any) -> None:
@@ -286,16 +287,19 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
 def _bounds(settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_device
 
-    patches = settings.encoder_batch_patches or _batch_patches(get_device().device)
-    batch = BatchBounds(patches, settings.encoder_batch_items)
+    patches, items = _batch(get_device().device)
+    batch = BatchBounds(
+        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
+    )
     # Half of a language server's share.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
 
-def _batch_patches(device: str) -> int:
-    """The best size of a forward pass. A processor computes a patch of a batch that is
-    larger than its caches more slowly; an accelerator needs much to be busy."""
-    return 2048 if device.startswith("cpu") else 16_384
+def _batch(device: str) -> tuple[int, int]:
+    """The best size of a forward pass, in patches and items. A processor computes a patch of a
+    batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
+    that small pictures may be many."""
+    return (2048, 32) if device.startswith("cpu") else (16_384, 128)
 
 
 def _sender(settings: Settings) -> Sender:
@@ -425,12 +429,13 @@ def cache_bytes(*, enabled: bool) -> int:
     Raises:
         ConfigError: the variable is not a whole number of MiB.
     """
-    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "4096"
+    raw = os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "").strip() or "0"
     if not enabled:
         return 0
     if not raw.isdecimal():
         raise ConfigError(f"SGLANG_VLM_CACHE_SIZE_MB={raw!r} is not a number of MiB")
-    return int(raw) << 20
+    # SGLang writes a 0 there for Qwen3-VL on Hopper GPUs, whatever the flag says.
+    return (int(raw) or _CACHE_MB) << 20
 
 
 def _housekeeping(

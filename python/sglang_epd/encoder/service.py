@@ -174,7 +174,7 @@ class EncoderService:
         assert task is not None
         self._live[request.request_id] = task
         self._idle.clear()
-        self._metrics.items_in_work.set(self.admission.items)
+        self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
         try:
             deadline = time.monotonic() + request.ttl_s
             running: list[asyncio.Task[ItemOutcome]] = []
@@ -195,7 +195,7 @@ class EncoderService:
             del self._live[request.request_id]
             self.admission.leave(request.request_id)
             self.finished += 1
-            self._metrics.items_in_work.set(self.admission.items)
+            self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
             if not self._live:
                 self._idle.set()
 
@@ -235,6 +235,7 @@ class EncoderService:
             "requests": admission.live,
             "finished": self.finished,
             "items": admission.items,
+            "waiting": admission.waiting,
             "max_items": admission.max_items,
             "bytes": admission.nbytes,
             "max_bytes": admission.max_bytes,
@@ -384,7 +385,7 @@ class EncoderService:
         while True:
             offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
             async with self._sender.offer(endpoint, offer) as offered:
-                decision = await self._decision(hold, offered, ms, span)
+                decision = await self._decision(request, hold, offered, ms, span)
                 if isinstance(decision, Decline):
                     return ItemOutcome(
                         item.item,
@@ -419,7 +420,12 @@ class EncoderService:
             )
 
     async def _decision(
-        self, hold: Hold, offered: Offered, ms: dict[str, float], span: Span
+        self,
+        request: EncodeRequest,
+        hold: Hold,
+        offered: Offered,
+        ms: dict[str, float],
+        span: Span,
     ) -> Granted | Decline:
         """Wait for the grant, with the embedding in the making as long as it may be of use."""
         signs: list[asyncio.Future[Any]] = [hold.made, offered.answered]
@@ -430,7 +436,10 @@ class EncoderService:
             # The receiver is slow to answer, or has no memory now.
             hold.want(False)
         with self._stage("grant", ms, span):
-            return await offered.decided
+            if not await offered.answered:
+                return await offered.decided
+            with self.admission.awaiting_memory(request.request_id):
+                return await offered.decided
 
     @contextmanager
     def _stage(self, name: str, ms: dict[str, float], span: Span) -> Iterator[Span]:
@@ -493,7 +502,7 @@ def _say_outcome(span: Span, outcome: ItemOutcome) -> None:
 
 
 def _show_stages(span: Span, hold: Hold) -> None:
-    """The stages that others may share; an asker who joined later sees them from then on."""
+    """The stages that others may share; an asker that joined later sees them from then on."""
     for name, began, ended in hold.stages:
         if ended > hold.began:
             part = span.child(f"epd_{name}", began=max(began, hold.began), source=hold.source)

@@ -115,6 +115,7 @@ def create(options: dict[str, Any]) -> Engine:
         rank=options["rank"],
         gpu_id=options["gpu_id"],
         rendezvous=options["rendezvous"],
+        share=options["share"],
     )
 
 
@@ -169,6 +170,7 @@ class _Starts:
                 "gpu_id": gpu_id,
                 "rendezvous": rendezvous,
                 "cores": cores,
+                "share": 1 if cores else self._towers * self._ranks,
                 "log_prefix": f" encoder {tower}" + (f" TP{rank}" if self._ranks > 1 else ""),
             }
             made.append(Rank(options, env))

@@ -95,6 +95,12 @@ class Adapter:
     def see(self, medium: Any, modality: str = IMAGE) -> Seen:
         """Prepare one picture or video.
 
+        Args:
+            medium: a picture, or a video's decoder.
+
+        Returns:
+            The items that the tower runs, and the expansion.
+
         Raises:
             EncodeError: the processor's result cannot be sent to a language server.
             MediaTypeError: the processor knows nothing of that kind.
@@ -113,6 +119,9 @@ class Adapter:
 
     def lay_out(self, prompt: str | list[int], parts: Sequence[Part]) -> LaidOut:
         """A prompt with the placeholders of its items.
+
+        Args:
+            parts: the items; those of a modality in the order of its marks.
 
         Raises:
             MediaError: the prompt and the items do not match.

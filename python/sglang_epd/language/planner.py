@@ -85,6 +85,9 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
 
     Empty where the media have to be fetched first, or the item's options have no key. Hashes
     inline bytes that have no digest yet.
+
+    Args:
+        identity: namespace of the encoders.
     """
     if item.data is None:
         return b""

@@ -2,8 +2,8 @@
 
 The default is the public internet and nothing else. The tables are the special-purpose
 registries of IANA (RFC 6890), written out because `ipaddress.is_global` differs
-between Python releases and takes NAT64 and 6to4 addresses for public ones, whatever
-IPv4 address they lead to.
+between Python releases and takes NAT64 and 6to4 addresses for public ones, for any
+IPv4 address that they lead to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AddressPolicy:
     """Says of an address whether media may be fetched from it.
 
     Args:
-        allowed_networks: CIDRs that are open whatever the tables say.
+        allowed_networks: CIDRs that are open in spite of the tables.
     """
 
     def __init__(self, allowed_networks: Iterable[str] = ()) -> None:

@@ -64,7 +64,7 @@ class EncoderMetrics(Metrics):
     patches_queued = gauge(
         "Patches that are being encoded, or wait to be; estimated before preprocessing"
     )
-    batch_items = histogram("Items in a forward pass", buckets=(1, 2, 4, 8, 16, 32, 64))
+    batch_items = histogram("Items in a forward pass", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
     batch_patches = histogram(
         "Patches in a forward pass", buckets=(64, 256, 1024, 4096, 16384, 65536, 262144)
     )

@@ -66,12 +66,16 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("families/films", "utils.common", "load_video"): "video_file use_gpu",
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.close"): "self",
     (
-        "encoder/preparing",
+        "encoder/model/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor._load_single_item",
     ): "self data modality frame_count_limit discard_alpha_channel",
     ("decoding/sound", "utils.common", "load_audio"): "audio_file sr mono",
-    ("encoder/loading", "model_loader", "get_model"): "model_config load_config device_config",
+    (
+        "encoder/model/loading",
+        "model_loader",
+        "get_model",
+    ): "model_config load_config device_config",
     (
         "checkpoint and families/reading",
         "model_loader.loader",
@@ -153,6 +157,8 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("seams/staging", "mem_cache.kv_cache_configurator", "mm_runtime_reservation_gb"): (
         "is_multimodal mm_feature_transport"
     ),
+    ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
+    ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),
@@ -215,30 +221,40 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("language/assembly", "managers.schedule_batch", "MultimodalDataItem.set_identity"): (
         "self identity"
     ),
-    ("encoder/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
+    ("encoder/model/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
         "self server_args schedule_path dist_init_method rank gpu_id"
     ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
+    ("encoder/model/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
         "self modality"
     ),
-    ("encoder/preparing", "disaggregation.encoder.server", "MMEncoder._build_model_mm_items"): (
-        "self mm_feature preprocess_result indices modality"
-    ),
-    ("encoder/preparing", "disaggregation.encoder.server", "_get_mm_feature"): "mm_inputs modality",
-    ("encoder/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
     (
-        "encoder/preparing",
+        "encoder/model/preparing",
+        "disaggregation.encoder.server",
+        "MMEncoder._build_model_mm_items",
+    ): ("self mm_feature preprocess_result indices modality"),
+    (
+        "encoder/model/preparing",
+        "disaggregation.encoder.server",
+        "_get_mm_feature",
+    ): "mm_inputs modality",
+    ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
+    (
+        "encoder/model/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor.process_mm_items",
     ): "async self mm_items modality",
-    ("encoder/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
+    ("encoder/model/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
         "ele total_frames video_fps"
     ),
-    ("encoder/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
+    ("encoder/model/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
         "self source device num_decode_threads"
     ),
-    ("encoder/engine", "server_args", "PortArgs.init_new"): "server_args dp_rank worker_ports",
-    ("encoder/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
+    (
+        "encoder/model/engine",
+        "server_args",
+        "PortArgs.init_new",
+    ): "server_args dp_rank worker_ports",
+    ("encoder/model/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
     ("encoder/towers", "plugins", "load_plugins"): "",
     ("encoder/towers", "server_args", "ServerArgs.resolve_once"): "self",
     ("encoder/towers and seams/server_args", "arg_groups.overrides", "model_config_of"): (

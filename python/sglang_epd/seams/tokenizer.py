@@ -54,6 +54,7 @@ from sglang_epd.seams import (
     tracing,
 )
 from sglang_epd.seams.identities import plan_without_options
+from sglang_epd.seams.large_bodies import Turns
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.tally import LoopLag
@@ -83,6 +84,8 @@ class TokenizerSeam:
         self.frontend = frontend
         # Of the event loop that all of a tokenizer process runs in.
         self.lag = LoopLag(observe_lag)
+        # Of bodies of many parts, which are read before all else.
+        self.turns = Turns()
         # Where a prompt may be encoded here: decides, and does it.
         self.adaptive: adaptive.Adaptive | None = None
         self._control = control
@@ -109,6 +112,15 @@ class TokenizerSeam:
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
+
+    def begun(self) -> None:
+        """After `auto_create_handle_loop`: SGLang has laid the current request out.
+
+        What its next turn wakes runs when this task waits next, and the request is planned
+        by then.
+        """
+        self.lag.start()
+        self.turns.end()
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None

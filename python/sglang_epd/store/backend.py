@@ -58,7 +58,11 @@ class StoreBackend(Protocol):
         """
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        """Keep the pieces, one after the other, under a name: all of them or nothing."""
+        """Keep the pieces, one after the other, under a name: all of them or nothing.
+
+        Args:
+            pieces: bytes of one entry, in order; they do not change before the call ends.
+        """
 
     async def remove(self, name: str) -> None:
         """Remove the entry of a name, if there is one."""

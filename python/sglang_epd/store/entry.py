@@ -106,6 +106,10 @@ class Sealer:
     ) -> list[memoryview]:
         """An entry, in pieces; the last is the embedding's memory, not a copy.
 
+        Args:
+            embedding: [tokens, width], on the host.
+            written_at: seconds since 1970.
+
         Raises:
             ProtocolError: the embedding does not fit its layout, or cannot be stored.
         """

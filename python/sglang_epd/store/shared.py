@@ -102,7 +102,12 @@ class SharedStore:
             logger.info("Embeddings are kept in %s, too", self._url.shown)
 
     async def find(self, key: bytes, modality: str) -> StoredEntry | None:
-        """The embedding of a key, if the store has it and gives it in time."""
+        """The embedding of a key; None where the store has none, or does not give it in time.
+
+        Args:
+            key: of the embedding, 32 bytes.
+            modality: that the layout must have.
+        """
         began = self._clock()
         outcome, entry = "error", None
         try:
@@ -117,7 +122,11 @@ class SharedStore:
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
-        """Put an embedding there by and by; it must not change meanwhile."""
+        """Queue an embedding to be written.
+
+        Args:
+            embedding: [tokens, width], on the host; it must not change meanwhile.
+        """
         nbytes = spec_bytes(layout.embedding)
         if nbytes > self._url.max_item_bytes:
             self._count("write", "too_large", 0.0, nbytes)

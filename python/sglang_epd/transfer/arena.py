@@ -93,7 +93,11 @@ class Arena:
 
     @classmethod
     def create(cls, data_bytes: int, readers: int) -> Arena:
-        """Make an arena for `data_bytes` of payloads and that many reading processes.
+        """Make an arena.
+
+        Args:
+            data_bytes: room for payloads.
+            readers: processes that read it, numbered from 0.
 
         Raises:
             OSError: the system refuses.
@@ -159,6 +163,13 @@ class Arena:
         """The embedding of an item, where it lies; no copy.
 
         The memory stays reserved until the tensor, and every view of it, is gone.
+
+        Args:
+            item: where the embedding is.
+            reader: this process's number.
+
+        Returns:
+            [tokens, width], in the arena.
         """
         # torch keeps this very object for as long as any view of the tensor lives.
         owner = self.span(item.offset, item.nbytes)
@@ -167,6 +178,10 @@ class Arena:
 
     def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
         """The items of a claim, but for those that it covered itself.
+
+        Args:
+            settled: the outcome of the claim.
+            reader: this process's number.
 
         Raises:
             EpdError: the claim failed; this is its error.

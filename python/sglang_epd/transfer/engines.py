@@ -31,7 +31,11 @@ class PayloadEngine(Protocol):
     def staged(self) -> bool: ...
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers write to this memory. Raises ConfigError."""
+        """Let peers write to this memory.
+
+        Args:
+            address: of the first byte, in this process.
+        """
 
     def write(
         self,

@@ -139,6 +139,10 @@ class Ledger:
         """Claim a ticket's items.
 
         A request may overtake its own `Expect`, so the claim opens the entry too.
+
+        Args:
+            claimant: the name under which the outcome is returned.
+            message: the ticket's announcement, and the items that the claim covers itself.
         """
         ticket = message.expect.ticket
         self.expect(message.expect, now)
@@ -229,7 +233,14 @@ class Ledger:
         return None if item is None else item.block
 
     def fill(self, message: wire.Payload, now: float) -> bool:
-        """All of a payload is in its block; False if there is no such grant."""
+        """Note that all of a payload is in its block.
+
+        Args:
+            message: the last frame's.
+
+        Returns:
+            False if there is no such grant.
+        """
         item = self._granted(message)
         if item is None:
             self.reservations.settle_late(message.grant, message.ticket)
@@ -246,7 +257,7 @@ class Ledger:
         return True
 
     def withdraw(self, message: wire.Payload | wire.Withdraw) -> bool:
-        """An encoder will not use a grant; the item is as if it had not been offered.
+        """Take a grant back that its encoder will not use; the item is as if never offered.
 
         Returns:
             Whether there was such a grant.

@@ -6,8 +6,8 @@ end: the receiver acknowledges the last byte. Over RDMA the NIC has.
 
 Mooncake checks that a write falls within registered memory of the receiver, and nothing
 else: it asks for no secret, and its ports listen on every interface, so that any peer that
-reaches them may write there, and read. Who may hold an address and when, and what to do
-with memory that a write was granted and did not finish, is for the layers above.
+reaches them may write there, and read. The layers above decide
+which peer holds an address, and what becomes of memory under an unfinished write.
 
 Measured with mooncake-transfer-engine 0.3.13:
 

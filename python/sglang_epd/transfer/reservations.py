@@ -97,9 +97,13 @@ class Reservations:
     def grant(
         self, nbytes: int, *, high: bool = False, within: tuple[int, int] | None = None
     ) -> Block | None:
-        """Reserve a block where `Extents.take` says, or None if there is no room now.
+        """Reserve a block; None if there is no room now.
 
         Kept blocks are evicted for it, least recently used first.
+
+        Args:
+            nbytes: of the payload.
+            high, within: as `Extents.take` has them.
         """
         offset = self._take(nbytes, high, within)
         if offset is None:
@@ -133,7 +137,11 @@ class Reservations:
         return self._kept.find(key)
 
     def revoke(self, block: Block, now: float) -> None:
-        """Void the grant; the block is free as soon as no process can be writing to it."""
+        """Void the grant; the block is free as soon as no process can be writing to it.
+
+        Args:
+            now: seconds, of the clock of `reclaim`.
+        """
         if not block.foreign:
             self.free(block)
             return
@@ -142,14 +150,23 @@ class Reservations:
         self._quarantined[block.grant] = block
 
     def settle_late(self, grant: int, ticket: str) -> None:
-        """The encoder is done with a revoked grant; nothing happens if it is not its own."""
+        """Free a revoked grant's block, as its encoder has ended; does nothing for another's grant.
+
+        Args:
+            grant: its number, which a stranger could guess.
+            ticket: of its request, which a stranger could not.
+        """
         block = self._quarantined.get(grant)
         # Numbers of grants can be guessed, tickets cannot.
         if block is not None and block.ticket == ticket:
             self.free(block)
 
     def fill(self, block: Block, key: bytes = b"", layout: Layout | None = None) -> bool:
-        """All of the payload is there, and may be found by its key.
+        """Note that all of the payload is there, and let it be found by its key.
+
+        Args:
+            key: of the embedding; empty if no other request may find it.
+            layout: of the embedding.
 
         Returns:
             Whether it is this block that the key leads to.
@@ -159,7 +176,11 @@ class Reservations:
         return self._kept.add(block)
 
     def hand(self, block: Block, first_reader: int, readers: int) -> None:
-        """Hand the block to some processes; each will drop it once."""
+        """Hand the block to some processes; each will drop it once.
+
+        Args:
+            first_reader, readers: the numbers of the processes: so many, from the first.
+        """
         if block.state is _S.KEPT:
             self._kept.use(block)
         if block.state is not _S.HANDED:
@@ -168,7 +189,7 @@ class Reservations:
         block.expected[first_reader : first_reader + readers] += 1
 
     def close(self, block: Block) -> None:
-        """The request that it was granted to is done with it."""
+        """Note that the request that it was granted to will not hand it out again."""
         block.closed = True
         if block.state is not _S.HANDED:
             self._retire(block)

@@ -172,6 +172,10 @@ class Sender:
         The yielded object has the answer to the offer. A grant that
         was not used when the context ends is withdrawn.
 
+        Args:
+            endpoint: the language server's payload port, as its encode request names it.
+            offer: key, layout and size.
+
         Raises:
             ProtocolError: the endpoint is not one of ours.
             UnavailableError: the endpoint cannot be dialled, or the item is being offered.
@@ -194,7 +198,11 @@ class Sender:
     async def deliver(
         self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
     ) -> str:
-        """Deliver the embedding (a host tensor) under a grant; returns once it was taken.
+        """Deliver the embedding under a grant; returns once the receiver has taken it.
+
+        Args:
+            embedding: [tokens, width], on the host, of the size that was offered.
+            timeout_s: for the acknowledgement.
 
         Returns:
             How it went: "inline", "shared" or "remote".

@@ -33,6 +33,10 @@ class SharedWriter:
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
 
+        Args:
+            landing: arena and place.
+            payload: uint8, one dimension.
+
         Raises:
             ProtocolError: the file is not an arena, or the place not in it.
             OSError: the arena cannot be mapped.
@@ -80,6 +84,10 @@ class RemoteWriter:
 
     def write(self, landing: wire.Remote, payload: np.ndarray, timeout_s: float) -> None:
         """Write the payload to its place.
+
+        Args:
+            landing: session and address.
+            payload: uint8, one dimension.
 
         Raises:
             UnavailableError: it was not written; part of it may yet be.

@@ -59,6 +59,10 @@ def view_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
 
     No copy is made; the tensor keeps `raw` alive.
 
+    Args:
+        raw: uint8, one dimension, aligned to the dtype.
+        spec: dtype and shape.
+
     Raises:
         ProtocolError: not exactly as many bytes as `spec` says.
     """

@@ -10,7 +10,7 @@ import torch
 
 from devices.late import LateDevice
 from sglang_epd.device import Host
-from sglang_epd.encoder.model.features import mark, take
+from sglang_epd.encoder.model.features import PINNED_BYTES, mark, take
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -67,8 +67,42 @@ def test_what_the_order_rests_on(missing):
     assert wrong(run_carelessly)
 
 
-def test_features_of_the_host_are_taken_as_they_are():
-    item = SimpleNamespace(feature=torch.ones(4, 2), model_specific_data={})
-    prepared = Prepared(LAYOUT, 4, "IMAGE", ("IMAGE", [item]))
-    for device in (Host(), LateDevice()):
-        assert take([mark(prepared, device)], device) == [item]
+def item_of(feature):
+    return SimpleNamespace(feature=feature, model_specific_data={})
+
+
+def marked(device, feature):
+    item = item_of(feature)
+    assert take([mark(Prepared(LAYOUT, 4, "IMAGE", ("IMAGE", [item])), device)], device) == [item]
+    return item.feature
+
+
+def test_features_in_host_memory_are_pinned():
+    device = LateDevice()
+    pixels = torch.arange(8.0).view(4, 2)
+    held = marked(device, pixels)
+    assert device.pinned_bytes == pixels.nbytes
+    assert held.dtype == pixels.dtype
+    assert torch.equal(held, pixels)
+    # Queued beside the work before: the call does not wait, and the memory is there until then.
+    with device.use(device.stream()):
+        there = device.empty((4, 2), torch.float32).copy_(held, non_blocking=True)
+    del held
+    assert device.pinned_bytes == pixels.nbytes
+    device.synchronize()
+    assert torch.equal(there.cpu(), pixels)
+    assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "feature"),
+    [
+        (Host(), torch.ones(4, 2)),
+        (LateDevice(), torch.ones(4, 2, dtype=torch.uint8).expand(PINNED_BYTES // 8 + 1, 4, 2)),
+        (LateDevice(), torch.ones(0, 2)),
+        (LateDevice(), "a proxy"),
+    ],
+    ids=["on a CPU", "too large", "empty", "not a tensor"],
+)
+def test_what_is_not_pinned_is_taken_as_it_is(device, feature):
+    assert marked(device, feature) is feature

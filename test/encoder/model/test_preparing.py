@@ -24,18 +24,31 @@ def test_patches_share_a_forward_whatever_their_number():
     assert _group("IMAGE", torch.zeros(4, 1176)) != _group("VIDEO", torch.zeros(4, 1176))
 
 
-@pytest.mark.parametrize(("told", "threads"), [(None, 4), ("1", 1), ("12", 12)])
-def test_sglangs_variable_says_how_many_items_are_prepared_side_by_side(monkeypatch, told, threads):
+@pytest.mark.parametrize(
+    ("told", "device", "cores", "threads", "team"),
+    [
+        (None, "cpu", 64, 4, 64),
+        (None, "cuda", 64, 16, 4),
+        (None, "cuda", 12, 12, 1),
+        (None, "cuda", 2, 4, 1),
+        ("1", "cuda", 64, 1, 64),
+        ("24", "cpu", 2, 24, 64),
+    ],
+)
+def test_how_many_items_are_prepared_side_by_side_and_how(
+    monkeypatch, told, device, cores, threads, team
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.delenv("SGLANG_ENCODER_PREPROC_WORKERS", raising=False)
     if told is not None:
         monkeypatch.setenv("SGLANG_ENCODER_PREPROC_WORKERS", told)
-    assert preparing_threads() == threads
+    assert preparing_threads(device, cores) == (threads, team)
 
 
 def test_no_threads_are_refused_by_name(monkeypatch):
     monkeypatch.setenv("SGLANG_ENCODER_PREPROC_WORKERS", "0")
     with pytest.raises(ConfigError, match="SGLANG_ENCODER_PREPROC_WORKERS=0"):
-        preparing_threads()
+        preparing_threads("cuda", 8)
 
 
 def preprocessor(name: str | None) -> SimpleNamespace:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from sglang_epd.errors import EncodeError
+from sglang_epd.errors import EncodeError, OverloadedError
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.extents import ALIGNMENT
@@ -20,7 +20,7 @@ from sglang_epd.transfer.sender import Offered, Sender
 from sglang_epd.wire.http import ReplyTo
 from sglang_epd.wire.messages import Expect, Offer, Settled
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 class Watched(Sender):
@@ -52,8 +52,8 @@ class LanguageServer:
         self._claims = Claims(control_path)
         self._arena: Arena = self._claims.connect(PATIENCE_S)
 
-    def expect(self, ticket: str) -> None:
-        self._claims.claim(ticket, Expect(ticket, 1, 1, 30.0))
+    def expect(self, ticket: str, items: int = 1) -> None:
+        self._claims.claim(ticket, Expect(ticket, items, 1, 30.0))
 
     async def embedding(self) -> torch.Tensor:
         """Of the request that settles next."""
@@ -61,6 +61,17 @@ class LanguageServer:
         await until(lambda: settled.extend(self._claims.take()) or settled)
         assert not settled[0].code, settled[0].message
         return self._arena.read(settled[0].items[0], reader=0)
+
+    async def serve(self, requests: int) -> None:
+        """Prefill so many, each as soon as all its items are here, which are dropped then."""
+        settled: list[Settled] = []
+        while len(settled) < requests:
+            settled += (done := self._claims.take())
+            for one in done:
+                assert not one.code, one.message
+                for item in one.items:
+                    self._arena.read(item, reader=0)
+            await asyncio.sleep(0.001)
 
     def count(self, name: str) -> int:
         return self.receiver.tally.counts[name, ""]
@@ -199,3 +210,42 @@ async def test_a_grant_for_an_item_that_was_cancelled_while_it_waited_comes_back
     del embedding
     await delivered(encode(b"next", server))
     assert server.count("withdrawals") == 1
+
+
+@pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1000), (1000, 16)])
+async def test_items_that_wait_keep_no_encoder_from_those_that_they_wait_for(
+    service, sender, asking, language_server, max_items, max_bytes
+):
+    """Requests are sent in parts, as dispatchers do, and none fits into memory beside the others:
+    one of them at a time may fill the lower half of the memory, with both of its parts. A part has
+    at most a quarter of the bytes that may be in work.
+    """
+    service.admission.max_items, service.admission.max_bytes = max_items, max_bytes
+    server, names = language_server(8 * ALIGNMENT), [f"r{n}" for n in range(8)]
+    for name in names:
+        server.expect(name, items=4)
+
+    async def part(name: str, first: int) -> None:
+        whole = asking(b"a%d" % first, b"b%d" % first, request_id=f"{name}.{first}", namespace="n")
+        left = [msgspec.structs.replace(one, item=one.item + first) for one in whole.items]
+        reply_to = ReplyTo(server.receiver.endpoint, name)
+        while left:
+            request = msgspec.structs.replace(whole, items=left, reply_to=reply_to)
+            with suppress(OverloadedError), service.receiving() as room:
+                room.take(sum(len(one.data or b"") for one in left))
+                outcomes = (await service.encode(request, room)).outcomes
+                assert {one.code for one in outcomes} <= {"", "OverloadedError"}
+                sent = {one.item for one in outcomes if one.state == "delivered"}
+                left = [one for one in left if one.item not in sent]
+            await asyncio.sleep(0.01)  # as dispatchers do before they come again
+
+    async def request(name: str) -> None:
+        await part(name, 0)
+        await part(name, 2)
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve(len(names)))
+        for name in names:
+            tasks.create_task(request(name))
+    assert server.count("waits") > 0
+    assert (service.admission.items, service.admission.waiting) == (0, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,14 +43,20 @@ from sglang_epd.wire.tensors import tensor_spec
 
 logger = logging.getLogger(__name__)
 
-# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set.
-_THREADS = 4
+# Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set: on a
+# CPU, whose cores the tower itself needs, and at most.
+_THREADS_ON_CPU = 4
+_MOST_THREADS = 16
 # Most items that wait for memory beside them.
 _WAITING = 64
 
 
-def preparing_threads() -> int:
-    """How many items a tower prepares side by side.
+def preparing_threads(device: str, cores: int) -> tuple[int, int]:
+    """How many items a tower prepares side by side, and threads of torch for each of them.
+
+    Args:
+        device: torch's name of the tower's.
+        cores: for its process.
 
     Raises:
         ConfigError: SGLang's variable says less than one.
@@ -57,10 +64,15 @@ def preparing_threads() -> int:
     from sglang.srt.environ import envs
 
     told = envs.SGLANG_ENCODER_PREPROC_WORKERS
-    threads = told.get() if told.is_set() else _THREADS
+    on_cpu = device.startswith("cpu")
+    most = _THREADS_ON_CPU if on_cpu else _MOST_THREADS
+    threads = told.get() if told.is_set() else max(_THREADS_ON_CPU, min(cores, most))
     if threads < 1:
         raise ConfigError(f"SGLANG_ENCODER_PREPROC_WORKERS={threads} is no number of threads")
-    return threads
+    team = torch.get_num_threads()
+    # With a team of all cores for each, they would wait for each other. The tower of a CPU
+    # needs a team of all.
+    return threads, team if on_cpu else min(team, max(1, cores // threads))
 
 
 class Engine:
@@ -73,6 +85,7 @@ class Engine:
         rank: of this process among the tower's; all are to be asked the same.
         gpu_id: accelerator; `--base-gpu-id` plus the rank by default.
         rendezvous: where the tower's ranks meet, tcp://host:port; a free port by default.
+        share: processes that prepare on this process's cores, this one included.
     """
 
     def __init__(
@@ -84,15 +97,18 @@ class Engine:
         rank: int = 0,
         gpu_id: int | None = None,
         rendezvous: str | None = None,
+        share: int = 1,
     ) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.disaggregation.encoder import server
         from sglang.srt.environ import envs
+        from sglang.srt.runtime_context import get_device
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
-        # SGLang has as many, and would not say whose number is wrong.
-        self._threads = preparing_threads()
+        cores = max(1, len(os.sched_getaffinity(0)) // share)
+        self._threads, team = preparing_threads(get_device().device, cores)
+        torch.set_num_threads(team)  # here, and in threads that begin from now on
         self._decoders = Decoders(limits, decode_bytes, self._threads)
         self._decoders.start()  # while the model is loaded
         if rendezvous is None:
@@ -100,7 +116,9 @@ class Engine:
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
         architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
-        with without_language_model():
+        # SGLang has a pool of its own, in which its processors run.
+        side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
+        with without_language_model(), side_by_side:
             self._encoder = server.MMEncoder(
                 server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
             )
@@ -132,7 +150,6 @@ class Engine:
             self._lander = self._threads_of("epd-land", 1)
         # Weights are loaded on another stream than passes run on.
         self._device.synchronize()
-        # Of several ranks one alone would wait for the others inside a pass.
         self._alone = server_args.tp_size == 1
         self._breakage = Breakage(self._probe)
 
@@ -206,10 +223,12 @@ class Engine:
 
     async def _probe(self) -> None:
         """Succeeds unless the tower fails at everything."""
-        # Of a failed batch, and needed by others of the device or by the batch's halves.
+        if not self._alone:
+            return  # one rank would wait for the others in a pass; all of them end in any case
+        # A failed batch leaves it, and the batch's halves may need it in other pieces.
         self._device.empty_cache()
         await asyncio.to_thread(self._device.synchronize)
-        if self._alone and IMAGE in self.modalities:
+        if IMAGE in self.modalities:
             await self._run_own_picture()
 
     def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:

@@ -48,7 +48,7 @@ from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-# Embeddings that may be kept for askers who cannot use them yet, on top of the cache.
+# Embeddings that may be kept for askers that cannot use them yet, on top of the cache.
 _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2

@@ -71,7 +71,7 @@ class Work:
 
     key: bytes
     modality: str
-    # Its encoded media; None while the store is asked for askers who have not read them.
+    # Its encoded media; None while the store is asked for askers that have not read them.
     data: bytes | None
     job: Job
     state: WorkState

@@ -146,6 +146,10 @@ def write_tensor(tensor: torch.Tensor) -> int:
 def read_tensor(fd: int, spec: TensorSpec) -> torch.Tensor:
     """The tensor in such a file, which is closed; it shares no memory with another.
 
+    Args:
+        fd: of the file.
+        spec: dtype and shape that it must have.
+
     Raises:
         ProtocolError: the file is not as long as `spec` says.
     """

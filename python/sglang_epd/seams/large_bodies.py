@@ -1,0 +1,142 @@
+"""Requests of many parts are validated and laid out one at a time.
+
+SGLang validates a body in the event loop that all requests share, and lays its prompt out in
+threads that share the interpreter with that loop: 150 ms of processor time for 4,096 media.
+Twenty such requests at once leave the loop a twentieth of the interpreter. One at a time, with
+a rest after each that is as long as it took, they have half of a tokenizer process at most.
+
+Leans on `entrypoints.http_server`: each route reads its body with `await ORJSONRequest.json()`,
+in the task that serves the request, which keeps what it parsed in `_json`; and
+`get_global_state()` has the tokenizer manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from sglang_epd.wire.messages import MAX_ITEMS
+
+# 128 media take a tokenizer process about 7 ms.
+MANY_PARTS = 128
+# As many media as a request may have, a text before each, and a conversation.
+MOST_PARTS = 2 * MAX_ITEMS + 1024
+LONGEST_WAIT_S = 10.0
+MOST_WAITING = 256
+# Lists whose elements are validated, laid out or planned one by one.
+_LISTS = ("messages", "image_data", "video_data", "audio_data")
+_RESPONSES = "/responses"
+
+_turn: ContextVar[_Turn | None] = ContextVar("sglang_epd_turn", default=None)
+
+
+async def read(original: Any, request: Any) -> Any:
+    """Around `ORJSONRequest.json`.
+
+    Raises:
+        fastapi.HTTPException: the body has more parts than any request needs, or too many
+            others wait for their turn.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    body = await original(request)
+    seam = getattr(get_global_state().tokenizer_manager, "mm_receiver", None)
+    if seam is None or _turn.get() is not None:
+        return body
+    parts = count_parts(body, request.url.path)
+    if parts <= MANY_PARTS:
+        return body
+    if parts > MOST_PARTS:
+        raise _refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"a request has at most {MOST_PARTS} messages, parts and media",
+        )
+    # Parsed, it has ten times its size: it waits as bytes.
+    del body, request._json
+    await seam.turns.take(request)
+    return await original(request)
+
+
+class Turns:
+    """One turn for all large requests of a tokenizer process, first come, first served."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    async def take(self, request: Any) -> None:
+        """Wait for a turn, which lasts until `end`, or the end of the request.
+
+        Raises:
+            fastapi.HTTPException: too many others wait, or the client has left.
+        """
+        busy = "large requests wait for each other on this server; try again later"
+        if self._waiting >= MOST_WAITING:
+            raise _refusal(HTTPStatus.SERVICE_UNAVAILABLE, busy)
+        self._waiting += 1
+        try:
+            # From now on uvicorn reads on, and hears when the client leaves.
+            await request.is_disconnected()
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise _refusal(HTTPStatus.SERVICE_UNAVAILABLE, busy) from None
+        finally:
+            self._waiting -= 1
+        turn = _Turn(self._lock)
+        _turn.set(turn)
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _task: turn.end())
+        if await request.is_disconnected():
+            raise _refusal(HTTPStatus.BAD_REQUEST, "the client has left")
+
+    def end(self) -> None:
+        """The current request, if it has the turn, is laid out."""
+        if turn := _turn.get():
+            turn.end()
+
+
+class _Turn:
+    """Holds the lock until `end`, and as long again, so that others have half of the time."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._loop = asyncio.get_running_loop()
+        self._begin = self._loop.time()
+        self._ended = False
+
+    def end(self) -> None:
+        """May be called again."""
+        if not self._ended:
+            self._ended = True
+            self._loop.call_later(self._loop.time() - self._begin, self._lock.release)
+
+
+def count_parts(body: Any, path: str) -> int:
+    """Elements of the lists in a parsed body that SGLang takes one by one; counts to
+    MOST_PARTS and stops soon after.
+
+    Args:
+        path: of the route; where it is not the Responses API's, `input` may be tokens.
+    """
+    if not isinstance(body, dict):
+        return 0
+    names = (*_LISTS, "input") if path.endswith(_RESPONSES) else _LISTS
+    parts, within = 0, [body.get(name) for name in names]
+    while within and parts <= MOST_PARTS:
+        value = within.pop()
+        if isinstance(value, list):
+            parts += len(value)
+            within += value
+        elif isinstance(value, dict):
+            within += value.values()
+    return parts
+
+
+def _refusal(status: HTTPStatus, message: str) -> Exception:
+    from fastapi import HTTPException
+
+    return HTTPException(status, message)

@@ -23,6 +23,8 @@ _DECODING = 8
 # Enough for the tests' models on a laptop; and for 256 pictures of 1080p of the largest models.
 LEAST_MB = 2048
 MOST_MB = 16_384
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 4 << 20
 
 
 def share_mb(memory_bytes: int | None = None) -> int:
@@ -90,10 +92,6 @@ def _read(path: Path) -> int:
     except OSError:
         return 0
     return int(text) if text.isdecimal() else 0
-
-
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 4 << 20
 
 
 def keep_large_apart() -> bool:

@@ -7,6 +7,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+_PERIOD_S = 0.1
+
 
 class Tally:
     """Counts in memory; `observability.metrics.PrometheusTally` shows the same in Prometheus."""
@@ -35,9 +37,6 @@ class Tally:
         self.show("waiting_offers", waiting)
         self.show("quarantined_blocks", quarantined)
         self.show("kept_bytes", kept)
-
-
-_PERIOD_S = 0.1
 
 
 class LoopLag:

@@ -18,6 +18,10 @@ import torch
 
 from sglang_epd.wire.messages import Layout
 
+MAX_ENTRIES = 65_536
+# A long video's layout has thousands of timestamps.
+MAX_BYTES = 64 << 20
+
 
 @dataclass(eq=False)
 class Entry:
@@ -168,11 +172,6 @@ class EmbeddingCache:
         del self._idle[entry.key]
         self._idle_bytes -= entry.nbytes
         self._bytes -= entry.nbytes
-
-
-MAX_ENTRIES = 65_536
-# A long video's layout has thousands of timestamps.
-MAX_BYTES = 64 << 20
 
 
 class LayoutCache:

@@ -19,6 +19,13 @@ from blake3 import blake3
 from sglang_epd.dispatch.pool import Snapshot
 from sglang_epd.errors import ConfigError
 
+# Retries per item that was sent for the first time, and a fixed rate besides: enough
+# for all that one encoder may have had when it died.
+_SHARE = 0.2
+_BURST = 128.0
+_PER_S = 10.0
+_PAUSE_S = (0.05, 2.0)
+
 
 class ItemCost(NamedTuple):
     """One item, as far as a policy has to know it.
@@ -207,14 +214,6 @@ def policy(name: str) -> Policy:
         known = ", ".join(sorted(_POLICIES))
         raise ConfigError(f"SGLANG_EPD_DISPATCH_POLICY={name!r} is not a policy; known: {known}")
     return _POLICIES[name]()
-
-
-# Retries per item that was sent for the first time, and a fixed rate besides: enough
-# for all that one encoder may have had when it died.
-_SHARE = 0.2
-_BURST = 128.0
-_PER_S = 10.0
-_PAUSE_S = (0.05, 2.0)
 
 
 class RetryBudget:

@@ -33,10 +33,19 @@ from sglang_epd.wire.http import (
     read_body,
 )
 
+logger = logging.getLogger(__name__)
+
+
 PATH = "/epd/layouts/{room:[0-9]{1,20}}"
 POLL_S = 10.0
 # The router sends a request to both servers at once; either may see it first.
 _UNHEARD_OF_S = 5.0
+_MAX_REPLY_BYTES = 16 << 20
+_CONNECT_TIMEOUT_S = 3.0
+# Time for an answer beyond the server's wait.
+_SLACK_S = 10.0
+# Between two questions, after any answer.
+_PAUSE_S = 0.05
 
 
 def authorization(token: str, room: int) -> str:
@@ -106,16 +115,6 @@ class LayoutRoute:
                         await changed.wait()
                 except TimeoutError:
                     return self._board.look(room)
-
-
-logger = logging.getLogger(__name__)
-
-_MAX_REPLY_BYTES = 16 << 20
-_CONNECT_TIMEOUT_S = 3.0
-# Time for an answer beyond the server's wait.
-_SLACK_S = 10.0
-# Between two questions, after any answer.
-_PAUSE_S = 0.05
 
 
 class LayoutClient:

@@ -20,6 +20,8 @@ _EBML = b"\x1a\x45\xdf\xa3"
 # further than the first NUL.
 _POINTERS = re.compile(rb"<mpd|<compositionplaylist|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _SOUND = re.compile(rb"RIFF....WAVE|RF64....WAVE|fLaC|OggS|\xff[\xe2-\xef\xf2-\xff]", re.DOTALL)
+# From a picture every three hours to the fastest cameras.
+_SLOWEST, _FASTEST = 1e-4, 1e5
 
 
 def check_container(data: bytes, limits: MediaLimits) -> None:
@@ -72,10 +74,6 @@ def _after_tag(data: bytes) -> int:
     for byte in data[6:10]:
         size = size << 7 | byte & 0x7F
     return 10 + size
-
-
-# From a picture every three hours to the fastest cameras.
-_SLOWEST, _FASTEST = 1e-4, 1e5
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ _JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
 _MAX_JPEG_2000_HEADER = 64 << 10
 # Start-of-frame markers: 0xC0 to 0xCF but for tables (DHT, JPG, DAC).
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Takes a fraction of a second to decode, in whatever format.
+SMALL_PIXELS = 4 << 20
+# A picture whose header is not read here may be anything.
+_UNKNOWN_PIXELS = 4 * SMALL_PIXELS
+_VIDEO_PIXELS_A_BYTE = 64
 
 
 def image_size(data: bytes) -> tuple[int, int] | None:
@@ -94,13 +99,6 @@ def _webp(data: bytes) -> tuple[int, int] | None:
     if kind == b"VP8X" and len(data) >= 30:
         return 1 + _number(data, 24, 3), 1 + _number(data, 27, 3)
     return None
-
-
-# Takes a fraction of a second to decode, in whatever format.
-SMALL_PIXELS = 4 << 20
-# A picture whose header is not read here may be anything.
-_UNKNOWN_PIXELS = 4 * SMALL_PIXELS
-_VIDEO_PIXELS_A_BYTE = 64
 
 
 def claimed_pixels(modality: str, data: bytes) -> int:

@@ -39,6 +39,7 @@ _MAX_SHOWN_CHARS = 120
 # Modes that PNG stores unchanged. Every other mode is converted first, as decoding
 # would convert it later.
 _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
+_FORM = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,9 +291,6 @@ def _encode_png(image: Image.Image) -> bytes:
     except Exception as error:  # a lazily opened image fails here, with errors of its format
         raise MediaError(f"the PIL image cannot be read ({type(error).__name__})") from error
     return file.getvalue()
-
-
-_FORM = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def parse_content_hash(given: object) -> str:

@@ -29,7 +29,7 @@ from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.features import mark, take
 from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
-from sglang_epd.encoder.model.preparing import Preparer, can_be_read
+from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
@@ -248,7 +248,7 @@ class Engine:
         config = self._encoder.model_config
         adapter = adapt(load_processor(self._encoder.server_args, config), architecture, family)
         towers = [IMAGE]
-        if hasattr(self._target, "get_video_feature") and can_be_read():
+        if hasattr(self._target, "get_video_feature") and videos_can_be_read():
             towers.append(VIDEO)
         return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 

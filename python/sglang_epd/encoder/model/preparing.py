@@ -5,8 +5,8 @@ Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
 `_load_single_item`), on `multimodal.processors.qwen_vl.smart_nframes`, and on
-`transformers`' processors of whole models. Media are
-decoded apart (`decoding`), into the frames and samples that SGLang would make of them.
+`transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
+frames and samples that SGLang would make of them.
 Where SGLang's encoder prepares media otherwise than its server that does everything, the
 latter's answers are the measure.
 """
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 # Models whose prompts spell each frame's time out, and whose rotary positions follow it.
 _SPELLS_TIMESTAMPS = "video_timestamps"
 _SECONDS_PER_GRID = "second_per_grid_ts"
+# Frames a second that a whole model's processor takes for its default, where that is not
+# the one of `VideoMetadata`.
+_FRAMES_PER_SECOND = {"qwen3_omni_moe": 1.0}
 
 
 class Preparer:
@@ -67,7 +70,7 @@ class Preparer:
             for name, row in MODALITIES.items()
             if encoder.supports_modality(row.sglang)
             and hasattr(target, row.feature_method)
-            and (name != VIDEO or can_be_read())
+            and (name != VIDEO or videos_can_be_read())
         )
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
@@ -160,8 +163,8 @@ def _group(modality: str, feature: torch.Tensor) -> Hashable:
     return modality if modality != AUDIO else (modality, *feature.shape[1:])
 
 
-def can_be_read() -> bool:
-    """Whether FFmpeg's libraries are there; says so in the log where they are not."""
+def videos_can_be_read() -> bool:
+    """Whether FFmpeg's libraries are there; a line of the log says where they are not."""
     from sglang.srt.utils import video_decoder
 
     if video_decoder._BACKEND != "torchcodec":
@@ -174,13 +177,8 @@ def can_be_read() -> bool:
     return ffmpeg_major_version is not None
 
 
-# Frames a second that a whole model's processor takes for its default, where that is not
-# the one of `VideoMetadata`.
-_FRAMES_PER_SECOND = {"qwen3_omni_moe": 1.0}
-
-
 def follow_one_server(preprocessor: Any, model_type: str) -> None:
-    """Change what differs.
+    """Have an encoder's preprocessor do as a server that does everything.
 
     Args:
         preprocessor: SGLang's, of an encoder.

@@ -24,6 +24,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+_SPAN_S = 60.0
+
 
 @dataclass(frozen=True)
 class BatchBounds:
@@ -218,9 +220,6 @@ class FairQueue:
             (urgent if saved else others).append(job)
         urgent.sort(key=lambda job: job.deadline)
         return urgent + others
-
-
-_SPAN_S = 60.0
 
 
 class Utilisation:

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoders
-from sglang_epd.device import device_of
+from sglang_epd.device import device_of, launch_beside_threads
 from sglang_epd.device.cuda import capture_beside_other_threads
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
@@ -146,6 +146,7 @@ class Engine:
         if self._has_graphs:
             capture_beside_other_threads()
         if self._device.queues:
+            launch_beside_threads()
             self._copies = CopyOut(self._device, reuses_output=self._has_graphs)
             self._lander = self._threads_of("epd-land", 1)
         # Weights are loaded on another stream than passes run on.

@@ -255,7 +255,7 @@ def test_the_dependencies_are_declared():
     names |= {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
     brought = {"yarl": "aiohttp", "starlette": "fastapi"}
     brought |= dict.fromkeys(
-        ("huggingface_hub", "torchaudio", "torchcodec", "transformers"), "sglang"
+        ("huggingface_hub", "torchaudio", "torchcodec", "torchvision", "transformers"), "sglang"
     )
     undeclared = set()
     for found in [*everything(), *imports(PLAN)]:

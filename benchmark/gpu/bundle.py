@@ -6,7 +6,9 @@
 The machine must have the same Python, CUDA of the same major version and NVIDIA's libraries
 as wheels (of any torch for this CUDA): the libraries that torch is linked against are taken
 from there. Device code of GPUs other than `--sm` is blanked in the libraries, so that they
-compress to a fifth. `PYTHONPATH=site python -m sglang.launch_server ...` then works there.
+compress to a fifth. There, in a clone of this repository:
+
+    PYTHONPATH=site:site/nvidia_cutlass_dsl/dsl_packages:python python3 -m sglang.launch_server ...
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -149,24 +150,14 @@ def pack(out: Path, sm: int, piece_mb: float, there: set[str], also: set[str]) -
 def unpack(bundle: Path, into: Path) -> None:
     """Unpack all pieces, and link NVIDIA's libraries of the machine beside them."""
     into.mkdir(parents=True, exist_ok=True)
+    pieces = [str(piece) for piece in sorted(bundle.glob("piece-*"))]
+    zstd = [str(bundle / "zstd"), "-dc", "--long=31"]
     with (
-        subprocess.Popen(
-            [str(bundle / "zstd"), "-dc", "--long=31"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as unpacking,
-        ThreadPoolExecutor(1) as feeding,
+        subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE) as reading,
+        subprocess.Popen(zstd, stdin=reading.stdout, stdout=subprocess.PIPE) as unpacking,
+        tarfile.open(fileobj=unpacking.stdout, mode="r|") as tar,
     ):
-
-        def feed() -> None:
-            for piece in sorted(bundle.glob("piece-*")):
-                unpacking.stdin.write(piece.read_bytes())
-            unpacking.stdin.close()
-
-        fed = feeding.submit(feed)
-        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as tar:
-            tar.extractall(into, filter="tar")
-        fed.result()
+        tar.extractall(into, filter="tar")
     link_nvidia(into)
 
 

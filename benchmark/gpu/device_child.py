@@ -25,6 +25,7 @@ async def fail_on_the_device() -> None:
     device = device_of("cuda", 0)
     copies = CopyOut(device)
     table = torch.ones(8, 4, device=device.name)
+    device.synchronize()
 
     async def probe() -> None:
         device.empty_cache()

@@ -32,7 +32,7 @@ READ = {
         "children."
     ),
 }
-_SAME = {"engine": "tower", "tower-7b": "tower"}
+_SAME = dict.fromkeys(("engine", "tower-all", "tower-7b", "engine-7b"), "tower")
 _MACHINE = ("gpu", "gpu_memory_gib", "cuda", "nvidia_smi", "cores", "memory_gib", "system")
 
 

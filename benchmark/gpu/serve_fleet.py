@@ -65,6 +65,8 @@ _OURS = {
     "SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": "127.0.0.0/8",
     "SGLANG_EPD_REQUEST_TIMEOUT_S": "60",
 }
+# Encoders make pixels where one server on a GPU does.
+GPU_PIXELS = {"SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU": "1"}
 _CACHE = "--enable-prefix-mm-cache"
 _TO_TOKENIZER = "--encoder-transfer-backend zmq_to_tokenizer"
 
@@ -81,22 +83,28 @@ def one_server(*, caches: bool) -> Arm:
     return Arm(name="one", title="one server", family="colocated", servers=servers, env=env)
 
 
-def in_tree() -> Arm:
-    """SGLang's own EPD, which delivers to the scheduler."""
-    servers = [Server(role="encoder", flags=_CACHE), Server(role="language")]
+def in_tree(pixels: dict[str, str] | None = None) -> Arm:
+    """SGLang's own EPD, which delivers to the scheduler.
+
+    Args:
+        pixels: added to the encoder's environment.
+    """
+    servers = [Server(role="encoder", flags=_CACHE, env=pixels or {}), Server(role="language")]
     env = {"SGLANG_EPD": "off", **_SMALL_CACHE}
     return Arm(name="in-tree", title="in-tree EPD", family="in-tree", servers=servers, env=env)
 
 
-def ours(*, to_tokenizer: bool = False) -> Arm:
+def ours(pixels: dict[str, str] | None = None, *, to_tokenizer: bool = False) -> Arm:
     """This package.
 
     Args:
+        pixels: added to the encoder's environment.
         to_tokenizer: with a second language server, to whose tokenizer the same encoder
             delivers; clients ask the other one.
     """
     second = [Server(role="language", flags=_TO_TOKENIZER)] if to_tokenizer else []
-    servers = [Server(role="encoder", flags=_CACHE), *second, Server(role="language")]
+    encoder = Server(role="encoder", flags=_CACHE, env=pixels or {})
+    servers = [encoder, *second, Server(role="language")]
     name = "sglang-epd"
     return Arm(name=name, title=name, family="sglang-epd", servers=servers, env=_OURS)
 
@@ -177,6 +185,11 @@ class Fleet:
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+    def end(self, name: str) -> None:
+        """Stop an arm's servers, if it is there."""
+        if running := self.running.pop(name, None):
+            stop_all(running.servers, grace_s=4.0)
 
     def keep_metrics(self) -> None:
         """Write what every server says at `/metrics` beside its log."""

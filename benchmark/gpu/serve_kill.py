@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from open_loop import Answer, ask, session
 
 from gpu.serve_fleet import Fleet
 from gpu.serve_pictures import data_url
 from gpu.serve_ttft import Cell, chat
+from sglang_epd.cli.processes import ServerProcess
 
 _REQUESTS = 4
 # Encoding has begun by then, and not ended.
@@ -19,17 +21,27 @@ _AFTER_S = 0.15
 _DEADLINE_S = 60.0 + 15.0
 
 
-def kill(fleet: Fleet, cell: Cell, start_s: float) -> tuple[list[list[str]], list[str]]:
-    """Kill the encoder in the middle of requests, and start it again at once.
+def kill(
+    fleet: Fleet, cell: Cell, start_s: float, env: Mapping[str, str]
+) -> tuple[list[list[str]], list[str]]:
+    """Kill the encoder in the middle of requests, and start another in its place at once.
 
     Args:
-        start_s: that the encoder has to come back.
+        start_s: that the other has to start.
+        env: added to its environment.
 
     Returns:
         A table of what became of the requests, and what is wrong.
     """
     running = fleet.running["sglang-epd"]
-    encoder = running.servers[0]
+    killed = running.servers[0]
+    encoder = ServerProcess(
+        killed.name,
+        killed.command,
+        log_path=killed.log_path.with_suffix(".second.log"),
+        ready_url=killed.ready_url,
+        env={**os.environ, **running.arm.env, **env},
+    )
     bodies = [
         chat([data_url(one) for one in cell.pictures(("kill", number))])
         for number in range(2 * _REQUESTS)
@@ -40,8 +52,8 @@ def kill(fleet: Fleet, cell: Cell, start_s: float) -> tuple[list[list[str]], lis
     async def restarted_meanwhile() -> list[Answer]:
         asking = asyncio.create_task(_all(running.url, bodies[:_REQUESTS]))
         await asyncio.sleep(_AFTER_S)
-        encoder.kill()
-        encoder.log_path.rename(encoder.log_path.with_suffix(".killed.log"))
+        killed.kill()
+        running.servers[0] = encoder
         encoder.start()
         return await asking
 

@@ -1,9 +1,10 @@
 """Log-probabilities of this package beside those of one server.
 
-On a GPU the kernels of a batch round otherwise than those of one request, and one server
-resizes pictures on the GPU where encoders resize them on the CPU, so two right servers
-differ. The yardstick is what one server differs from itself, when a request is computed
-alone and beside others, and what in-tree EPD differs from it.
+On a GPU the kernels of a batch may round otherwise than those of one request, and one server
+decodes JPEGs and resizes pictures on the GPU, where encoders do so on the CPU unless they are
+told otherwise. So two right servers may differ. The yardstick is what one server differs from
+itself, when a request is computed alone and beside others, and what in-tree EPD differs from
+it.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ Messages = list[dict[str, Any]]
 Ask = Callable[[], Generation]
 
 
-def _part(size: tuple[int, int], seed: object) -> dict[str, Any]:
-    return image_part(data_url(picture(size, seed)))
+def _part(size: tuple[int, int], kind: str, seed: object) -> dict[str, Any]:
+    return image_part(data_url(picture(size, seed, kind), kind))
 
 
-def one(seed: object) -> Messages:
-    return [user(_part((448, 448), (seed, "one")), text_part("What is in this picture?"))]
+def one(seed: object, kind: str) -> Messages:
+    return [user(_part((448, 448), kind, (seed, "one")), text_part("What is in this picture?"))]
 
 
-def four_of_mixed_sizes(seed: object) -> Messages:
+def four_of_mixed_sizes(seed: object, kind: str) -> Messages:
     sizes = [(448, 448), (640, 352), (224, 168), (1280, 720)]
-    parts = [_part(size, (seed, number)) for number, size in enumerate(sizes)]
+    parts = [_part(size, kind, (seed, number)) for number, size in enumerate(sizes)]
     return [user(text_part("First"), parts[0], text_part("then"), *parts[1:], text_part("Why?"))]
 
 
-def side_by_side(seed: object) -> Messages:
-    return [user(_part((320, 224), (seed, "left")), _part((224, 320), (seed, "right")))]
+def side_by_side(seed: object, kind: str) -> Messages:
+    left, right = _part((320, 224), kind, (seed, "left")), _part((224, 320), kind, (seed, "right"))
+    return [user(left, right)]
 
 
 CASES = (one, four_of_mixed_sizes, side_by_side)
@@ -122,10 +124,11 @@ def differences(mine: dict[str, float], reference: dict[str, float]) -> list[flo
     ]
 
 
-def compare(fleet: Fleet, rounds: int, left_s: Callable[[], float]) -> dict[str, Gaps]:
+def compare(fleet: Fleet, rounds: int, kind: str, left_s: Callable[[], float]) -> dict[str, Gaps]:
     """Differences of every arm that started, by its title.
 
     Args:
+        kind: of the pictures' files. PNG leaves a decoder no choice.
         rounds: how often every case is asked, each time with new pictures; at least two.
         left_s: seconds that are left; after two rounds no other is begun without.
     """
@@ -138,10 +141,10 @@ def compare(fleet: Fleet, rounds: int, left_s: Callable[[], float]) -> dict[str,
         if number >= _LEAST_ROUNDS and left_s() <= 0:
             break
         for case in CASES:
-            messages = case(number)
+            messages = case(number, kind)
             wanted = _generation(reference, messages)
             _add(gaps[ALONE], partial(_generation, reference, messages), wanted)
-            _add(gaps[BATCHED], partial(_in_a_batch, reference, messages, number), wanted)
+            _add(gaps[BATCHED], partial(_in_a_batch, reference, messages, number, kind), wanted)
             answers = {
                 name: _add(gaps[name], partial(_generation, client, messages), wanted)
                 for name, client in arms.items()
@@ -220,7 +223,7 @@ def _arms(fleet: Fleet) -> dict[str, Client]:
 def _warm_up(clients: Sequence[Client]) -> None:
     """Have all servers compile at once what they compile at their first request."""
     with ThreadPoolExecutor(len(clients)) as pool:
-        asking = [pool.submit(_generation, client, one("warm-up")) for client in clients]
+        asking = [pool.submit(_generation, client, one("warm-up", "JPEG")) for client in clients]
     for failure in filter(None, (answer.exception() for answer in asking)):
         print(f"warm-up: {failure}", flush=True)
 
@@ -240,9 +243,9 @@ def _generation(client: Client, messages: Messages) -> Generation:
     return client.generation(*messages, tokens=_TOKENS)
 
 
-def _in_a_batch(client: Client, messages: Messages, number: int) -> Generation:
+def _in_a_batch(client: Client, messages: Messages, number: int, kind: str) -> Generation:
     """The same request, while others are computed."""
-    others: Sequence[Messages] = [one((number, "beside", at)) for at in range(_BESIDE)]
+    others: Sequence[Messages] = [one((number, "beside", at), kind) for at in range(_BESIDE)]
     with ThreadPoolExecutor(_BESIDE + 1) as pool:
         beside = [pool.submit(_generation, client, other) for other in others]
         looked_at = pool.submit(_generation, client, messages)

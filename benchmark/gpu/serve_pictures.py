@@ -15,12 +15,13 @@ _CELLS = 12
 _GRAIN = 12
 
 
-def picture(size: str | tuple[int, int], seed: object) -> bytes:
-    """A JPEG, some hundred kilobytes at 1080p.
+def picture(size: str | tuple[int, int], seed: object, kind: str = "JPEG") -> bytes:
+    """A file, as JPEG of some hundred kilobytes at 1080p.
 
     Args:
         size: of `SIZES`, or a width and height in pixels.
         seed: another one, another picture.
+        kind: "JPEG" or "PNG".
     """
     width, height = SIZES[size] if isinstance(size, str) else size
     digest = hashlib.sha256(repr((width, height, seed)).encode()).digest()
@@ -30,9 +31,9 @@ def picture(size: str | tuple[int, int], seed: object) -> bytes:
     grain = draw.integers(-_GRAIN, _GRAIN + 1, (height, width, 1), dtype=np.int16)
     pixels = np.clip(np.asarray(smooth, dtype=np.int16) + grain, 0, 255).astype(np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=_QUALITY)
+    Image.fromarray(pixels).save(file, kind, quality=_QUALITY)
     return file.getvalue()
 
 
-def data_url(jpeg: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+def data_url(file: bytes, kind: str = "JPEG") -> str:
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file).decode()}"

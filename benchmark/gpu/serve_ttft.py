@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import math
 import random
 import statistics
 import threading
@@ -45,6 +46,11 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.images} x {self.size}"
 
+    @property
+    def weight(self) -> int:
+        """Roughly how long a request takes."""
+        return self.images + 3 * (self.size == "1080p")
+
     def pictures(self, seed: object) -> list[bytes]:
         return [picture(self.size, (str(self), seed, number)) for number in range(self.images)]
 
@@ -67,22 +73,29 @@ class Measured:
         return [1e3 * (one.got_at - one.sent_at) for one in self.of(cell, arm)]
 
 
-def alone(fleet: Fleet, cells: Sequence[Cell], repeats: int, seconds: float) -> Measured:
+def alone(
+    fleet: Fleet, cells: Sequence[Cell], repeats: int, seconds: float, *, again: str = ""
+) -> Measured:
     """Requests one at a time, to the arms in turns, each with new pictures.
 
     Args:
         repeats: of every cell in every arm, at most.
-        seconds: for all of it; every cell has the same share.
+        seconds: for all of it beside warming up; those of many pixels have most.
+        again: names pictures that are unlike those of another call.
     """
     measured = Measured()
     draw = random.Random(1)
     numbers = range(-WARM_UP, repeats)
     with ProcessPoolExecutor(_PAINTERS, get_context("spawn")) as painters:
-        albums = {cell: list(painters.map(cell.pictures, numbers)) for cell in cells}
+        seeds = [(again, number) for number in numbers]
+        albums = {cell: list(painters.map(cell.pictures, seeds)) for cell in cells}
     for index, cell in enumerate(cells):
-        end = time.monotonic() + seconds / len(cells)
+        end = math.inf
         for number, pictures in zip(numbers, albums[cell], strict=True):
-            if number > 0 and time.monotonic() > end:
+            if number == 0:
+                share = cell.weight / sum(one.weight for one in cells)
+                end = time.monotonic() + share * seconds
+            elif time.monotonic() > end:
                 break
             for name in draw.sample(list(fleet.running), len(fleet.running)):
                 try:

@@ -150,8 +150,61 @@ class GraphTower:
         return tokens(number, rows, torch.device("cpu")) * 2 + 1
 
 
-def wrong_replays(device: Device, *, reuses_output: bool) -> int:
-    tower, copies = GraphTower(device), CopyOut(device, reuses_output=reuses_output)
+class Block(torch.nn.Module):
+    """What SGLang's runner of graphs asks of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = SimpleNamespace(
+            num_attention_heads_per_partition=2, head_size=WIDTH // 2, qkv_backend_name="fa3"
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cu_seqlens: Any,
+        rotary_pos_emb_cos: torch.Tensor,
+        rotary_pos_emb_sin: torch.Tensor,
+        output_ws: torch.Tensor,
+    ) -> torch.Tensor:
+        return x * 2 + 1
+
+
+class SGLangTower(torch.nn.Module):
+    """Blocks under SGLang's own runner, as Qwen3-VL's are."""
+
+    dtype = torch.float32
+    use_data_parallel = True  # captures for itself
+
+    def __init__(self, device: Device) -> None:
+        from sglang.srt.multimodal.vit_cuda_graph_runner import ViTCudaGraphRunner
+
+        super().__init__()
+        self.device = device.name
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.merger = torch.nn.Flatten(1)
+        self.graph_runners = ViTCudaGraphRunner(self)
+
+    def forward(self, number: int, rows: int) -> torch.Tensor:
+        rotary = torch.zeros(rows, WIDTH // 2, device=self.device)
+        made: torch.Tensor = self.graph_runners.run(
+            x=tokens(number, rows, self.device),
+            cu_seqlens=torch.tensor([0, rows], device=self.device, dtype=torch.int32),
+            cu_window_seqlens=None,
+            position_embeddings=None,
+            rotary_pos_emb_cos=rotary,
+            rotary_pos_emb_sin=rotary,
+            attention_layout_key=(0, rows),
+        )
+        return made
+
+    @staticmethod
+    def expected(number: int, rows: int) -> torch.Tensor:
+        return (tokens(number, rows, torch.device("cpu")) * 2 + 1) * 2 + 1
+
+
+def wrong_replays(device: Device, tower: Any, *, reuses_output: bool) -> int:
+    copies = CopyOut(device, reuses_output=reuses_output)
 
     def launch(number: int, rows: int) -> Launched:
         return copies.launch(lambda: tower(number, rows))
@@ -168,11 +221,24 @@ def wrong_replays(device: Device, *, reuses_output: bool) -> int:
 
 
 def test_outputs_of_graphs_are_copied_before_the_next_replay(device: Device) -> None:
-    assert wrong_replays(device, reuses_output=True) == 0
+    assert wrong_replays(device, GraphTower(device), reuses_output=True) == 0
 
 
 def test_without_the_copy_replays_overwrite_each_other(device: Device) -> None:
-    assert wrong_replays(device, reuses_output=False) > 0
+    assert wrong_replays(device, GraphTower(device), reuses_output=False) > 0
+
+
+def test_the_same_with_sglangs_runner_of_graphs(device: Device) -> None:
+    pytest.importorskip("sglang")
+    from sglang_epd.encoder.model.graphs import forget
+
+    tower = SGLangTower(device)
+    assert wrong_replays(device, tower, reuses_output=False) > 0
+    assert wrong_replays(device, tower, reuses_output=True) == 0
+    assert len(tower.graph_runners.block_graphs) == 3
+    forget(tower, device, most=3)
+    assert len(tower.graph_runners.block_graphs) == 0
+    assert wrong_replays(device, tower, reuses_output=True) == 0
 
 
 def child(*arguments: str) -> subprocess.CompletedProcess[str]:

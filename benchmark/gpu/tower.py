@@ -1,6 +1,6 @@
 """How fast a vision tower encodes behind this package's stages, and what holds it up.
 
-    python benchmark/gpu/tower.py [--shape qwen2.5-vl-7b] [--minutes 4] [--json FILE]
+    python benchmark/gpu/tower.py [--shape qwen2.5-vl-7b] [--arms few] [--json FILE]
     python benchmark/gpu/tower.py --of sglang
 
 The tower is that of `transformers`, or SGLang's own behind the encoder server's engine, in a
@@ -38,6 +38,7 @@ from gpu.feeding import Fed, Sampler, feed
 from gpu.results import Results, arguments
 from gpu.towers import ReadyTower, Transformers
 from gpu.vision import SHAPES
+from sglang_epd.encoder.memory import keep_freed, keep_large_apart
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import Prepared
 
@@ -63,7 +64,7 @@ class Bench:
         self.cuda = device == "cuda"
         self.source = source
         self._tiny = tiny
-        self._seconds = 0.3 if tiny else 1.5
+        self._seconds = 0.3 if tiny else 1.2
         self._pictures: dict[str, list[bytes]] = {}
         self._ready: dict[tuple[str, bool], list[Prepared]] = {}
 
@@ -84,6 +85,7 @@ class Bench:
         """One run."""
         ready = self.ready(arm.size, pinned=arm.pinned)
         self.source.pin(arm.pinned)
+        (keep_freed if arm.kept else keep_large_apart)()
         tower = self.source.tower(max(arm.preparers, 1), arm.torch_threads, arm.depth)
         batch = max(1, min(arm.items, arm.patches // ready[0].patches))
         return asyncio.run(
@@ -191,6 +193,7 @@ def main() -> None:
     arguments(parser)
     parser.add_argument("--shape", choices=list(SHAPES), default=next(iter(SHAPES)))
     parser.add_argument("--of", choices=("transformers", "sglang"), default="transformers")
+    parser.add_argument("--arms", choices=("all", "few"), default="all")
     parser.add_argument("--flags", default="", help="of SGLang's server, after `=`")
     options = parser.parse_args()
     shape = "tiny-qwen3-vl" if options.tiny else options.shape
@@ -215,13 +218,14 @@ def measure(source: Any, shape: str, options: argparse.Namespace) -> None:
     bench = Bench(source, options.device, tiny=options.tiny)
     results = Results(f"tower of {options.of}, {shape}")
     results.figures = {"shape": shape, "of": options.of, "attention": source.attention}
+    which = "tiny" if options.tiny else options.arms
     passes = results.figures["passes"] = []
     for size, counts in ({"56": (1, 2)} if options.tiny else _COUNTS).items():
         passes += [{"size": size, **bench.one_pass(size, count)} for count in counts]
         results.tables["One pass alone"] = pass_rows(passes)
         results.write(options.json)
 
-    runs: dict[Arm, list[Fed]] = {arm: [] for arm in arms_of(shape)}
+    runs: dict[Arm, list[Fed]] = {arm: [] for arm in arms_of(which)}
     # The last quarter of a minute is for the profiles.
     rounds_end, longest_s = end - (0 if options.tiny else 20), 0.0
     for _ in range(1 if options.tiny else 5):

@@ -1,19 +1,12 @@
-"""This machine's memory: how much of it one server may plan with by default, and how freed
-memory goes back to the system.
+"""How much of this machine's memory one server may plan with by default.
 
 A host has eight accelerators at most, as a rule, and so eight servers of which each holds
 embeddings in host memory. With a sixteenth each they take half of it together, and only when
 all are full: neither the arena of a language server nor a queue takes memory before it is used.
-
-glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
-and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which
-1.0 GB was free. Media of many megabytes are kept out of these heaps: between them stay holes
-that no other fits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +16,6 @@ _DECODING = 8
 # Enough for the tests' models on a laptop; and for 256 pictures of 1080p of the largest models.
 LEAST_MB = 2048
 MOST_MB = 16_384
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 4 << 20
 
 
 def share_mb(memory_bytes: int | None = None) -> int:
@@ -92,23 +83,3 @@ def _read(path: Path) -> int:
     except OSError:
         return 0
     return int(text) if text.isdecimal() else 0
-
-
-def keep_large_apart() -> bool:
-    """Have each large block mapped by itself, which is unmapped when it is freed; False where
-    the C library cannot.
-
-    glibc does so by itself only until one of up to 32 MiB was freed: from then on blocks of
-    that size go to its heaps.
-    """
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
-    return tune is not None and bool(tune(_M_MMAP_THRESHOLD, _LARGE_BYTES))
-
-
-def give_back() -> bool:
-    """Return free heap memory to the system; False where the C library cannot.
-
-    Takes some milliseconds, without the interpreter's lock: call it in a thread.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim is not None and bool(trim(0))

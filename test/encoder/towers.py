@@ -33,6 +33,7 @@ class FakeTower:
 
     Attributes:
         patches, rows: of an item, by its name.
+        slow: items whose preparation waits for these events.
         bad: items that cannot be prepared, or make every batch fail that they are in.
         deadly: items that kill the tower when they are prepared, or run.
         revives: whether it is back at once.
@@ -45,6 +46,7 @@ class FakeTower:
         self.depth = 1
         self.patches: dict[bytes, int] = {}
         self.rows: dict[bytes, int] = {}
+        self.slow: dict[bytes, asyncio.Event] = {}
         self.bad_media: dict[bytes, Exception] = {}
         self.bad_batch: dict[bytes, BaseException] = {}
         self.deadly_media: set[bytes] = set()
@@ -88,6 +90,8 @@ class FakeTower:
         assert self.preparing <= self.preparers
         try:
             await self._pass(self._prepare_gate)
+            if data in self.slow:
+                await self.slow[data].wait()
             if data in self.deadly_media:
                 self.die()
                 raise TowerLostError

@@ -35,7 +35,8 @@ def many(name: str, part: Any = PICTURE, count: int = MANY_PARTS) -> bytes:
 
 
 class Serving:
-    """Stands where SGLang lays requests out: each stays until `go`, and is begun then."""
+    """Stands where SGLang lays requests out: each stays until `go`, is begun then, and answered
+    with `answer`."""
 
     def __init__(self) -> None:
         self.seam = TokenizerSeam(SimpleNamespace(), SimpleNamespace(), 60.0)  # type: ignore[arg-type]
@@ -43,6 +44,8 @@ class Serving:
         self.begun: dict[str, float] = {}
         self.ended: dict[str, float] = {}
         self.go = asyncio.Event()
+        self.answer = asyncio.Event()
+        self.answer.set()
 
     async def handle_request(self, request: Any, http: Any) -> dict[str, str]:
         clock = asyncio.get_running_loop().time
@@ -54,6 +57,7 @@ class Serving:
         self.inside.remove(request.model)
         self.ended[request.model] = clock()
         self.seam.begun()
+        await self.answer.wait()
         return {"served": request.model}
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -89,6 +93,7 @@ async def post(sglang, hooked, serving, monkeypatch) -> AsyncIterator[Post]:
 
             yield post
         serving.go.set()
+        serving.answer.set()
         running.should_exit = True
         await task
 
@@ -103,6 +108,16 @@ async def test_large_requests_are_laid_out_one_at_a_time_and_small_ones_at_once(
     answers = [await one for one in large]
     assert answers == [(200, {"served": name}) for name in ("a", "b", "c")]
     assert max(serving.begun.values()) > min(serving.ended.values())
+
+
+async def test_a_turn_ends_when_its_request_is_laid_out(post, serving):
+    serving.go.set()
+    serving.answer.clear()
+    large = [asyncio.create_task(post(many(name))) for name in ("a", "b")]
+    await serving.until(lambda: len(serving.ended) == 2)
+    assert not any(one.done() for one in large)
+    serving.answer.set()
+    assert [(await one)[0] for one in large] == [200, 200]
 
 
 async def test_after_a_turn_others_have_as_much_time_as_it_took(post, serving):

@@ -103,9 +103,6 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
 @pytest.mark.parametrize(
     ("server", "name", "value", "passes"),
     [
-        (ENCODER, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "1", False),
-        (ENCODER, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "0", True),
-        ({}, "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "1", True),
         ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "grpc", False),
         ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "carrier", False),
         ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "http", True),

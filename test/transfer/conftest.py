@@ -240,3 +240,16 @@ def resources() -> Callable[[], tuple[int, list[str]]]:
         )
 
     return count
+
+
+@pytest.fixture
+def resident_kib() -> Callable[[Arena], int]:
+    """What of this process's mapping of an arena is in its page table."""
+
+    def read(arena: Arena) -> int:
+        first = arena.machine_address - arena.data_offset
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        next(line for line in lines if line.startswith(f"{first:x}-"))
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+    return read

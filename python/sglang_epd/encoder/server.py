@@ -32,6 +32,7 @@ from sglang_epd.config import Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
+from sglang_epd.encoder.memory import give_back, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
@@ -40,7 +41,7 @@ from sglang_epd.encoder.tower import Tower
 from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.machine import decode_mb, give_back, keep_large_apart, share_mb
+from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
@@ -444,12 +445,17 @@ def _housekeeping(
     towers: Sequence[Tower],
     metrics: EncoderMetrics,
 ) -> Any:
+    from sglang.srt.runtime_context import get_device
+
+    on_cpu = get_device().device.startswith("cpu")
+
     async def keep_house() -> None:
         tidy_at = service.finished
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             await sender.close_unused()
-            if service.finished != tidy_at:
+            # On an accelerator the next item would wait for new pages.
+            if service.finished != tidy_at and (service.idle or on_cpu):
                 tidy_at = service.finished
                 await asyncio.to_thread(give_back)
 

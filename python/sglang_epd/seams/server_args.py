@@ -103,10 +103,8 @@ def _check_family(server_args: Any, architecture: str) -> None:
 def _check_encoder(args: Any, hf_config: Any) -> None:
     """
     Raises:
-        ConfigError: a flag or variable that SGLang's own encoder honours, and ours does not.
+        ConfigError: a flag that SGLang's own encoder honours, and ours does not.
     """
-    from sglang.srt.environ import envs
-
     if args.grpc_mode or args.smg_grpc_mode:
         raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
     if args.enable_ssl_refresh:
@@ -115,11 +113,6 @@ def _check_encoder(args: Any, hf_config: Any) -> None:
         raise ConfigError(
             "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
             f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
-        )
-    if envs.SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU.get():
-        raise ConfigError(
-            "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU is not served by sglang-epd: pixels would be "
-            f"made on one stream of the device and read on another; unset it, or {_RIVAL}"
         )
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         _check_heads(hf_config, args.tp_size)

@@ -52,6 +52,7 @@ from sglang_epd.seams import (
     roles,
     rundir,
     tracing,
+    validation,
 )
 from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns
@@ -103,13 +104,14 @@ class TokenizerSeam:
 
     def attach(self, manager: Any) -> None:
         """Find the live requests, the processor and the bootstrap server of the manager that
-        this is part of.
+        this is part of, and the routes that lead to it.
 
         Raises:
             ConfigError: the model cannot have its encoder apart, and why.
         """
         self._live = manager.rid_to_state
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
+        validation.stop_at_the_first_error()
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
 

@@ -14,6 +14,7 @@ lock on a socket.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -41,8 +42,12 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
-# Where the byte is that says so.
-_KEPT = _SEAL_BYTES
+# Where the byte is that says so: that they must, or that all of them are there, too.
+_PAGES = _SEAL_BYTES
+_KEPT, _TAKEN = 1, 2
+_MADV_POPULATE_WRITE = 23
+# Meanwhile no other thread of the process maps memory.
+_POPULATED_BYTES = 16 << 20
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
@@ -213,7 +218,7 @@ class Arena:
     def keep_pages(self) -> None:
         """From now on `give_back` does nothing, in all processes: something that does not ask
         the system where pages are would go on with the old ones."""
-        self._map[_KEPT] = 1
+        self._map[_PAGES] = max(_KEPT, self._map[_PAGES])
 
     def register(self, device: Device) -> None:
         """Let a device read and write payloads beside other work, from this process.
@@ -225,6 +230,24 @@ class Arena:
         """
         self.keep_pages()
         device.register(self.machine_address, len(self.data))
+        self._map[_PAGES] = _TAKEN
+
+    @property
+    def taken(self) -> bool:
+        """Whether all of its memory is taken."""
+        return bool(self._map[_PAGES] == _TAKEN)
+
+    def populate(self) -> None:
+        """Have all of the payloads' pages in this process's page table.
+
+        The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
+        happens.
+        """
+        madvise = ctypes.CDLL(None).madvise
+        for begin in range(0, len(self.data), _POPULATED_BYTES):
+            nbytes = min(_POPULATED_BYTES, len(self.data) - begin)
+            address = ctypes.c_void_p(self.machine_address + begin)
+            madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Return the memory of unused payloads to the system.
@@ -232,7 +255,7 @@ class Arena:
         Args:
             ranges: [begin, end) of `data`, aligned.
         """
-        if self._map[_KEPT]:
+        if self._map[_PAGES]:
             return
         for begin, end in ranges:
             with contextlib.suppress(OSError):

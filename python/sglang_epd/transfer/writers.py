@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections import OrderedDict
 
@@ -46,6 +47,8 @@ class SharedWriter:
             self.forget_gone()
             arena = Arena.open(Address(landing.path, landing.size, landing.seal))
             self._arenas[landing.seal] = arena
+            if arena.taken:
+                threading.Thread(target=arena.populate, name="epd-populate", daemon=True).start()
         self._arenas.move_to_end(landing.seal)
         while len(self._arenas) > _MAX_ARENAS:
             self._arenas.popitem(last=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,27 +115,16 @@ def test_passes_of_one_thread_and_copies_of_another():
     device = LateDevice(7)
     copies = CopyOut(device, chunk_bytes=CHUNK_BYTES)
     tower = Tower(device)
-    launched: SimpleQueue = SimpleQueue()
-    room = threading.Semaphore(DEPTH)
-    passes = [(number, [number % 5, 3]) for number in range(200)]
-    failed = []
-
-    def land():
-        for number, rows in passes:
-            parts = copies.land(launched.get(), rows)
-            room.release()
-            expected = (pixels_of(number, rows, torch.float32) * 2).split(rows)
-            if not all(torch.equal(*pair) for pair in zip(parts, expected, strict=True)):
-                failed.append(number)
-
-    lander = threading.Thread(target=land)
-    lander.start()
-    for number, rows in passes:
-        room.acquire()
-        pixels = pixels_of(number, rows, torch.float32)
-        launched.put(copies.launch(lambda pixels=pixels: tower(pixels)))
-    lander.join()
-    assert not failed
+    landed: deque = deque()
+    with ThreadPoolExecutor(1) as lander:
+        for number in range(200):
+            if number >= DEPTH:
+                parts, expected = landed.popleft()
+                assert torch.equal(torch.cat(parts.result()), expected)
+            rows = [number % 5, 3]
+            pixels = pixels_of(number, rows, torch.float32)
+            launched = copies.launch(lambda pixels=pixels: tower(pixels))
+            landed.append((lander.submit(copies.land, launched, rows), pixels * 2))
 
 
 def test_a_pass_that_fails_leaves_the_next_one_as_it_is():

@@ -204,6 +204,38 @@ async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, comput
     assert sorted(ran) == [b"x1", b"x2", b"x3", b"x4"]
 
 
+async def test_a_second_batch_waits_for_what_is_being_prepared(tower, computations, ask):
+    tower.depth = 2
+    tower.hold(forward=True)
+    tower.slow[b"x3"] = asyncio.Event()
+    holds = [ask(b"x1")]
+    await until(lambda: tower.running == 1)
+    holds += [ask(b"x2"), ask(b"x3")]
+    await until(lambda: states(computations) == {"running": 1, "ready": 1, "preparing": 1})
+    await settle()
+    assert tower.running == 1
+    tower.slow[b"x3"].set()
+    await until(lambda: tower.running == 2)
+    tower.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert tower.batches == [[b"x1"], [b"x2", b"x3"]]
+
+
+async def test_it_waits_no_longer_than_the_first_batch_runs(tower, computations, ask):
+    tower.depth = 2
+    tower.hold(forward=True)
+    tower.slow[b"x3"] = asyncio.Event()
+    first = ask(b"x1")
+    await until(lambda: tower.running == 1)
+    second, third = ask(b"x2"), ask(b"x3")
+    await until(lambda: states(computations).get("ready") == 1)
+    tower.go_on()
+    await asyncio.gather(value(first), value(second))
+    assert tower.batches == [[b"x1"], [b"x2"]]
+    tower.slow[b"x3"].set()
+    await value(third)
+
+
 async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask):
     tower.hold(forward=True)
     holds = [ask(b"%d" % n) for n in range(20)]

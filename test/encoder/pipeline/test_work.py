@@ -63,6 +63,34 @@ async def test_a_lane_is_full_of_what_is_ready_and_being_prepared(lane):
     assert lane.full(BATCH), "ten patches"
 
 
+async def test_a_lane_is_filled_for_each_batch_that_its_tower_would_take(lane):
+    lane.tower.depth = 2
+    lane.preparing = 5
+    assert not lane.full(BATCH), "two batches"
+    lane.preparing = 6
+    assert lane.full(BATCH)
+    lane.preparing, lane.batches = 3, 1
+    assert lane.full(BATCH), "one runs already"
+    lane.batches = 2
+    assert lane.full(BATCH), "one ahead of both"
+
+
+async def test_a_batch_is_complete_if_nothing_is_prepared_that_would_fit_in(lane):
+    lane.typical = 4.0
+    lane.ready.push(Job("r", 6.0, 0.0))
+    assert lane.has_batch(BATCH)
+    lane.preparing = 1
+    assert not lane.has_batch(BATCH)
+    lane.ready.push(Job("r", 1.0, 0.0, parked=True))
+    assert not lane.has_batch(BATCH)
+    lane.ready.push(Job("r", 1.0, 0.0))
+    assert lane.has_batch(BATCH), "seven patches, and four would be too many"
+    lane.typical = 1.0
+    assert not lane.has_batch(BATCH)
+    lane.ready.push(Job("r", 1.0, 0.0))
+    assert lane.has_batch(BATCH), "three items"
+
+
 async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):
     for _ in range(3):
         lane.ready.push(Job("r", 1.0, 0.0, parked=True))

@@ -24,6 +24,7 @@ from sglang_epd.decoding import Decoders
 from sglang_epd.device import device_of, launch_beside_threads
 from sglang_epd.device.cuda import capture_beside_other_threads
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
+from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.features import mark, take
@@ -107,8 +108,11 @@ class Engine:
         from sglang.srt.utils.network import NetworkAddress
 
         cores = max(1, len(os.sched_getaffinity(0)) // share)
-        self._threads, team = preparing_threads(get_device().device, cores)
+        device = get_device().device
+        self._threads, team = preparing_threads(device, cores)
         torch.set_num_threads(team)  # here, and in threads that begin from now on
+        if not device.startswith("cpu"):
+            keep_freed()
         self._decoders = Decoders(limits, decode_bytes, self._threads)
         self._decoders.start()  # while the model is loaded
         if rendezvous is None:

@@ -23,8 +23,9 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
+from sglang_epd.encoder.model.gpu_pixels import GpuPixels
 from sglang_epd.encoder.tower import Prepared
-from sglang_epd.errors import EpdError, MediaError, MediaTypeError
+from sglang_epd.errors import ConfigError, EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read
 from sglang_epd.modality import AUDIO, IMAGE, MODALITIES, VIDEO
@@ -47,6 +48,9 @@ class Preparer:
         encoder: SGLang's `MMEncoder`.
         dtype: of the embeddings (torch name without the prefix).
         limits: bounds on decoding.
+
+    Raises:
+        ConfigError: pixels are to be made on the GPU, where this model's are not.
     """
 
     def __init__(self, encoder: Any, dtype: str, limits: MediaLimits) -> None:
@@ -77,6 +81,15 @@ class Preparer:
             self._widths[AUDIO] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type)
         take_loaded(self._preprocessor)
+        self._gpu_pixels: GpuPixels | None = None
+        if self._preprocessor.use_image_processor_gpu and encoder.device == "cuda":
+            if self._preprocessor._model_preprocessor is not None:
+                raise ConfigError(
+                    "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU is not served with "
+                    f"{encoder.model_type}, which prepares its media itself; unset it"
+                )
+            device = f"cuda:{encoder.gpu_id}"
+            self._gpu_pixels = GpuPixels(self._preprocessor, device, limits)
         self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
 
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
@@ -90,6 +103,9 @@ class Preparer:
         if modality not in self.modalities:
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input")
         if modality == IMAGE:
+            pixels = None if self._gpu_pixels is None else self._gpu_pixels.decode(data)
+            if pixels is not None:
+                return self._preprocess(modality, Loaded(pixels))
             return self.prepare_image(decoding.image(data))
         if modality == VIDEO:
             film = decoding.video(data)

@@ -497,6 +497,9 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
+        if lane.batches and not lane.has_batch(self._limits.batch):
+            # The tower has something to do until there is more: small passes take as long.
+            return False
         in_use = self._in_use()
         room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
         jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)

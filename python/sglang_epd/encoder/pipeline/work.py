@@ -186,7 +186,7 @@ class Lane:
         return waits or work.state in (WorkState.PREPARING, WorkState.RUNNING)
 
     def full(self, batch: BatchBounds, *, parked: bool = False, large: bool = True) -> bool:
-        """Whether a batch is on its way to the tower.
+        """Whether a batch is on its way to the tower, for each that it would take at once.
 
         Args:
             parked: count unwanted items as well.
@@ -196,7 +196,17 @@ class Lane:
         ready = [job.cost for job in self.ready if parked or not job.parked]
         items = len(ready) + preparing
         patches = sum(ready) + preparing * self.typical
-        return items >= batch.items or patches >= batch.patches
+        batches = max(1, self.tower.depth - self.batches)
+        return items >= batches * batch.items or patches >= batches * batch.patches
+
+    def has_batch(self, batch: BatchBounds) -> bool:
+        """Whether a batch of what is ready would have no more in it a little later."""
+        ready = [job.cost for job in self.ready if not job.parked]
+        return (
+            not self.preparing
+            or len(ready) >= batch.items
+            or sum(ready) + self.typical > batch.patches
+        )
 
 
 class Hold:

@@ -1,0 +1,60 @@
+"""Gives freed memory back to the system, or keeps it for the next item.
+
+glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
+and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which
+1.0 GB was free. Media of many megabytes are kept out of these heaps: between them stay holes
+that no other fits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD = -1
+_M_ARENA_MAX = -8
+_LARGE_BYTES = 4 << 20
+_LARGEST_BYTES = 1 << 30
+_MOST_KEPT_BYTES = (1 << 31) - 1  # the C library takes an int
+
+
+def keep_large_apart() -> bool:
+    """Have each large block mapped by itself, which is unmapped when it is freed; False where
+    the C library cannot.
+
+    glibc does so by itself only until one of up to 32 MiB was freed: from then on blocks of
+    that size go to its heaps.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    return tune is not None and bool(tune(_M_MMAP_THRESHOLD, _LARGE_BYTES))
+
+
+def keep_freed() -> bool:
+    """Have large blocks taken from one heap that keeps what is freed; False where the C library
+    cannot.
+
+    For a server whose GPU waits for it. Pages that are new cost more than what is written to
+    them: preparing a picture of 1080p took 59 ms of a processor and takes 29 ms of it, and
+    copying its embedding in Qwen3-VL-8B 35 ms and 7 ms. Threads that began before this have
+    heaps of their own.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    return tune is not None and all(
+        tune(name, value)
+        for name, value in (
+            (_M_MMAP_THRESHOLD, _LARGEST_BYTES),
+            (_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES),
+            # Others hold no block of 64 MiB, and give back what is freed at their ends.
+            (_M_ARENA_MAX, 1),
+        )
+    )
+
+
+def give_back() -> bool:
+    """Return free heap memory to the system; False where the C library cannot.
+
+    Takes some milliseconds, without the interpreter's lock: call it in a thread. A heap of
+    gigabytes takes a tenth of a second for each, in which no thread gets memory of it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

@@ -1,0 +1,76 @@
+"""Freed memory goes back to the system."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_epd.encoder.memory import give_back
+
+BLOCK_BYTES = 64 << 10  # small enough for the heap
+BLOCKS = 2048
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_what_was_freed_is_given_back():
+    blocks = [bytearray(BLOCK_BYTES) for _ in range(BLOCKS)]
+    last = bytearray(BLOCK_BYTES)  # keeps the heap's top where it is
+    full = resident_bytes()
+    blocks.clear()
+    assert give_back()
+    assert resident_bytes() < full - BLOCKS * BLOCK_BYTES * 3 // 4
+    assert len(last) == BLOCK_BYTES
+
+
+def test_large_blocks_are_given_back_at_once():
+    """Also after the first of them, from which on glibc would keep their like."""
+    check = """
+from sglang_epd.encoder.memory import keep_large_apart
+from encoder.test_memory import resident_bytes
+assert keep_large_apart()
+first = bytearray(30 << 20)
+del first
+before = resident_bytes()
+blocks = [bytearray(30 << 20) for _ in range(8)]
+kept = blocks[-1]
+blocks.clear()
+print((resident_bytes() - before) >> 20)
+"""
+    here = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=here, capture_output=True, text=True, check=True
+    )
+    assert 29 <= int(done.stdout) <= 35
+
+
+def test_an_encoder_of_a_gpu_keeps_large_blocks_for_the_next_item_until_it_is_idle():
+    check = """
+import resource, threading
+from sglang_epd.encoder.memory import give_back, keep_freed, keep_large_apart
+from encoder.test_memory import resident_bytes
+assert keep_large_apart()  # as its server does first
+assert keep_freed()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+told = []
+def run():
+    for _ in range(4):
+        before = faults()
+        embedding, pixels = bytearray(67 << 20), bytearray(50 << 20)
+        told.append(faults() - before)
+        del embedding, pixels
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+kept = resident_bytes()
+assert give_back()
+print(*told, (kept - resident_bytes()) >> 20)
+"""
+    here = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=here, capture_output=True, text=True, check=True
+    )
+    *faults, given_back = map(int, done.stdout.split())
+    assert max(faults[1:]) < 1000, faults  # 117 MiB have 29,952 pages
+    assert given_back > 100

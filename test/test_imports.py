@@ -253,7 +253,7 @@ def test_the_dependencies_are_declared():
     text = (ROOT.parents[1] / "pyproject.toml").read_text()
     names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
     names |= {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
-    brought = {"yarl": "aiohttp", "starlette": "fastapi"}
+    brought = {"yarl": "aiohttp", "starlette": "fastapi", "pydantic_core": "fastapi"}
     brought |= dict.fromkeys(
         ("huggingface_hub", "torchaudio", "torchcodec", "torchvision", "transformers"), "sglang"
     )

@@ -12,6 +12,11 @@ from gpu.feeding import Fed
 SIZES = {"56": (56, 56), "224": (224, 224), "448": (448, 448), "1080p": (1920, 1080)}
 
 
+def label(size: str) -> str:
+    """A size for people."""
+    return f"{size} px" if size.isdecimal() else size
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to feed a tower.
@@ -41,7 +46,7 @@ class Arm:
         threads = f" of {self.torch_threads} torch threads" if self.torch_threads else ""
         how = f"{self.preparers} preparers{threads}" if self.preparers else "ready"
         pinned, kept = "" if self.pinned else ", pageable", "" if self.kept else ", new pages"
-        return f"{self.size} px, {how}{pinned}{kept}"
+        return f"{label(self.size)}, {how}{pinned}{kept}"
 
 
 def arms_of(which: str) -> list[Arm]:
@@ -52,20 +57,25 @@ def arms_of(which: str) -> list[Arm]:
     cores = len(os.sched_getaffinity(0))
     # As encoders on GPUs did at first, and as they do now.
     before = [Arm(size, 4, cores, items=32, pinned=False, kept=False) for size in ("448", "1080p")]
-    now = [Arm(size, 16, 1) for size in ("448", "1080p")]
+    team = max(1, cores // 8)
+    now = [Arm(size, 8, team) for size in ("448", "1080p")]
     if which == "few":
-        return [*before, *now, Arm("448", patches=8192), Arm("448"), Arm("1080p")]
+        ready = [Arm("448", patches=8192), Arm("448"), Arm("1080p")]
+        ready += [Arm("224", items=items) for items in (32, 128)]
+        jpegs = [Arm(size, 4, 1) for size in ("448", "1080p")]
+        jpegs += [Arm("1080p", 8, team, pinned=False), Arm("1080p", 8, team, kept=False)]
+        return [*before, *now, *ready, *jpegs]
     ready = [Arm("448", patches=patches) for patches in (4096, 8192, 16_384, 32_768)]
     ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]
     ready += [Arm("224", items=items) for items in (32, 64, 128)]
     ready += [Arm(size, depth=1) for size in ("448", "1080p")]
     ready += [Arm(size, pinned=False) for size in ("448", "1080p")]
     ready += [Arm(size, kept=False) for size in ("448", "1080p")]
-    jpegs = [Arm(size, preparers, 1) for size in ("448", "1080p") for preparers in (2, 4, 8)]
-    jpegs += [Arm("448", 1, 1), Arm("448", 24, 1), Arm("224", 4, 1), Arm("224", 16, 1)]
-    jpegs += [Arm(size, 16, cores) for size in ("448", "1080p")]
-    jpegs += [Arm(size, 16, 1, pinned=False) for size in ("448", "1080p")]
-    jpegs += [Arm(size, 16, 1, kept=False) for size in ("448", "1080p")]
+    jpegs = [Arm(size, preparers, 1) for size in ("448", "1080p") for preparers in (2, 4, 16)]
+    jpegs += [Arm("448", 1, 1), Arm("448", 24, 1), Arm("224", 4, 1), Arm("224", 8, team)]
+    jpegs += [Arm(size, 8, threads) for size in ("448", "1080p") for threads in (1, cores)]
+    jpegs += [Arm(size, 8, team, pinned=False) for size in ("448", "1080p")]
+    jpegs += [Arm(size, 8, team, kept=False) for size in ("448", "1080p")]
     # First what decides, should time be short.
     return [*before, *now, *ready, *jpegs]
 
@@ -111,7 +121,7 @@ def pass_rows(passes: list[dict[str, Any]]) -> list[list[str]]:
         figures = [f"{one['launch_ms']:.1f}", "yes" if one["waits"] else ""]
         figures += [f"{one[key]:.1f}" for key in ("kernels_ms", "alone_ms")]
         rate = one["pictures"] / one["kernels_ms"] * 1e3
-        pictures = f"{one['pictures']} of {one['size']} px"
+        pictures = f"{one['pictures']} of {label(one['size'])}"
         rows.append([pictures, str(one["patches"]), *figures, f"{rate:.0f}"])
     return rows
 
@@ -129,6 +139,6 @@ def headline(runs: dict[Arm, list[Fed]]) -> str:
     """The best of the tower alone, and with decoding."""
     best: dict[str, float] = {}
     for arm, fed in runs.items():
-        key = f"{arm.size} px{' from JPEG' if arm.preparers else ''}"
+        key = f"{label(arm.size)}{' from JPEG' if arm.preparers else ''}"
         best[key] = max(best.get(key, 0.0), statistics.median(one.rate for one in fed))
     return "; ".join(f"{key} {rate:.0f}/s" for key, rate in best.items())

@@ -56,7 +56,7 @@ class TimedEngine(Engine):
     def attention(self) -> str:
         from sglang.srt.runtime_context import get_mm
 
-        return str(get_mm().mm_attention_backend)
+        return str(get_mm().mm_attention_backend or "SGLang's choice")
 
     def tower(self, preparers: int, torch_threads: int, depth: int) -> TimedEngine:
         """This one, which from now on prepares so many pictures side by side, in new threads.

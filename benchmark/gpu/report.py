@@ -3,7 +3,8 @@
     python benchmark/gpu/report.py DIR [DIR ...] [--out benchmark/results/gpu.md]
 
 A part that several folders have counts as it is in the last of them. Beside the page goes a
-JSON file with the figures; given in place of a folder, it gives the same page again.
+JSON file with the figures; given in place of a folder, it gives the same page again. What a
+reader made of a part is in that file, too: its `read`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ READ = {
         "children."
     ),
 }
-_SAME = dict.fromkeys(("engine", "tower-all", "tower-7b", "engine-7b"), "tower")
-_MACHINE = ("gpu", "gpu_memory_gib", "cuda", "nvidia_smi", "cores", "memory_gib", "system")
 
 
 def main() -> None:
@@ -79,14 +78,23 @@ def page(parts: dict[str, Any]) -> str:
 
 def _machine(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
-    known = [f"{name.replace('_', ' ')} {facts[name]}" for name in _MACHINE if name in facts]
-    return f"Machine: {', '.join(known)}; Python {facts['python']}, {versions}."
+    gpu = ""
+    if "gpu" in facts:
+        driver = facts["nvidia_smi"].partition(": ")[2].split(",")[0]
+        gpu = f"{facts['gpu']} of {facts['gpu_memory_gib']} GiB, driver {driver}, "
+    return (
+        f"{gpu}{facts['cores']} cores, {facts['memory_gib']} GiB, {facts['system']}; "
+        f"Python {facts['python']}, {versions}."
+    )
 
 
 def _section(name: str, part: dict[str, Any]) -> str:
     lines = [f"## {name}", "", f"`{part['machine']['command']}`", ""]
-    if name in READ or name in _SAME:
-        lines += [READ[_SAME.get(name, name)], ""]
+    kind = "tower" if name.startswith(("engine", "tower")) else name
+    if kind in READ:
+        lines += [READ[kind], ""]
+    if "read" in part:
+        lines += [f"Read: {part['read']}", ""]
     for title, rows in part["tables"].items():
         lines += [f"### {title}", "", table(rows), ""]
     return "\n".join(lines)

@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "sglang")},
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
     }
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
@@ -82,6 +82,15 @@ def machine() -> dict[str, Any]:
         query = ["driver_version", "pcie.link.gen.current", "pcie.link.width.current"]
         facts["nvidia_smi"] = _nvidia_smi(query)
     return facts
+
+
+def _command() -> str:
+    """As typed in a clone, without the file that results go to."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return " ".join(["python", f"benchmark/gpu/{Path(sys.argv[0]).name}", *words])
 
 
 def _version(name: str) -> str:

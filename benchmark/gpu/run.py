@@ -61,23 +61,28 @@ def script(name: str) -> str:
     return str(GPU / name)
 
 
+_TOWER = (script("tower.py"), *_OWN)
+_ENGINE = (*_TOWER, "--of", "sglang")
+_FEW = ("--arms", "few")
+_7B = ("--shape", "qwen2.5-vl-7b")
+_TINY = ("--tiny",)
+
 # In the order in which they run, unless `--parts` has another.
 PARTS = {
-    "copies": Part((script("copies.py"), *_OWN), 1.0, ("--tiny",)),
-    "peers": Part((script("peers.py"), *_OWN), 1.0, ("--tiny",)),
+    "copies": Part((script("copies.py"), *_OWN), 1.0, _TINY),
+    "peers": Part((script("peers.py"), *_OWN), 1.0, _TINY),
     "device": Part((*_PYTEST, script("test_device.py")), 2.0),
-    "uploads": Part((script("uploads.py"), *_OWN), 2.0, ("--tiny",)),
-    "engine": Part((script("tower.py"), "--of", "sglang", *_OWN), 3.5, ("--tiny",)),
-    "tower": Part((script("tower.py"), "--arms", "few", *_OWN), 1.5, ("--tiny",)),
+    "uploads": Part((script("uploads.py"), *_OWN), 2.0, _TINY),
+    "engine": Part((*_ENGINE, *_FEW), 2.0, _TINY),
+    "tower": Part((*_TOWER, *_FEW), 2.0, _TINY),
     "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 9.0),
 }
 # Where they are asked for.
 MORE = {
-    "tower-all": Part((script("tower.py"), *_OWN), 3.5, ("--tiny",)),
-    "tower-7b": Part((*PARTS["tower"].command, "--shape", "qwen2.5-vl-7b"), 1.5, ("--tiny",)),
-    "engine-7b": Part(
-        (*PARTS["engine"].command, "--shape", "qwen2.5-vl-7b", "--arms", "few"), 1.5, ("--tiny",)
-    ),
+    "engine-all": Part(_ENGINE, 3.5, _TINY),
+    "tower-all": Part(_TOWER, 3.5, _TINY),
+    "engine-7b": Part((*_ENGINE, *_FEW, *_7B), 2.0, _TINY),
+    "tower-7b": Part((*_TOWER, *_FEW, *_7B), 2.0, _TINY),
 }
 
 

@@ -5,11 +5,11 @@
 
 Steps, in their order: log-probabilities of a tiny Qwen3-VL in bfloat16; the time to the first
 token with the shapes of Qwen3-VL-8B and random weights, and an encoder that is killed in the
-middle of requests; log-probabilities of a tiny Qwen2.5-VL, and of both in float32; the time to
-the first token with the shapes of Qwen2.5-VL-7B. A step that fails is told with the ends
-of its servers' logs, and the next one begins. Servers of all arms share the GPU, start side
-by side, and have the same flags: a bounded KV cache, and no CUDA graphs unless `--graphs`
-asks for them.
+middle of requests; log-probabilities where all make pixels on the CPU, of a tiny Qwen2.5-VL,
+and of both in float32; the time to the first token with the shapes of Qwen2.5-VL-7B. A step
+that fails is told with the ends of its servers' logs, and the next one begins. Servers of all
+arms share the GPU, start side by side, and have the same flags: a bounded KV cache, and no
+CUDA graphs unless `--graphs` asks for them.
 """
 
 from __future__ import annotations
@@ -43,30 +43,34 @@ _URL_REPEATS = 4
 _TOOLKIT = Path("/usr/local/cuda")
 
 
-def parity(bench: Bench, step: Step, *, dtype: str, models: Sequence[str]) -> None:
+def parity(
+    bench: Bench, step: Step, *, dtype: str, models: Sequence[str], on_cpu: bool = False
+) -> None:
     """Tiny models, one after the other.
 
-    One server makes pixels on the GPU. In bfloat16 encoders are told to do so, too. In float32
-    one server is told not to, and pictures are PNGs, which nvJPEG does not decode.
+    Args:
+        on_cpu: whether pixels are made on the CPU by all, of PNGs, which nvJPEG does not
+            decode. Else encoders make them on the GPU, as one server does.
     """
     hardware, pixels, kind = bench.hardware, GPU_PIXELS, "JPEG"
-    if dtype == "float32":
+    if on_cpu:
         pixels, kind = {}, "PNG"
+        hardware = replace(hardware, flags=f"{hardware.flags} --image-processor-backend pil")
+    if dtype == "float32":
         # Flash attention has no float32.
-        hardware = replace(
-            hardware,
-            attention=bench.options.attention_float32,
-            tower_attention="sdpa",
-            graphs=False,
-            flags=f"{bench.options.flags} --image-processor-backend pil",
-        )
+        attention = bench.options.attention_float32
+        hardware = replace(hardware, attention=attention, tower_attention="sdpa", graphs=False)
     flags = hardware.of_servers(dtype, max_tokens=20_000)
     for model in models:
-        arms = [one_server(caches=False), in_tree(pixels), ours(pixels, to_tokenizer=True)]
-        with bench.fleet(f"parity-{dtype}-{model}", arms, model, flags) as fleet:
+        arms = [one_server(caches=False), ours(pixels, to_tokenizer=True)]
+        if not on_cpu:
+            arms.append(in_tree(pixels))
+        label = f"parity-{dtype}-{model}" + ("-cpu" if on_cpu else "")
+        with bench.fleet(label, arms, model, flags) as fleet:
             gaps = serve_parity.compare(fleet, bench.options.rounds, kind, bench.left_s)
             wrong = [*serve_parity.verdict(gaps, dtype), *fleet.not_started]
-        rows = step.tables[f"{model} in {dtype}"] = serve_parity.rows(gaps)
+        rows = serve_parity.rows(gaps)
+        step.tables[f"{model} in {dtype}, pixels of the {'CPU' if on_cpu else 'GPU'}"] = rows
         print(aligned(rows), *wrong, sep="\n", flush=True)
         step.wrong += [f"{model}: {one}" for one in wrong]
         step.figures[model] = {
@@ -147,8 +151,9 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
 STEPS: dict[str, Callable[[Bench, Step], None]] = {
     "parity": partial(parity, dtype="bfloat16", models=["tiny-3"]),
     "ttft-8b": partial(ttft, model="8b"),
+    "parity-cpu": partial(parity, dtype="bfloat16", models=["tiny-3"], on_cpu=True),
     "parity-2.5": partial(parity, dtype="bfloat16", models=["tiny-2.5"]),
-    "parity-float32": partial(parity, dtype="float32", models=["tiny-3", "tiny-2.5"]),
+    "parity-float32": partial(parity, dtype="float32", models=["tiny-3", "tiny-2.5"], on_cpu=True),
     "ttft-7b": partial(ttft, model="7b"),
 }
 # Steps by the large checkpoint that each needs.

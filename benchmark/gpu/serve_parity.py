@@ -162,7 +162,7 @@ def compare(fleet: Fleet, rounds: int, kind: str, left_s: Callable[[], float]) -
 def verdict(gaps: dict[str, Gaps], dtype: str) -> list[str]:
     """What is wrong; nothing where all is as it should be."""
     figures = {name: one_arms.figures for name, one_arms in gaps.items()}
-    wrong = [f"{name} was not up" for name in OURS if name not in gaps]
+    wrong = [] if OURS[0] in gaps else [f"{OURS[0]} was not up"]
     mine = {name: figures[name] for name in OURS if name in gaps}
     for name, found in mine.items():
         wrong += [f"{name}: {failure}" for failure in found["failures"]]
@@ -212,11 +212,12 @@ def _arms(fleet: Fleet) -> dict[str, Client]:
     if "in-tree" in fleet.running:
         arms[IN_TREE] = Client(fleet.running["in-tree"].url)
     if "sglang-epd" in fleet.running:
-        to_tokenizer, to_scheduler = fleet.running["sglang-epd"].urls("language")
+        *others, to_scheduler = fleet.running["sglang-epd"].urls("language")
         # The second time its prefix cache has it, and the third server has it from the
         # encoder's cache.
         arms[OURS[0]] = arms[OURS[1]] = Client(to_scheduler)
-        arms[OURS[2]] = Client(to_tokenizer)
+        if others:
+            arms[OURS[2]] = Client(others[0])
     return arms
 
 

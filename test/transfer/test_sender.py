@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import threading
 import time
@@ -128,6 +129,15 @@ async def test_one_sender_delivers_many_items_at_once(receiver, scheduler, share
         await sender.close()
     tensors = await asyncio.to_thread(scheduler.tensors)
     assert all(torch.equal(tensor, EMBEDDING + item) for item, tensor in enumerate(tensors))
+
+
+async def test_the_place_of_an_item_is_mapped_while_the_item_is_being_made(
+    receiver, sender, scheduler
+):
+    full = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
+    scheduler.expecting()
+    async with sender.offer(receiver.endpoint, wire.Offer("t", 0, bytes(32), full, BUDGET)):
+        await soon(lambda: os.stat(receiver._arena.address.path).st_blocks * 512 >= BUDGET)
 
 
 async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):

@@ -3,10 +3,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,36 @@ def test_the_memory_is_mapped_once(arena, writer, monkeypatch):
     monkeypatch.setattr(Arena, "open", None)
     writer.write(landing, PAYLOAD[::-1])
     assert arena.span(0, 100).tolist() == PAYLOAD[::-1].tolist()
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_place_that_was_prepared_is_written_to_without_page_faults(touched, writer, monkeypatch):
+    pages = 1024
+    arena = Arena.create(2 * pages * ALIGNMENT, readers=1)
+    monkeypatch.setattr(arena_module, "_made_here", {})  # the encoder's map is another
+    if touched:
+        arena.data[:: ALIGNMENT // 2] = 7
+    payload = np.ones(pages * ALIGNMENT, dtype=np.uint8)
+    prepared = landing_in(arena.address, arena.data_offset)
+    other = landing_in(arena.address, arena.data_offset + payload.nbytes)
+    writer.prepare(prepared, payload.nbytes)
+    assert arena.data[0] == (7 if touched else 0)
+    assert faults_in(lambda: writer.write(prepared, payload)) < pages // 20
+    assert faults_in(lambda: writer.write(other, payload)) >= pages // 2
+    assert arena.data.all()
+
+
+def test_what_cannot_be_prepared_is_left_to_the_write(arena, writer):
+    landing = landing_in(arena.address, arena.data_offset + NBYTES)
+    writer.prepare(landing, NBYTES)
+    with pytest.raises(ProtocolError, match="outside"):
+        writer.write(landing, PAYLOAD)
+
+
+def faults_in(work: Callable[[], None]) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
 @pytest.mark.parametrize("registered", [True, False])

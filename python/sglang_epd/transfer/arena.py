@@ -237,17 +237,24 @@ class Arena:
         """Whether all of its memory is taken."""
         return bool(self._map[_PAGES] == _TAKEN)
 
-    def populate(self) -> None:
-        """Have all of the payloads' pages in this process's page table.
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Have the pages of payloads in this process's page table; their content stays.
 
         The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
         happens.
+
+        Args:
+            offset, nbytes: of `data`, the offset aligned; all of it by default.
+
+        Raises:
+            ProtocolError: outside the arena.
         """
+        span = self.span(offset, len(self.data) if nbytes is None else nbytes)
         madvise = ctypes.CDLL(None).madvise
-        for begin in range(0, len(self.data), _POPULATED_BYTES):
-            nbytes = min(_POPULATED_BYTES, len(self.data) - begin)
-            address = ctypes.c_void_p(self.machine_address + begin)
-            madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+        for begin in range(0, len(span), _POPULATED_BYTES):
+            size = min(_POPULATED_BYTES, len(span) - begin)
+            address = ctypes.c_void_p(self.machine_address + offset + begin)
+            madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Return the memory of unused payloads to the system.

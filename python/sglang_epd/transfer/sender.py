@@ -47,6 +47,10 @@ _RECONNECT_MS = 100, 2_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
 _REMOTE_THREADS = 4
+# Copies into this machine's arenas; a batch's items are there at once.
+_SHARING_THREADS = 4
+# That map the places of payloads while those are being made.
+_POPULATING_THREADS = 2
 
 
 class GrantLostError(Exception):
@@ -80,7 +84,7 @@ class Offered:
 
     def __init__(self, nbytes: int | None = None) -> None:
         loop = asyncio.get_running_loop()
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self.answered: asyncio.Future[bool] = loop.create_future()
         self.decided: asyncio.Future[Granted | wire.Decline] = loop.create_future()
 
@@ -104,7 +108,7 @@ class Offered:
             return
         if isinstance(message, wire.Grant):
             until = time.monotonic() + message.ttl_s
-            self.decided.set_result(Granted(message, until, self._nbytes))
+            self.decided.set_result(Granted(message, until, self.nbytes))
         else:
             self.decided.set_result(message)
 
@@ -162,7 +166,8 @@ class Sender:
         self._dead_ms = int(dead_s * 1e3)
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
-        self._sharing = ThreadPoolExecutor(1, "epd-share")
+        self._sharing = ThreadPoolExecutor(_SHARING_THREADS, "epd-share")
+        self._populating = ThreadPoolExecutor(_POPULATING_THREADS, "epd-populate")
         self._writing = ThreadPoolExecutor(_REMOTE_THREADS, "epd-write")
 
     @asynccontextmanager
@@ -241,7 +246,7 @@ class Sender:
         self._closed = True
         for endpoint in list(self._peers):
             await self._close_peer(endpoint)
-        for pool in (self._sharing, self._writing):
+        for pool in (self._sharing, self._populating, self._writing):
             pool.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=0)
 
@@ -464,11 +469,18 @@ class Sender:
                     offered.answer(message)
                     if isinstance(message, wire.Grant):
                         peer.grants.add(_name(message))
+                        self._prepare(peer, message, offered.nbytes)
                 elif isinstance(message, wire.Grant):
                     # The caller has left.
                     self._withdraw(peer, message)
             else:
                 logger.warning("Dropped a %s of a language server", type(message).__name__)
+
+    def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
+        """Have the place of a payload mapped by the time that the payload is there."""
+        landing = grant.landing
+        if isinstance(landing, wire.Shared) and peer.shares and nbytes is not None:
+            self._populating.submit(self._shared.prepare, landing, nbytes)
 
     async def _close_peer(self, endpoint: str) -> None:
         peer = self._peers.pop(endpoint, None)

@@ -5,6 +5,7 @@ Writers block; the sender runs them in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -13,7 +14,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from sglang_epd.errors import UnavailableError
+from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.engines import PayloadEngine
 from sglang_epd.wire import messages as wire
@@ -26,10 +27,19 @@ STAGING_BUFFERS = 4
 
 
 class SharedWriter:
-    """Copies payloads into arenas of this machine. Use it from one thread at a time."""
+    """Copies payloads into arenas of this machine. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._arenas: OrderedDict[bytes, Arena] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self, landing: wire.Shared, nbytes: int) -> None:
+        """Have the pages of a payload's place mapped before the payload is made."""
+        # The write meets the same error, and tells of it.
+        with contextlib.suppress(OSError, ProtocolError):
+            arena = self._arena(landing)
+            if not arena.taken:
+                arena.populate(landing.offset - arena.data_offset, nbytes)
 
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
@@ -42,21 +52,32 @@ class SharedWriter:
             ProtocolError: the file is not an arena, or the place not in it.
             OSError: the arena cannot be mapped.
         """
-        arena = self._arenas.get(landing.seal)
-        if arena is None:
-            self.forget_gone()
-            arena = Arena.open(Address(landing.path, landing.size, landing.seal))
-            self._arenas[landing.seal] = arena
-            if arena.taken:
-                threading.Thread(target=arena.populate, name="epd-populate", daemon=True).start()
-        self._arenas.move_to_end(landing.seal)
-        while len(self._arenas) > _MAX_ARENAS:
-            self._arenas.popitem(last=False)
+        arena = self._arena(landing)
         span = arena.span(landing.offset - arena.data_offset, len(payload))
         np.copyto(span, payload)
 
     def forget_gone(self) -> None:
         """Let go of the memory of receivers that have ended: mapped, it would stay."""
+        with self._lock:
+            self._forget_gone()
+
+    def _arena(self, landing: wire.Shared) -> Arena:
+        with self._lock:
+            arena = self._arenas.get(landing.seal)
+            if arena is None:
+                self._forget_gone()
+                arena = Arena.open(Address(landing.path, landing.size, landing.seal))
+                self._arenas[landing.seal] = arena
+                if arena.taken:
+                    populate = threading.Thread(target=arena.populate, name="epd-populate")
+                    populate.daemon = True
+                    populate.start()
+            self._arenas.move_to_end(landing.seal)
+            while len(self._arenas) > _MAX_ARENAS:
+                self._arenas.popitem(last=False)
+            return arena
+
+    def _forget_gone(self) -> None:
         for seal, arena in list(self._arenas.items()):
             if not os.path.lexists(arena.address.path):
                 del self._arenas[seal]

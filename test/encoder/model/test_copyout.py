@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -143,3 +144,22 @@ def test_parts_share_no_memory_with_each_other_or_the_pass():
         part.fill_(9)
         assert part.untyped_storage().nbytes() == part.nbytes
     assert bool((output == 1).all())
+
+
+def test_new_memory_is_taken_before_the_first_copy():
+    """So while the pass runs, which copies wait for."""
+    resident = []
+
+    class Watched(LateDevice):
+        def copy(self, source, destination, stream, waits=()):
+            resident.append(psutil.Process().memory_info().rss)
+            return super().copy(source, destination, stream, waits)
+
+    device = Watched()
+    copies = CopyOut(device, chunk_bytes=1 << 20)
+    rows = 1 << 14
+    launched = copies.launch(lambda: device.empty([rows, 1024], torch.float32))
+    before = psutil.Process().memory_info().rss
+    (part,) = copies.land(launched, [rows])
+    assert len(part) == rows
+    assert resident[0] - before >= 0.9 * rows * 4096

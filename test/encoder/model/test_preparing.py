@@ -28,8 +28,8 @@ def test_patches_share_a_forward_whatever_their_number():
     ("told", "device", "cores", "threads", "team"),
     [
         (None, "cpu", 64, 4, 64),
-        (None, "cuda", 64, 16, 4),
-        (None, "cuda", 12, 12, 1),
+        (None, "cuda", 64, 8, 8),
+        (None, "cuda", 6, 6, 1),
         (None, "cuda", 2, 4, 1),
         ("1", "cuda", 64, 1, 64),
         ("24", "cpu", 2, 24, 64),

@@ -20,6 +20,7 @@ from sglang_epd.device import Device, Event
 # several chunks, so that one is copied on while the next one arrives.
 _CHUNK_BYTES = 16 << 20
 _BUFFERS = 2
+_PAGE_BYTES = 4096
 
 
 class Launched(NamedTuple):
@@ -75,6 +76,9 @@ class CopyOut:
         """
         output, made = launched
         parts = [_fresh((count, *output.shape[1:]), output.dtype) for count in rows]
+        for part in parts:
+            # New pages take longer than the copy into them: they are had while the pass runs.
+            part.view(-1).view(torch.uint8)[::_PAGE_BYTES] = 0
         coming: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()
         for number, (source, part) in enumerate(self._chunks(output.split(rows), parts)):
             if len(coming) == _BUFFERS:

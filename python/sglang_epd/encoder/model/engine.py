@@ -45,9 +45,11 @@ from sglang_epd.wire.tensors import tensor_spec
 logger = logging.getLogger(__name__)
 
 # Items that a tower prepares side by side unless `SGLANG_ENCODER_PREPROC_WORKERS` is set: on a
-# CPU, whose cores the tower itself needs, and at most.
+# CPU, whose cores the tower itself needs, and at most. Each is a thread that takes the
+# interpreter's lock from the one that launches kernels: of 448 px an H100 encoded 138 pictures a
+# second with 4, 132 with 8 and 112 with 16.
 _THREADS_ON_CPU = 4
-_MOST_THREADS = 16
+_MOST_THREADS = 8
 # Most items that wait for memory beside them.
 _WAITING = 64
 

@@ -42,7 +42,7 @@ from PIL import Image
 from make_checkpoint import ensure
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.policies import Policy, Work, policy, rendezvous
+from sglang_epd.dispatch.policies import ItemCost, Policy, policy, rendezvous
 from sglang_epd.dispatch.pool import Attempt, Pool, Report, Snapshot
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -94,7 +94,9 @@ def in_order(key: bytes, urls: Iterable[str]) -> list[str]:
     return sorted(ranks, key=ranks.__getitem__, reverse=True)
 
 
-def only_rendezvous(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+def only_rendezvous(
+    items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random
+) -> list[str]:
     """Each key to the first in its order, whatever there is to do."""
     urls = [view.url for view in snapshot.encoders]
     return [in_order(item.key, urls)[0] for item in items]
@@ -104,7 +106,7 @@ def bounded(bound: float, slack: float) -> Policy:
     """The first in each key's order with at most `bound` times the mean load, or the mean and
     `slack` times the item's own cost; nothing is remembered."""
 
-    def choose(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+    def choose(items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
         chosen = []
         for item in items:
@@ -265,7 +267,7 @@ class Replay:
     def _send(self, image: int, number: int) -> tuple[float, int, str, int, Attempt]:
         self._probe()
         pool, choose = self._rng.choice(self._asks)
-        work = Work(self._keys[image], self._patches(image))
+        work = ItemCost(self._keys[image], self._patches(image))
         (url,) = choose([work], pool.snapshot(), self._rng)
         pool.assigned(1)
         attempt = pool.attempt(url, work.patches).__enter__()
@@ -435,7 +437,7 @@ class Servers:
             for image in coming:
                 if not tickets:
                     tickets.extend(self.arms[0].tickets([1] * 64))
-                work = Work(image.to_bytes(32), patches)
+                work = ItemCost(image.to_bytes(32), patches)
                 (url,) = choose([work], pool.snapshot(), rng)
                 pool.assigned(1)
                 request = self.arms[0].request(tickets.pop(), [pictures[image]])

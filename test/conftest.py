@@ -20,7 +20,7 @@ settings.load_profile("shared")
 
 # Folders of tests that import most of SGLang, which takes ten processor seconds, and a file whose
 # tests import a part of it.
-_IMPORTING = {"seams", "families", "test_one_server"}
+_IMPORTING = {"seams", "families", "test_preparing"}
 
 
 def _imports_sglang(path: Path) -> bool:

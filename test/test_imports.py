@@ -5,8 +5,8 @@
     seams
     encoder, language
     dispatch, transfer, cache, store, observability, namespace, families, decoding
-    wire, media, processes, device, checkpoint, config, errors, trust, deferred, machine, tally,
-    lag, spans, logs, unread, http_client
+    wire, media, modality, processes, device, checkpoint, config, errors, trust, deferred, machine,
+    tally, spans, logs
     platform                      stands by itself beside all of them
 
 `sglang_epd_plan` is a package of its own: it imports what decides, and nothing imports it.
@@ -36,28 +36,34 @@ LAYERS = (
     {"encoder", "language"},
     {"dispatch", "transfer", "cache", "store", "observability", "namespace", "families"}
     | {"decoding"},
-    {"wire", "media", "checkpoint", "config", "errors", "trust", "deferred", "device"}
-    | {"processes", "machine", "tally", "lag", "spans", "logs", "unread", "http_client"},
+    {"wire", "media", "modality", "checkpoint", "config", "errors", "trust", "deferred", "device"}
+    | {"processes", "machine", "tally", "spans", "logs"},
 )
 RANK = {package: rank for rank, row in enumerate(reversed(LAYERS)) for package in row}
 # Same row, and allowed.
 SIDEWAYS = {("wire", "errors"), ("media", "errors"), ("config", "errors"), ("trust", "errors")}
-SIDEWAYS |= {("processes", "errors"), ("spans", "errors")}
+SIDEWAYS |= {
+    ("processes", "errors"),
+    ("spans", "errors"),
+    ("wire", "modality"),
+    ("media", "modality"),
+}
 # The schema of settings is one.
 SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",
     "checkpoint.py",
+    "modality.py",
     "transfer/mooncake.py",
     "encoder/server.py",
     "encoder/towers.py",
-    *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing", "videos")),
+    *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing")),
 }
 SGLANG_PACKAGES = {"seams", "platform", "families"}
 # What the planner imports of sglang_epd: the parts that decide, and the errors of both.
 DECIDING = {
-    *("cache.embeddings", "dispatch.policies", "dispatch.pool", "dispatch.retries"),
+    *("cache.embeddings", "dispatch.policies", "dispatch.pool"),
     *("encoder.pipeline.scheduling", "errors", "transfer.extents", "wire.messages"),
 }
 
@@ -195,6 +201,15 @@ def test_cuda_is_called_in_one_file():
 def test_hooks_are_made_where_all_of_them_are_listed():
     made = {"sglang_epd.seams.hooks.Hook", "sglang_epd.seams.hooks.install"}
     assert {found.importer for found in everything() if found.module in made} == {"plugin.py"}
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    places: dict[str, list[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_of_opentelemetry_its_interface_is_used_alone():

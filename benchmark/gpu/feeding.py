@@ -18,7 +18,7 @@ import psutil
 from gpu.towers import Passes
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _FIRST_S = 60.0
@@ -51,7 +51,7 @@ class Fed:
 async def feed(
     tower: Any,
     passes: Passes,
-    bounds: Bounds,
+    bounds: BatchBounds,
     *,
     pictures: Sequence[bytes],
     outstanding: int,

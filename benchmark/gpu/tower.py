@@ -39,7 +39,7 @@ from gpu.results import Results, arguments
 from gpu.towers import ReadyTower, Transformers
 from gpu.vision import SHAPES
 from sglang_epd.encoder.memory import keep_freed, keep_large_apart
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import Prepared
 
 _PICTURES = 16
@@ -94,7 +94,7 @@ class Bench:
             feed(
                 tower if arm.preparers else ReadyTower(tower, ready),
                 tower.passes,
-                Bounds(arm.patches, arm.items),
+                BatchBounds(arm.patches, arm.items),
                 pictures=self.pictures(arm.size),
                 outstanding=min(max(4 * batch, 2 * arm.preparers, 8), 512),
                 seconds=seconds or self._seconds,

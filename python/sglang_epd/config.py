@@ -14,8 +14,9 @@ without the prefix; the environment counts before it:
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -23,6 +24,9 @@ from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import FieldInfo, asdict, fields
 
 from sglang_epd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
 
 PREFIX = "SGLANG_EPD_"
 CONFIG_FILE = "SGLANG_EPD_CONFIG"
@@ -47,6 +51,31 @@ Count = Annotated[int, Meta(title="whole number", ge=1)]
 Number = Annotated[float, Meta(title="number", gt=0, lt=1e12)]
 Mebibytes = Annotated[float, Meta(title="a number of MiB", gt=0, lt=1e12)]
 Seconds = Annotated[float, Meta(title="a number of seconds", gt=0, lt=1e12)]
+_PROBES = "nothing: encoders are probed every second, and hold leases of 15 s"
+# Variables and flags of SGLang's own EPD that this package does not read, by the kind of server
+# that would read them in-tree, and what to use instead. Those that would be missed are refused
+# in `seams/server_args.py`, some are honoured: docs/migration.md has all of them.
+UNREAD: dict[str, dict[str, str]] = {
+    "encoder": {
+        "SGLANG_ENCODER_MAX_BATCH_SIZE": (
+            "SGLANG_EPD_ENCODER_BATCH_ITEMS and SGLANG_EPD_ENCODER_BATCH_PATCHES"
+        ),
+        "SGLANG_ENCODER_DP_WORKER_MAX_INFLIGHT": "SGLANG_EPD_ENCODER_MAX_ITEMS, of all towers",
+        "SGLANG_ENCODER_REQ_TIMEOUT": "SGLANG_EPD_ENCODER_TIMEOUT_S on language servers",
+        "SGLANG_ENCODER_SEND_TIMEOUT": "SGLANG_EPD_GRANT_TIMEOUT_S on language servers",
+        "REQUEST_TIMEOUT": "SGLANG_EPD_MEDIA_TIMEOUT_S",
+        "--extra-metric-labels": "nothing: encoders' series have their own labels only",
+    },
+    "language": {
+        "SGLANG_ENCODER_HTTP_TIMEOUT": "SGLANG_EPD_ENCODER_TIMEOUT_S",
+        "SGLANG_ENCODER_GRPC_TIMEOUT_SECS": "nothing: encoders are asked over HTTP",
+        "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": _PROBES,
+        "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT": _PROBES,
+        "SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL": _PROBES,
+        "SGLANG_EMBEDDING_POOL_SIZE_MB": "SGLANG_EPD_RECEIVE_BUDGET_MB, of the host's memory",
+        "--trust-mm-content-hashes": "nothing: a content hash is always compared",
+    },
+}
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -312,3 +341,20 @@ def _read(name: str, raw: str, hint: Any) -> Any:
             *(f"{word} {limit:g}" for word, limit in limits if limit is not None),
         ]
         raise ConfigError(f"{name}={raw!r}: expected {', '.join(map(str, allowed))}") from None
+
+
+def announce(server: str, flags: Mapping[str, Any]) -> None:
+    """Log one line that names the set variables and flags that are not read. Once a server.
+
+    Args:
+        server: "encoder" or "language".
+        flags: those of `UNREAD`, with their values.
+    """
+    if told := "; ".join(_set(server, flags)):
+        logger.warning("Set, but not read by sglang-epd: %s", told)
+
+
+def _set(server: str, flags: Mapping[str, Any]) -> Iterator[str]:
+    for name, instead in UNREAD[server].items():
+        if flags.get(name) or name in os.environ:
+            yield f"{name} (instead: {instead})"

@@ -12,9 +12,8 @@ from functools import partial
 
 import simpy
 
-from sglang_epd.dispatch.policies import Work, policy
-from sglang_epd.dispatch.pool import Snapshot, State, View
-from sglang_epd.dispatch.retries import RetryBudget, pause
+from sglang_epd.dispatch.policies import ItemCost, RetryBudget, pause, policy
+from sglang_epd.dispatch.pool import Health, Snapshot, View
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.records import Item
 
@@ -46,7 +45,7 @@ class Reports:
         for number, (encoder, view) in enumerate(zip(self._encoders, self.views, strict=True)):
             # Most have not changed.
             if view.load != encoder.queued or view.rate != encoder.rate:
-                self.views[number] = View(encoder.url, State.READY, encoder.queued, encoder.rate)
+                self.views[number] = View(encoder.url, Health.READY, encoder.queued, encoder.rate)
 
 
 class Dispatch:
@@ -114,7 +113,7 @@ class Dispatch:
             view = views[number]
             outstanding = self._outstanding.get(number, 0.0)
             load = max(outstanding, view.load + outstanding - self._reported.get(number, 0.0))
-            views[number] = View(view.url, State.READY, load, view.rate)
+            views[number] = View(view.url, Health.READY, load, view.rate)
         if self._full_until:
             now = self._env.now
             self._full_until = {n: end for n, end in self._full_until.items() if end > now}
@@ -130,7 +129,7 @@ class Dispatch:
             for item in items:
                 self._again(item, _RETRY_AFTER_S)
             return
-        works = [Work(item.key, item.patches) for item in items]
+        works = [ItemCost(item.key, item.patches) for item in items]
         urls = self._policy(works, Snapshot(views, self._turn), self._rng)
         self._turn += len(items)
         for item, url in zip(items, urls, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import simpy
 
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job
 from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Item
 from sglang_epd_plan.transfer import Port, Threads
@@ -60,7 +60,7 @@ class Encoder:
         self._deliver = deliver
         self._lose = lose
         tower = self._costs.tower
-        self._bounds = Bounds(tower.batch_patches, tower.batch_items)
+        self._bounds = BatchBounds(tower.batch_patches, tower.batch_items)
         self._life = 0
         self._reset()
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from integration.listener import QuietHandler, listening, url_of
 from sglang_epd.cli import runs
 from sglang_epd.cli.main import app
-from sglang_epd.cli.probes import Target, View, ask, target
+from sglang_epd.cli.probes import ServerView, Target, ask, target
 from sglang_epd.cli.processes import free_port
 from sglang_epd.cli.status import _since
 from sglang_epd.errors import ConfigError
@@ -216,8 +216,8 @@ def test_status_finds_the_run_of_up(serve, monkeypatch, tmp_path):
 
 
 def test_rates_are_of_the_time_between_two_looks():
-    old = View("e", "encoder", "u", items=10, hits=5)
-    new = View("e", "encoder", "u", items=30, hits=20)
+    old = ServerView("e", "encoder", "u", items=10, hits=5)
+    new = ServerView("e", "encoder", "u", items=30, hits=20)
     assert _since(new, (100.0, old), 110.0) == (2.0, 0.75)
     assert _since(old, (100.0, old), 110.0) == (0.0, None)
     # Started again meanwhile, or never seen.

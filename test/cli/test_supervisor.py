@@ -14,7 +14,7 @@ from sglang_epd.cli import supervisor as module
 from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
-from sglang_epd.cli.topology import Plan, Role, Server
+from sglang_epd.cli.topology import Fleet, Role, Server
 
 SERVER = """
 import http.server, sys
@@ -81,7 +81,7 @@ def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> S
 
 
 def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:
-    plan = Plan(servers, servers[-1].url)
+    plan = Fleet(servers, servers[-1].url)
     options = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20, **options}
     return Supervisor(plan, folder, recorder, **options)
 

@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from sglang_epd.cli.places import Cores, Gpus, Place, devices_of
-from sglang_epd.cli.topology import Plan, Shape, plan
+from sglang_epd.cli.topology import Fleet, Shape, plan
 from sglang_epd.errors import ConfigError
 
 
-def laid_out(**asked) -> Plan:
+def laid_out(**asked) -> Fleet:
     ports = itertools.count(20_000)
     return plan(Shape(model="org/model", **asked), lambda: next(ports), lambda _devices: Place())
 

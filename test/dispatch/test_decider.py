@@ -16,15 +16,15 @@ from sglang_epd.dispatch.decider import (
     LocalRate,
     decide,
 )
-from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Snapshot, State, View
+from sglang_epd.dispatch.policies import ItemCost
+from sglang_epd.dispatch.pool import Health, Snapshot, View
 
 LINK = LinkCost(round_trip_s=0.01, bytes_per_s=1e9)
 KNOBS = Knobs(bytes_per_patch=1000.0, interference=2.0)
 
 
-def works(*patches: float) -> list[Work]:
-    return [Work(bytes([index]), size) for index, size in enumerate(patches)]
+def works(*patches: float) -> list[ItemCost]:
+    return [ItemCost(bytes([index]), size) for index, size in enumerate(patches)]
 
 
 def pool(*views: View) -> Snapshot:
@@ -32,7 +32,7 @@ def pool(*views: View) -> Snapshot:
 
 
 def encoder(name: str = "a", **changes) -> View:
-    return View(f"http://{name}:1", **{"state": State.READY, "rate": 1000.0, **changes})
+    return View(f"http://{name}:1", **{"state": Health.READY, "rate": 1000.0, **changes})
 
 
 def test_a_small_image_is_not_worth_the_round_trip():
@@ -76,8 +76,8 @@ def test_slow_wires_keep_media_here():
     [
         (Knobs(encode=False), pool(encoder()), "off"),
         (Knobs(), pool(), "no_encoder"),
-        (Knobs(), pool(encoder(state=State.SUSPECT)), "no_encoder"),
-        (Knobs(), pool(encoder(state=State.JOINING)), "no_encoder"),
+        (Knobs(), pool(encoder(state=Health.SUSPECT)), "no_encoder"),
+        (Knobs(), pool(encoder(state=Health.JOINING)), "no_encoder"),
         (Knobs(), pool(encoder(busy=True)), "busy"),
         (Knobs(min_patches=1e9), pool(encoder()), "small"),
         (Knobs(min_items=3), pool(encoder()), "few"),
@@ -133,7 +133,7 @@ def test_an_unknown_rate_is_that_of_others(encoders, local, rate):
         st.builds(
             View,
             st.text("abc", min_size=1, max_size=3),
-            st.sampled_from(State),
+            st.sampled_from(Health),
             st.floats(0, 1e7),
             st.one_of(st.just(0.0), st.floats(1e-3, 1e7)),
             st.booleans(),
@@ -145,7 +145,7 @@ def test_an_unknown_rate_is_that_of_others(encoders, local, rate):
 )
 def test_it_never_fails_and_its_choice_is_the_cheaper_one(patches, views, local):
     decision = decide(works(*patches), Snapshot(tuple(views)), local, KNOBS, LINK)
-    usable = any(view.state is State.READY and not view.busy for view in views)
+    usable = any(view.state is Health.READY and not view.busy for view in views)
     assert decision.where == "remote" if local is None else True
     assert math.isfinite(decision.remote_s) == usable
     if decision.why == "cost":

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
-from sglang_epd.dispatch.policies import Affinity, Work, shuffle
-from sglang_epd.dispatch.pool import Pool, Report, State
+from sglang_epd.dispatch.policies import Affinity, ItemCost, shuffle
+from sglang_epd.dispatch.pool import Health, Pool, Report
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import (
     DeadlineError,
@@ -67,7 +67,7 @@ def dispatcher(client, pool, policy=in_turn, patience=PATIENCE) -> Dispatcher:
         client,
         pool,
         policy,
-        describe=lambda items: [Work(b"", 1.0) for _ in items],
+        describe=lambda items: [ItemCost(b"", 1.0) for _ in items],
         patience=patience,
         rng=random.Random(0),
     )
@@ -205,7 +205,7 @@ async def test_when_all_have_failed_the_one_that_recovers_is_used(start, client,
     late, pool = await start(), ready(dead_url)
     one = dispatcher(client, pool, patience=Patience(4.0, 5.0))
     running = asyncio.create_task(one.run(REPLY_TO, some_items(1), time.monotonic() + 5))
-    while pool.state(dead_url) is not State.SUSPECT:
+    while pool.state(dead_url) is not Health.SUSPECT:
         await asyncio.sleep(0.01)
     pool.failed(dead_url, "no")
     await asyncio.sleep(0.05)
@@ -526,7 +526,7 @@ async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, c
 
     def describe(items):
         described.append(len(items))
-        return [Work(b"", 1.0) for _ in items]
+        return [ItemCost(b"", 1.0) for _ in items]
 
     for one in several:
         one.answer = answer

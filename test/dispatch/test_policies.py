@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_epd.config import Settings
 from sglang_epd.dispatch import policies
-from sglang_epd.dispatch.policies import Affinity, Work
+from sglang_epd.dispatch.policies import Affinity, ItemCost, RetryBudget, pause
 from sglang_epd.dispatch.pool import Snapshot, View
 from sglang_epd.errors import ConfigError
 
@@ -32,13 +32,13 @@ def snapshots(draw, idle=False):
 
 
 work = st.builds(
-    Work, st.integers(0, 30).map(lambda number: number.to_bytes(32)), st.floats(1, 1e5)
+    ItemCost, st.integers(0, 30).map(lambda number: number.to_bytes(32)), st.floats(1, 1e5)
 )
 work_lists = st.lists(work, max_size=40)
 
 
 def works(count, patches=100.0, begin=0):
-    return [Work(number.to_bytes(32), patches) for number in range(begin, begin + count)]
+    return [ItemCost(number.to_bytes(32), patches) for number in range(begin, begin + count)]
 
 
 def rendezvous(key, urls):
@@ -128,7 +128,7 @@ def test_least_loaded_leaves_no_encoder_that_would_have_been_done_sooner(items, 
 
 def test_least_loaded_puts_the_large_items_first():
     snapshot = idle("a", "b")
-    items = [Work(bytes([n]), cost) for n, cost in enumerate([1.0, 1.0, 1.0, 3.0])]
+    items = [ItemCost(bytes([n]), cost) for n, cost in enumerate([1.0, 1.0, 1.0, 3.0])]
     chosen = policies.least_loaded(items, snapshot, rng())
     assert len(set(chosen[:3])) == 1
     assert chosen[3] != chosen[0]
@@ -271,7 +271,7 @@ def test_an_order_need_not_be_sorted_to_be_followed(seed, count, keys):
         heavy = draw.choice([0.0, 100.0, 5000.0])
         views = tuple(View(url, load=draw.random() * heavy) for url in there)
         items = [
-            Work(int(draw.random() ** 3 * keys).to_bytes(32), draw.choice([1.0, 50.0, 4000.0]))
+            ItemCost(int(draw.random() ** 3 * keys).to_bytes(32), draw.choice([1.0, 50.0, 4000.0]))
             for _ in range(draw.randint(1, 8))
         ]
         chosen = quick(items, Snapshot(views), random.Random(number))
@@ -345,3 +345,30 @@ def test_only_so_many_keys_are_remembered():
     for item in works(1000):
         affinity([item], idle("a", "b"), rng())
     assert len(affinity) == 100
+
+
+def test_retries_of_one_dead_encoder_are_free_and_a_storm_is_spread_over_time():
+    now = 0.0
+    budget = RetryBudget(lambda: now)
+    assert budget.take(100) == 0
+    waits = [budget.take(10) for _ in range(20)]
+    assert waits[-1] > 10
+    assert waits == sorted(waits), "each waits its turn"
+    now += 60
+    assert budget.take(1) == 0, "calm fills it again"
+
+
+def test_first_tries_bring_a_share_of_retries():
+    budget = RetryBudget(lambda: 0.0)
+    budget.take(200)
+    waited = budget.take(0)
+    budget.sent(100)
+    assert 0 < budget.take(0) < waited
+
+
+def test_pauses_grow_to_a_bound_and_differ():
+    rng = random.Random(1)
+    for number in (0, 3, 10_000):
+        drawn = [pause(number, rng) for _ in range(200)]
+        assert len(set(drawn)) > 1 or number == 0
+        assert min(drawn) >= 0.05 and max(drawn) <= min(2.0, 0.05 * 2.0 ** min(number, 20)) + 1e-9

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_epd.dispatch.pool import LEASE, STATIC, Pool, Report, State, View, usable
+from sglang_epd.dispatch.pool import LEASE, STATIC, Health, Pool, Report, View, usable
 from sglang_epd.errors import NamespaceError, OverloadedError, UnavailableError
 
 A, B = "http://a:1", "http://b:1"
@@ -42,7 +42,7 @@ def test_a_failed_request_is_a_suspicion_however_often_it_happens(pool):
     pool.on_doubt = asked.append
     for _ in range(5):
         pool.doubt(A, "reset")
-    assert pool.state(A) is State.SUSPECT
+    assert pool.state(A) is Health.SUSPECT
     assert asked == [A] * 5, "it is probed at once"
 
 
@@ -86,7 +86,7 @@ async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
         pool.heard(url, Report("ns"))
     with pytest.raises(OverloadedError), pool.attempt(A, 1):
         raise OverloadedError("full", retry_after_s=3)
-    assert pool.state(A) is State.READY, "full is not ill"
+    assert pool.state(A) is Health.READY, "full is not ill"
     assert [view.url for view in usable(pool.snapshot().encoders)] == [B]
     clock.now += 3
     assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
@@ -99,7 +99,7 @@ async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
         for _ in range(3):
             pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert pool.state(A) is State.OPEN and not attempt.lost.is_set()
+        assert pool.state(A) is Health.OPEN and not attempt.lost.is_set()
         pool.add(B)
         pool.heard(B, Report("another model"))
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
     with pool.attempt(A, 1) as attempt:
         pool.remove(A, LEASE)
         await asyncio.sleep(0)
-        assert pool.state(A) is State.GONE and not attempt.lost.is_set()
+        assert pool.state(A) is Health.GONE and not attempt.lost.is_set()
 
 
 async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
@@ -174,12 +174,12 @@ async def test_who_stops_waiting_is_not_woken(pool):
 def test_no_order_of_events_breaks_the_table(events):
     clock = Clock()
     pool = Pool("ns", clock)
-    known: dict[str, State] = {}
+    known: dict[str, Health] = {}
 
-    def on_move(url: str, old: State | None, new: State, _why: str) -> None:
+    def on_move(url: str, old: Health | None, new: Health, _why: str) -> None:
         assert known.get(url) is old
         known[url] = new
-        if new is State.GONE:
+        if new is Health.GONE:
             del known[url]
 
     pool.on_move = on_move
@@ -204,11 +204,11 @@ def test_no_order_of_events_breaks_the_table(events):
 
 
 def test_the_best_are_those_that_are_ready_and_not_full():
-    ready, busy = View(A, State.READY), View(B, State.READY, busy=True)
+    ready, busy = View(A, Health.READY), View(B, Health.READY, busy=True)
     joining, suspect, open_ = (
-        View("c", State.JOINING),
-        View("d", State.SUSPECT),
-        View("e", State.OPEN),
+        View("c", Health.JOINING),
+        View("d", Health.SUSPECT),
+        View("e", Health.OPEN),
     )
     everything = [open_, suspect, joining, busy, ready]
     best = []

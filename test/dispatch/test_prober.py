@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 import certificates
-from sglang_epd.dispatch.pool import Pool, State
+from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.trust import Trust
 
@@ -41,7 +41,7 @@ def described(pool: Pool) -> dict:
 @pytest.fixture
 def seen(pool):
     """The states that encoders have been in."""
-    states: list[State] = []
+    states: list[Health] = []
     pool.on_move = lambda _url, _old, new, _why: states.append(new)
     return states
 
@@ -49,7 +49,7 @@ def seen(pool):
 async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, status_server, until):
     server = await status_server()
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     assert pool.snapshot().encoders[0].load == 7
     await until(lambda: server.asked > 3)
     assert "Authorization" not in server.headers[0]
@@ -59,9 +59,9 @@ async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_se
     server = await status_server()
     server.report["state"] = "draining"
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.DRAINING)
+    await until(lambda: pool.state(server.url) is Health.DRAINING)
     server.report["state"] = "ready"
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
 
 
 async def test_one_without_a_tower_that_works_is_given_up_until_it_has_one(
@@ -70,13 +70,13 @@ async def test_one_without_a_tower_that_works_is_given_up_until_it_has_one(
     server = await status_server()
     server.report["towers"] = [{"alive": False, "patches": 0}, {"alive": True, "patches": 7}]
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     server.report["towers"][1]["alive"] = False
-    await until(lambda: pool.state(server.url) is State.OPEN)
-    assert seen == [State.JOINING, State.READY, State.SUSPECT, State.OPEN]
+    await until(lambda: pool.state(server.url) is Health.OPEN)
+    assert seen == [Health.JOINING, Health.READY, Health.SUSPECT, Health.OPEN]
     assert described(pool)["why"] == "none of its towers works"
     server.report["towers"][0]["alive"] = True
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
 
 
 async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
@@ -84,13 +84,13 @@ async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
 ):
     server = await status_server()
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     server.freeze()
-    await until(lambda: pool.state(server.url) is State.OPEN)
-    assert seen == [State.JOINING, State.READY, State.SUSPECT, State.OPEN]
+    await until(lambda: pool.state(server.url) is Health.OPEN)
+    assert seen == [Health.JOINING, Health.READY, Health.SUSPECT, Health.OPEN]
     assert described(pool)["why"] == "no answer within 0.07 s"
     server.thaw()
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
 
 
 async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, until, monkeypatch):
@@ -101,7 +101,7 @@ async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, unti
     )
     pool.add(dead_url)
     await until(lambda: len(failures) >= 8)
-    assert pool.state(dead_url) is State.OPEN
+    assert pool.state(dead_url) is Health.OPEN
     assert "out of reach" in described(pool)["why"]
     pauses = [after - before for before, after in itertools.pairwise(failures)]
     assert min(pauses[-2:]) > 0.9 * PACE.most, "less and less often"
@@ -113,7 +113,7 @@ async def test_a_doubt_is_looked_into_at_once(pool, session, status_server, unti
     prober = Prober(pool, session, Trust().client_ssl(), Pace(steady=60.0, timeout=0.2))
     pool.on_doubt = prober.doubt
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     asked = server.asked
     pool.on_doubt(server.url)
     await until(lambda: server.asked > asked, seconds=1.0)
@@ -152,7 +152,7 @@ async def test_an_answer_that_is_none_of_ours_is_a_failure_that_says_so(
     server = await status_server()
     server.raw = raw
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.OPEN)
+    await until(lambda: pool.state(server.url) is Health.OPEN)
     assert "status" in described(pool)["why"]
 
 
@@ -160,7 +160,7 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
     server = await status_server()
     server.status = 404
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.OPEN)
+    await until(lambda: pool.state(server.url) is Health.OPEN)
     assert described(pool)["why"] == ("answers HTTP 404 to /v1/status: is it a sglang-epd encoder?")
 
 
@@ -190,10 +190,10 @@ async def test_a_certificate_has_to_be_believed(pool, session, status_server, un
     stranger = Prober(pool, session, Trust().client_ssl(), PACE)
     pool.on_doubt = stranger.doubt
     pool.add(server.url)
-    await until(lambda: pool.state(server.url) is State.OPEN)
+    await until(lambda: pool.state(server.url) is Health.OPEN)
     assert "TLS" in described(pool)["why"]
     await stranger.close()
     friend = Prober(pool, session, Trust(ca_certs=made.certfile).client_ssl(), PACE)
     friend.doubt(server.url)
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     await friend.close()

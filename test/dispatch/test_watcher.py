@@ -15,7 +15,7 @@ import pytest
 
 import certificates
 from sglang_epd.dispatch import registry as registry_module
-from sglang_epd.dispatch.pool import LEASE, STATIC, Pool, State
+from sglang_epd.dispatch.pool import LEASE, STATIC, Health, Pool
 from sglang_epd.dispatch.prober import Pace
 from sglang_epd.dispatch.registry import Siblings
 from sglang_epd.dispatch.watcher import Rhythm, Watcher
@@ -98,7 +98,7 @@ async def test_an_encoder_registers_is_probed_and_leaves(watch, call, pool, stat
     watcher = watch()
     status, said = await register(call, watcher, server.url + "/", namespace="ours", lease_s=15)
     assert (status, said) == (200, {"lease_s": 15.0})
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     status, listed = await call(watcher, "GET", "/list_encoder_urls")
     assert status == 200
     assert listed["encoder_urls"] == [server.url]
@@ -240,7 +240,7 @@ async def test_nobody_registers_a_static_encoder_away(watch, call, pool):
 async def test_static_encoders_are_probed_and_doubts_heeded(watch, pool, status_server, until):
     server = await status_server()
     watch(server.url, pace=Pace(steady=60.0))
-    await until(lambda: pool.state(server.url) is State.READY)
+    await until(lambda: pool.state(server.url) is Health.READY)
     asked = server.asked
     pool.on_doubt(server.url)
     await until(lambda: server.asked > asked)

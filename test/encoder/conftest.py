@@ -14,7 +14,7 @@ from encoder.site import Site, serving
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.urls import UrlReader
@@ -217,7 +217,7 @@ async def reader(metrics: EncoderMetrics) -> AsyncIterator[UrlReader]:
 @pytest.fixture
 def limits() -> Limits:
     """One item is run at a time, and one more may be ready meanwhile."""
-    return Limits(batch=Bounds(patches=1 << 20, items=1))
+    return Limits(batch=BatchBounds(patches=1 << 20, items=1))
 
 
 @pytest.fixture

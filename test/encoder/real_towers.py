@@ -52,12 +52,11 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
     from sglang_epd.media import MediaLimits
     from sglang_epd.namespace import namespace
 
-    towers = await start_towers(server_args, MediaLimits(), 1024)
+    towers, config = await start_towers(server_args, MediaLimits(), 1024)
     results: dict[str, np.ndarray] = {}
     try:
-        await asyncio.gather(*(tower.warm_up() for tower in towers))
         held = served()
-        (identity,) = {namespace(tower.hf_config, held, tower.dtype) for tower in towers}
+        (identity,) = {namespace(config, held, tower.dtype) for tower in towers}
         print("namespace", identity)
         for number, tower in enumerate(towers):
             results |= await use(tower, str(number))
@@ -77,7 +76,8 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
             while first.alive:
                 await asyncio.sleep(0.01)
             await use(towers[1], "meanwhile")
-            await first.wait_alive()
+            while not first.alive:
+                await asyncio.sleep(0.01)
             results |= await use(first, "again")
     finally:
         for tower in towers:

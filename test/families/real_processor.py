@@ -78,8 +78,6 @@ def equal(ours: Any, theirs: Any) -> bool:
 
 
 def compare(adapter: Any, prepare: Any, case: tuple[str, list[int], list[int]]) -> dict[str, Any]:
-    from sglang.srt.managers.schedule_batch import Modality
-
     from sglang_epd.language.assembly import assemble
     from sglang_epd.transfer.arena import ReceivedItem
 
@@ -95,7 +93,7 @@ def compare(adapter: Any, prepare: Any, case: tuple[str, list[int], list[int]]) 
         ReceivedItem(bytes([number]) * 32, one.layout, torch.zeros(one.layout.tokens, _WIDTH))
         for number, one in enumerate(prepared)
     ]
-    ours = assemble(adapter, prompt, received, {member.name: member for member in Modality})
+    ours = assemble(adapter, prompt, received)
     made = [item for one in prepared for item in one.content[1]]
     return {
         "tokens": len(ours.input_ids),

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.families.expansion import IMAGE, VIDEO, Expansion, Part, insert, read, spread
+from sglang_epd.families.expansion import Expansion, Part, insert, read, spread
+from sglang_epd.modality import IMAGE, VIDEO
 
 MARKS = {IMAGE: re.compile("<img>"), VIDEO: re.compile("<film>")}
 PAD = 9

@@ -6,9 +6,9 @@ from PIL import Image
 from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD
 from sglang_epd.errors import ConfigError, MediaError, MediaTypeError
 from sglang_epd.families import Family
-from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.films import drawn
 from sglang_epd.families.proof import adapt
+from sglang_epd.modality import IMAGE, VIDEO
 
 ARCHITECTURE = "SomeForConditionalGeneration"
 SIZES = ((140, 84), (56, 112))
@@ -33,7 +33,7 @@ def test_prompts_are_laid_out_as_with_pictures(processor, pictures, prompt):
     adapter = adapt(processor, ARCHITECTURE, Family())
     parts = [adapter.see(picture).part for picture in pictures]
     laid = adapter.lay_out(prompt, parts)
-    theirs = adapter.process(prompt, pictures)
+    theirs = adapter.process(prompt, {IMAGE: pictures})
     assert laid.input_ids == theirs.input_ids
     assert laid.offsets == [item.offsets for item in theirs.mm_items]
     assert adapter.constants == {"im_token_id": processor._tokenizer.id(PAD)}
@@ -43,7 +43,7 @@ def test_positions_that_follow_grids_are_those_of_all_pictures(processor, pictur
     processor.follows_grids = True
     adapter = adapt(processor, ARCHITECTURE, Family())
     seen = [adapter.see(picture) for picture in pictures]
-    theirs = adapter.process(prompts(MARK)[0], pictures)
+    theirs = adapter.process(prompts(MARK)[0], {IMAGE: pictures})
     ours = adapter.positions(theirs.input_ids, [one.part for one in seen])
     assert ours["mrope_positions"].tolist() == theirs.mrope_positions.tolist()
     assert ours["mrope_position_delta"] == 2
@@ -132,7 +132,7 @@ def test_videos_are_laid_out_as_with_their_frames(processor, pictures, prompt):
     parts = [adapter.see(picture).part for picture in shown]
     parts += [adapter.see(film, VIDEO).part for film in films]
     laid = adapter.lay_out(prompt, parts)
-    theirs = adapter.process(prompt, shown, films)
+    theirs = adapter.process(prompt, {IMAGE: shown, VIDEO: films})
     assert laid.input_ids == theirs.input_ids
     frames = [place for offsets in laid.offsets[len(shown) :] for place in offsets]
     assert frames == theirs.mm_items[-1].offsets

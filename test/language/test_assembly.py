@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_epd import modality
 from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.language.assembly import assemble, lay_out
 from sglang_epd.transfer.arena import ReceivedItem
@@ -14,9 +15,14 @@ from sglang_epd.wire.http import ItemLayout
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
-MODALITIES = {member.name: member for member in Modality}
 IMAGE, VIDEO, AUDIO = -1, -2, -3
 WIDTH = 4
+
+
+@pytest.fixture(autouse=True)
+def members(monkeypatch):
+    """In place of SGLang's, which take seconds to import."""
+    monkeypatch.setattr(modality.Modality, "sglang", property(lambda row: Modality[row.name]))
 
 
 class Processor:
@@ -88,7 +94,7 @@ def lies_within(piece: torch.Tensor, whole: torch.Tensor) -> bool:
 @pytest.mark.parametrize("prompt", [[7, IMAGE, 8, IMAGE, 9], [IMAGE, IMAGE]])
 def test_each_image_gets_its_own_rows_and_key(prompt):
     items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 4, 5]])]
-    output = assemble(Processor(), prompt, items, MODALITIES)
+    output = assemble(Processor(), prompt, items)
     assert [mm_item.identity for mm_item in output.mm_items] == [items[0].key, items[1].key]
     for mm_item, item in zip(output.mm_items, items, strict=True):
         assert torch.equal(mm_item.precomputed_embeddings, item.embedding)
@@ -96,7 +102,7 @@ def test_each_image_gets_its_own_rows_and_key(prompt):
 
 def test_the_same_image_twice_is_two_items_with_one_identity():
     item = received("a", "IMAGE", [[1, 2, 3]])
-    output = assemble(Processor(), [IMAGE, IMAGE], [item, item], MODALITIES)
+    output = assemble(Processor(), [IMAGE, IMAGE], [item, item])
     assert [mm_item.identity for mm_item in output.mm_items] == [item.key] * 2
     assert all(torch.equal(m.precomputed_embeddings, item.embedding) for m in output.mm_items)
 
@@ -107,7 +113,7 @@ def test_nothing_is_copied():
         received("b", "IMAGE", [[1, 4, 5]]),
         received("v", "VIDEO", [[3, 2, 2]]),
     ]
-    output = assemble(Processor(), [IMAGE, VIDEO, IMAGE], items, MODALITIES)
+    output = assemble(Processor(), [IMAGE, VIDEO, IMAGE], items)
     owners = [items[0], items[2], items[2], items[2], items[1]]
     assert len(output.mm_items) == len(owners)
     for mm_item, owner in zip(output.mm_items, owners, strict=True):
@@ -116,26 +122,26 @@ def test_nothing_is_copied():
 
 def test_the_frames_of_a_video_are_slices_with_identities_of_their_own():
     videos = [received("v", "VIDEO", [[3, 2, 2]]), received("w", "VIDEO", [[2, 2, 2]])]
-    output = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    output = assemble(Processor(), [VIDEO, VIDEO], videos)
     frames = [mm_item.precomputed_embeddings for mm_item in output.mm_items]
     assert torch.equal(torch.cat(frames[:3]), videos[0].embedding)
     assert torch.equal(torch.cat(frames[3:]), videos[1].embedding)
     identities = [mm_item.identity for mm_item in output.mm_items]
     assert len(set(identities)) == 5
-    again = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    again = assemble(Processor(), [VIDEO, VIDEO], videos)
     assert [mm_item.identity for mm_item in again.mm_items] == identities
 
 
 def test_a_video_of_one_frame_has_its_key_for_identity():
     video = received("v", "VIDEO", [[1, 2, 2]])
-    output = assemble(Processor(), [VIDEO], [video], MODALITIES)
+    output = assemble(Processor(), [VIDEO], [video])
     assert output.mm_items[0].identity == video.key
 
 
 def test_two_videos_of_equal_shape_have_no_step_in_common():
     """Whatever makes two of them differ, their times included, is in their keys."""
     videos = [received(name, "VIDEO", [[3, 2, 2]]) for name in "vw"]
-    output = assemble(Processor(), [VIDEO, VIDEO], videos, MODALITIES)
+    output = assemble(Processor(), [VIDEO, VIDEO], videos)
     assert len({mm_item.identity for mm_item in output.mm_items}) == 6
 
 
@@ -145,7 +151,7 @@ def test_times_come_in_one_list_a_video():
         received("v", "VIDEO", [[2, 2, 2]], video_timestamps=[[0.5, 1.5]]),
         received("w", "VIDEO", [[1, 2, 2]], video_timestamps=[[0.0]]),
     ]
-    assemble(processor, [VIDEO, VIDEO], videos, MODALITIES)
+    assemble(processor, [VIDEO, VIDEO], videos)
     assert processor.metadata["video_timestamps"] == [[0.5, 1.5], [0.0]]
 
 
@@ -155,7 +161,7 @@ def test_modalities_do_not_mix():
         received("v", "VIDEO", [[1, 3, 1]]),
         received("a", "AUDIO", [[5]]),
     ]
-    output = assemble(Processor(), [AUDIO, VIDEO, 1, IMAGE], items, MODALITIES)
+    output = assemble(Processor(), [AUDIO, VIDEO, 1, IMAGE], items)
     assert [m.identity for m in output.mm_items] == [items[2].key, items[1].key, items[0].key]
 
 
@@ -167,7 +173,7 @@ def test_the_processor_gets_grids_and_metadata_by_its_own_names():
         received("a", "AUDIO", [[5]]),
         received("b", "AUDIO", [[6]]),
     ]
-    assemble(processor, [VIDEO, VIDEO, AUDIO, AUDIO], items, MODALITIES)
+    assemble(processor, [VIDEO, VIDEO, AUDIO, AUDIO], items)
     assert processor.metadata["video_grid_thw"].tolist() == [[1, 2, 2], [2, 2, 2]]
     assert processor.metadata["audio_feature_lens"].tolist() == [5, 6]
     # Qwen3-Omni's rotary positions want a tensor.
@@ -179,7 +185,7 @@ def test_the_processor_gets_grids_and_metadata_by_its_own_names():
 def test_a_prompt_that_does_not_match_its_media_is_the_users_error(prompt):
     items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 1, 1]])]
     with pytest.raises(MediaError, match="placeholders do not match the request's 2 media items"):
-        assemble(Processor(), prompt, items, MODALITIES)
+        assemble(Processor(), prompt, items)
 
 
 def test_a_message_of_our_own_is_kept():
@@ -188,7 +194,7 @@ def test_a_message_of_our_own_is_kept():
             raise MediaError("the prompt has 0 image placeholders for 1 image items")
 
     with pytest.raises(MediaError, match="0 image placeholders"):
-        assemble(Strict(), [], [received("a", "IMAGE", [[1, 1, 1]])], MODALITIES)
+        assemble(Strict(), [], [received("a", "IMAGE", [[1, 1, 1]])])
 
 
 def test_a_processor_that_joins_two_items_is_not_served_wrong_rows():
@@ -196,7 +202,7 @@ def test_a_processor_that_joins_two_items_is_not_served_wrong_rows():
     processor.merge_adjacent = True
     items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 4, 5]])]
     with pytest.raises(EncodeError, match="two media items into one"):
-        assemble(processor, [IMAGE, IMAGE], items, MODALITIES)
+        assemble(processor, [IMAGE, IMAGE], items)
 
 
 def test_without_embeddings_the_layout_and_the_identities_are_the_same():
@@ -207,8 +213,8 @@ def test_without_embeddings_the_layout_and_the_identities_are_the_same():
     ]
     described = [ItemLayout(item.key, item.layout) for item in items]
     prompt = [IMAGE, VIDEO, 7, IMAGE]
-    full = assemble(Processor(), prompt, items, MODALITIES)
-    bare = lay_out(Processor(), prompt, described, MODALITIES)
+    full = assemble(Processor(), prompt, items)
+    bare = lay_out(Processor(), prompt, described)
     assert bare.input_ids == full.input_ids
     assert [item.identity for item in bare.mm_items] == [item.identity for item in full.mm_items]
     assert [item.modality for item in bare.mm_items] == [item.modality for item in full.mm_items]
@@ -218,4 +224,4 @@ def test_without_embeddings_the_layout_and_the_identities_are_the_same():
 def test_without_embeddings_a_mismatch_is_the_users_error_too():
     item = received("a", "IMAGE", [[1, 2, 3]])
     with pytest.raises(MediaError, match="do not match"):
-        lay_out(Processor(), [IMAGE, IMAGE], [ItemLayout(item.key, item.layout)], MODALITIES)
+        lay_out(Processor(), [IMAGE, IMAGE], [ItemLayout(item.key, item.layout)])

@@ -20,7 +20,7 @@ from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
 from sglang_epd.spans import OFF
-from sglang_epd.wire.messages import Expect, Laid, Landed, Layout, Settled, TensorSpec
+from sglang_epd.wire.messages import AskPrefix, Expect, Landed, Layout, Settled, TensorSpec
 from spans import said
 
 SECRET = bytes(range(32))
@@ -56,7 +56,7 @@ class FakeClaims:
         return taken
 
     def lay(self, number: int, keys: tuple, layouts: tuple) -> None:
-        self._settled.append(Laid(list(self.claims)[number], keys, layouts))
+        self._settled.append(AskPrefix(list(self.claims)[number], keys, layouts))
 
     def settle(self, number: int, *items: Landed, error: EpdError | None = None) -> None:
         code, message = (error.code, error.message) if error else ("", "")

@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from sglang_epd.errors import DeadlineError, MediaTooLargeError
-from sglang_epd.language.layout_client import LayoutClient
-from sglang_epd.language.layout_route import PATH, LayoutRoute, authorization
+from sglang_epd.language.layout_exchange import PATH, LayoutClient, LayoutRoute, authorization
 from sglang_epd.language.layouts import Board
 from sglang_epd.trust import Trust
 from sglang_epd.wire.http import CONTENT_TYPE

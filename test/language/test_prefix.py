@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_epd.errors import DeadlineError
 from sglang_epd.language.assembly import Rows
-from sglang_epd.language.prefix import Gate, Resting, bare_items, end, mark
+from sglang_epd.language.prefix import PrefixGate, Resting, bare_items, end, mark
 from sglang_epd.wire.messages import Expect, Landed, Layout, Settled, TensorSpec
 
 ROWS, WIDTH = 2, 4
@@ -55,7 +55,7 @@ class FakeQueue:
     """A scheduler with one queue; the gate stands before it as the seam puts it."""
 
     def __init__(self) -> None:
-        self.gate: Gate | None = None
+        self.gate: PrefixGate | None = None
         self.queue: list[Any] = []
         self.discarded: list[str] = []
 
@@ -101,7 +101,7 @@ class World:
         self.tree, self.scheduler, self.leader = FakeTree(), FakeQueue(), FakeLeader()
         leader: Any = self.leader if leads else None
         arena: Any = FakeArena()
-        self.gate = Gate(self.tree, self.scheduler, leader, arena, 0)
+        self.gate = PrefixGate(self.tree, self.scheduler, leader, arena, 0)
         self.scheduler.gate = self.gate
 
     def request(self, rid: str, items: int = 2) -> Any:

@@ -62,7 +62,7 @@ async def test_content_hashes_are_compared_with_what_was_read(monkeypatch):
     asked = request(text(LARGE), mm_content_hashes=[right])
     assert has_content_hashes(asked)
     await read(asked, hashed=True)
-    monkeypatch.setattr("sglang_epd.media.content_hash.hashlib", None)
+    monkeypatch.setattr("sglang_epd.media.source.hashlib", None)
     assert plan(asked)[0].data == LARGE
     asked.mm_content_hashes = [f"sha256:{'0' * 64}"]
     with pytest.raises(MediaError, match="does not match"):

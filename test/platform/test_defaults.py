@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_epd.platform import defaults, threads
+from sglang_epd.platform import defaults
 
 UNSET = {
     "attention_backend": None,
@@ -172,11 +172,11 @@ def test_no_tcp_where_there_is_rdma(model_config, monkeypatch):
     ],
 )
 def test_each_rank_has_cores_of_its_own(cores, ranks, expected):
-    assert threads.binding(cores, ranks) == expected
+    assert defaults.binding(cores, ranks) == expected
 
 
 def test_one_rank_is_not_bound(model_config):
-    threads.choose_binding(ranks=1)
+    defaults.choose_binding(ranks=1)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from sglang_epd.dispatch.decider import Knobs
-from sglang_epd.dispatch.pool import Snapshot, State, View
+from sglang_epd.dispatch.pool import Health, Snapshot, View
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -141,7 +141,7 @@ class Http:
 
 @pytest.fixture
 def views():
-    return [View(URL, State.READY, rate=1e6)]
+    return [View(URL, Health.READY, rate=1e6)]
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ async def test_only_what_was_delivered_teaches_the_link(build, views, to_schedul
             manager.frontend.on_end("rid", None)
         else:
             manager.gate.clear()
-            views[0] = View(URL, State.SUSPECT)
+            views[0] = View(URL, Health.SUSPECT)
             asyncio.get_running_loop().call_later(0.1, manager.gate.set)
         await manager.tokenize(prompt)
     assert len(learnt) == 1
@@ -297,7 +297,7 @@ async def test_a_request_whose_encoders_are_gone_does_not_wait(build, views, to_
     if not to_scheduler:
         manager.gate.clear()
         asyncio.get_running_loop().call_later(0.1, manager.gate.set)
-    views[0] = View(URL, State.SUSPECT)
+    views[0] = View(URL, Health.SUSPECT)
     async with asyncio.timeout(5):
         tokenized = await manager.tokenize(prompt)
     assert tokenized.prompt.need_wait_for_mm_inputs is False
@@ -310,7 +310,7 @@ async def test_one_moment_without_an_encoder_changes_nothing(build, views, monke
     manager = build()
     prompt = Prompt(images=["1000"])
     manager.dispatch(prompt)
-    views[0] = View(URL, State.SUSPECT)
+    views[0] = View(URL, Health.SUSPECT)
     asyncio.get_running_loop().call_later(0.1, manager.frontend.on_end, "rid", None)
     assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
     assert not manager.frontend.cancelled
@@ -367,7 +367,7 @@ async def test_a_change_is_logged_once(build, views, caplog):
 
 async def test_what_stays_here_makes_the_next_wait(build, views):
     """The tower here is as fast as the encoder, until it has something to do."""
-    views[0] = View(URL, State.READY, rate=1000.0)
+    views[0] = View(URL, Health.READY, rate=1000.0)
     manager = build(rate=1000.0, interference=1.0)
     for _ in range(3):
         manager.dispatch(Prompt(images=["100"]))

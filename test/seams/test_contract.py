@@ -79,7 +79,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "distributed.device_communicators.mooncake_transfer_engine",
         "MooncakeTransferEngine",
     ): "hostname engine",
-    ("seams/scheduler", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
+    ("modality", "managers.schedule_batch", "Modality"): "IMAGE VIDEO AUDIO",
     ("seams/prefix", "managers.scheduler", "Scheduler"): (
         "tree_cache waiting_queue disagg_prefill_bootstrap_queue"
     ),
@@ -114,9 +114,6 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),
     ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
-        "vision_config video_processor"
-    ),
-    ("encoder/model/one_server", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
         "vision_config video_processor audio_processor"
     ),
     (
@@ -236,14 +233,14 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if isinstance(image_file, Image.Image):",
     ],
     (
-        "encoder/model/one_server",
+        "encoder/model/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor._load_mm_processor",
     ): [
         "_audio_proc = AutoProcessor.from_pretrained(",
         "self.audio_processor = _audio_proc",
     ],
-    ("encoder/model/one_server", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
+    ("encoder/model/preparing", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
         "if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS",
     ],
     ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
@@ -385,16 +382,16 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
         "prefer_tokenized_input = False",
     ],
-    ("families/differing", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
+    ("families/family", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
         "self.inner = self._get_sgl_processor_cls(vision_type)(",
     ],
-    ("families/differing", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
+    ("families/family", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
         'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
         'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
         'self.VIDEO_START_TOKEN = "<|begin_of_video|>"',
         'self.VIDEO_END_TOKEN = "<|end_of_video|>"',
     ],
-    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor"): [
+    ("families/family", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
         'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
         "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",

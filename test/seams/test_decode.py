@@ -9,10 +9,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 
+from sglang_epd import modality
 from sglang_epd.errors import (
     MediaError,
 )
-from sglang_epd.language.layout_route import authorization
+from sglang_epd.language.layout_exchange import authorization
 from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
 from sglang_epd.seams.decode import DecodePrompts
@@ -21,6 +22,12 @@ from sglang_epd.wire.messages import Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 IMAGE = ItemLayout(b"k" * 32, Layout("IMAGE", TensorSpec("float32", (4, 8)), [[1, 4, 4]]))
+
+
+@pytest.fixture(autouse=True)
+def members(monkeypatch):
+    """In place of SGLang's, which take seconds to import."""
+    monkeypatch.setattr(modality.Modality, "sglang", property(lambda row: Modality[row.name]))
 
 
 class Item(SimpleNamespace):
@@ -92,7 +99,6 @@ def process(prefill, registry):
         processor=Processor(),
         original=original,
         ask=prefill.ask,
-        modalities={member.name: member for member in Modality},
         default_port=1234,
         context_tokens=64,
         metrics=DecodeMetrics(registry),

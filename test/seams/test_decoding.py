@@ -12,7 +12,7 @@ import torch
 
 import clips
 from sglang_epd.decoding import Decoders
-from sglang_epd.encoder.model.one_server import Loaded, take_loaded
+from sglang_epd.encoder.model.preparing import Loaded, take_loaded
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits
 

@@ -9,7 +9,8 @@ import pytest
 
 from sglang_epd.errors import MediaError
 from sglang_epd.families import family_of
-from sglang_epd.families.expansion import IMAGE, VIDEO, Expansion, Part
+from sglang_epd.families.expansion import Expansion, Part
+from sglang_epd.modality import IMAGE, VIDEO
 
 FAMILY = family_of("InternVLChatModel")
 TILE = 64

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sglang_epd.store import shared
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.breaker import State
+from sglang_epd.store.backend import BreakerState, OversizedError, StoreError
 from store.fakes import Counts, image, key_of, sealed, until, written
 
 LAYOUT, EMBEDDING = image()
@@ -50,7 +49,7 @@ async def test_a_slow_store_is_a_miss_within_the_bound(fake, backend, counts: Co
     assert time.perf_counter() - began < 1.0
     assert found == [None] * 20
     assert counts.reads == {"timeout": 8, "busy": 12}
-    assert store.breakers["reads"].state is State.OPEN
+    assert store.breakers["reads"].state is BreakerState.OPEN
 
 
 async def test_who_only_waited_for_his_turn_says_nothing_about_the_store(fake, backend, counts):
@@ -61,7 +60,7 @@ async def test_who_only_waited_for_his_turn_says_nothing_about_the_store(fake, b
     backend.gate.set()
     await asyncio.gather(*asked)
     assert counts.reads == {"busy": 12, "miss": 8}
-    assert store.breakers["reads"].state is State.CLOSED
+    assert store.breakers["reads"].state is BreakerState.CLOSED
 
 
 @pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("a bug"), MemoryError()])
@@ -79,7 +78,7 @@ async def test_a_dead_store_is_left_alone_and_tried_again(
     backend.held[store._name(key_of(1))] = sealed(key_of(1), LAYOUT, EMBEDDING)
     monkeypatch.setattr(shared.time, "time", lambda: 1.7e9)
     assert await store.find(key_of(1), "IMAGE") is not None
-    assert store.breakers["reads"].state is State.CLOSED
+    assert store.breakers["reads"].state is BreakerState.CLOSED
 
 
 async def test_a_store_that_may_only_be_read_is_read(fake, backend, counts: Counts):
@@ -90,7 +89,7 @@ async def test_a_store_that_may_only_be_read_is_read(fake, backend, counts: Coun
     for number in range(2, 12):
         store.keep(key_of(number), LAYOUT, EMBEDDING)
     await written(counts, 11)
-    assert store.breakers["writes"].state is State.OPEN
+    assert store.breakers["writes"].state is BreakerState.OPEN
     assert counts.writes["error"] >= 5 and counts.writes["skipped"] > 0
     backend.error = None
     assert await store.find(key_of(1), "IMAGE") is not None
@@ -219,4 +218,4 @@ async def test_who_leaves_leaves_the_probe_to_the_next(fake, backend, counts):
     backend.gate.set()
     assert await store.find(key_of(3), "IMAGE") is None
     assert counts.reads["miss"] == 1
-    assert store.breakers["reads"].state is State.CLOSED
+    assert store.breakers["reads"].state is BreakerState.CLOSED

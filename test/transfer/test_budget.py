@@ -24,7 +24,7 @@ import torch
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
@@ -187,7 +187,7 @@ async def encode(
 ) -> list[EncodeReply]:
     sender = Sender(share_memory=shared)
     metrics = EncoderMetrics()
-    limits = Limits(batch=Bounds(patches=1024, items=1))
+    limits = Limits(batch=BatchBounds(patches=1024, items=1))
     computations = Computations([tower], EmbeddingCache(0), metrics, limits)
     service = EncoderService(
         computations=computations,

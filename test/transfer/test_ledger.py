@@ -23,7 +23,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.transfer.blocks import Block
-from sglang_epd.transfer.entries import PLANS, TRANSITIONS, Entry, Item, ItemState, Plan
+from sglang_epd.transfer.entries import PLANS, TRANSITIONS, Item, ItemState, Plan, RequestEntry
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import QUARANTINE_S, Reservations
@@ -635,7 +635,7 @@ def test_only_the_transitions_of_the_table_are_possible(before, after):
 @pytest.mark.parametrize("before", Plan)
 @pytest.mark.parametrize("after", Plan)
 def test_a_plan_goes_as_its_table_says(before, after):
-    entry = Entry(age=0, items=[], consumers=1, deadline=1.0, plan=before)
+    entry = RequestEntry(age=0, items=[], consumers=1, deadline=1.0, plan=before)
     if after in PLANS[before]:
         entry.go(after)
         assert entry.plan is after

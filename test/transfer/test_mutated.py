@@ -39,7 +39,7 @@ ALL = (
     wire.Grant("t", 0, 1, 30.0, wire.Shared("/proc/1/fd/1", 1, KEY, 0)),
     wire.Grant("t", 0, 1, 30.0, wire.Remote("there:1", 7)),
     wire.Settled("c", (wire.Landed(KEY, LAYOUT, 32, 0, 0), None)),
-    wire.Laid("c", (KEY,), (LAYOUT,)),
+    wire.AskPrefix("c", (KEY,), (LAYOUT,)),
     wire.Needed("t", (0, 1)),
     wire.Ack("t", 0, 1, "malformed"),
     wire.Decline("t", 0, "unknown"),

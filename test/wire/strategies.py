@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from sglang_epd.modality import MODALITIES
 from sglang_epd.wire import http
 from sglang_epd.wire import messages as wire
 
@@ -27,7 +28,7 @@ specs = st.builds(
 )
 layouts = st.builds(
     wire.Layout,
-    modality=st.sampled_from(wire.MODALITIES) | st.text(max_size=8),
+    modality=st.sampled_from(tuple(MODALITIES)) | st.text(max_size=8),
     embedding=specs,
     grid=st.lists(st.lists(st.integers(0, 2**32), max_size=3), max_size=3),
     extra=st.dictionaries(st.text(max_size=4), json_like, max_size=2),
@@ -128,7 +129,7 @@ within_a_server = st.one_of(
     described_expects,
     st.builds(wire.Again, rid=st.text(max_size=8), expect=described_expects),
     st.builds(
-        wire.Laid,
+        wire.AskPrefix,
         claim=st.text(max_size=8),
         keys=st.lists(keys, max_size=2).map(tuple),
         layouts=st.lists(layouts, max_size=2).map(tuple),
@@ -163,7 +164,7 @@ def _item(number: int, modality: str, inline: bool, content: bytes) -> http.Enco
 items = st.builds(
     _item,
     number=item_numbers,
-    modality=st.sampled_from(wire.MODALITIES),
+    modality=st.sampled_from(tuple(MODALITIES)),
     inline=st.booleans(),
     content=st.binary(max_size=8),
 )
@@ -199,7 +200,7 @@ described = st.builds(
     key=keys,
     layout=st.builds(
         wire.Layout,
-        modality=st.sampled_from(wire.MODALITIES),
+        modality=st.sampled_from(tuple(MODALITIES)),
         embedding=st.builds(
             wire.TensorSpec,
             dtype=st.just("float32"),

@@ -4,8 +4,7 @@
 `errors`. It holds no clock, socket, thread or configuration.
 """
 
-from sglang_epd.cache.embeddings import EmbeddingCache, Entry
-from sglang_epd.cache.layouts import LayoutCache
+from sglang_epd.cache.embeddings import EmbeddingCache, Entry, LayoutCache
 from sglang_epd.cache.urls import Remembered, UrlMemory
 
 __all__ = ["EmbeddingCache", "Entry", "LayoutCache", "Remembered", "UrlMemory"]

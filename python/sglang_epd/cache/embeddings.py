@@ -1,4 +1,5 @@
-"""Embeddings by key: pinned while in use, then evicted least recently used first.
+"""Embeddings by key: pinned while in use, then evicted least recently used first; and layouts
+by key.
 
 A key names everything that an embedding depends on (`namespace.embedding_key`), so an entry
 is never stale. Pinned entries stay, whatever their size. Idle entries are evicted as soon as
@@ -12,9 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from sglang_epd.wire.messages import Layout
+
+MAX_ENTRIES = 65_536
+# A long video's layout has thousands of timestamps.
+MAX_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
@@ -166,3 +172,45 @@ class EmbeddingCache:
         del self._idle[entry.key]
         self._idle_bytes -= entry.nbytes
         self._bytes -= entry.nbytes
+
+
+class LayoutCache:
+    """Layouts by key, least recently used first to go, bounded in entries and in bytes (as
+    they would be encoded).
+
+    A key names everything that a layout depends on, so an entry is never stale.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, tuple[Layout, int]] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self._bytes
+
+    def find(self, key: bytes) -> Layout | None:
+        """The layout of a key, which is now the last to go."""
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found[0]
+
+    def add(self, key: bytes, layout: Layout) -> None:
+        """Remember a layout; the first of a key stays."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        nbytes = len(key) + len(msgspec.msgpack.encode(layout))
+        self._entries[key] = layout, nbytes
+        self._bytes += nbytes
+        while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self._bytes -= freed

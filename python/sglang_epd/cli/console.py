@@ -76,7 +76,6 @@ class LineReporter:
         self._total = len(names)
         self._status: Status | None = None
         self._phases: dict[str, str] = {}
-        self.is_ready = False
 
     def line(self, name: str, text: str) -> None:
         """A server wrote this."""
@@ -106,8 +105,7 @@ class LineReporter:
         self._status.update(f"{ready} of {self._total} ready; {phases}")
 
     def ready(self) -> None:
-        """Say, once, that all servers have been ready."""
-        self.is_ready = True
+        """Called once, when all servers have been ready."""
 
     def close(self) -> None:
         """Take the status line away."""

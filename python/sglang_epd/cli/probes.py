@@ -17,10 +17,9 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_epd import http_client
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.http_client import read_body
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import open_session, read_body
 from sglang_epd.wire.urls import server_url
 
 _TIMEOUT_S = 5.0
@@ -43,7 +42,7 @@ _QUEUES = (
 
 
 @dataclass(frozen=True)
-class View:
+class ServerView:
     """One server, as it was found.
 
     Attributes:
@@ -124,7 +123,7 @@ def targets_of(state: dict[str, Any]) -> list[Target]:
     ]
 
 
-def ask(targets: Sequence[Target], ca_certs: str = "") -> list[View]:
+def ask(targets: Sequence[Target], ca_certs: str = "") -> list[ServerView]:
     """Ask all of them at once; takes a few seconds at most.
 
     Args:
@@ -133,13 +132,13 @@ def ask(targets: Sequence[Target], ca_certs: str = "") -> list[View]:
     return asyncio.run(_ask_all(targets, ca_certs))
 
 
-async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[View]:
-    async with http_client.session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
+async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[ServerView]:
+    async with open_session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
         return list(await asyncio.gather(*(_view(session, one) for one in targets)))
 
 
-async def _view(session: aiohttp.ClientSession, target: Target) -> View:
-    view = View(target.name or target.url, target.role or "server", target.url, **target.told)
+async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
+    view = ServerView(target.name or target.url, target.role or "server", target.url, **target.told)
     if view.state in ("pending", "down", "failed", "stopped"):
         return view
     asked = ("/health", "/v1/status", "/metrics")
@@ -227,7 +226,7 @@ def _samples(text: str) -> Samples:
     )
 
 
-def _encoder(view: View, told: dict[str, Any], samples: Samples) -> View:
+def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> ServerView:
     queue, lookups = told["queue"], "sglang:epd_encoder_lookups_total"
     return replace(
         view,
@@ -244,7 +243,7 @@ def _encoder(view: View, told: dict[str, Any], samples: Samples) -> View:
     )
 
 
-def _sglang(view: View, samples: Samples) -> View:
+def _sglang(view: ServerView, samples: Samples) -> ServerView:
     # A scheduler that has not had a request yet tells nothing of its queues.
     running = samples.sum("sglang:num_running_reqs")
     queues = [number for name in _QUEUES if (number := samples.sum(name)) is not None]

@@ -16,7 +16,7 @@ from sglang_epd.cli.console import console, print_json, state, table
 from sglang_epd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglang_epd.cli.probes import Target, View
+    from sglang_epd.cli.probes import ServerView, Target
 
 Urls = Annotated[
     list[str] | None,
@@ -76,7 +76,7 @@ def top(
     """
     from sglang_epd.cli.probes import ask
 
-    before: dict[str, tuple[float, View]] = {}
+    before: dict[str, tuple[float, ServerView]] = {}
     with Live(console=console(), auto_refresh=False, transient=False) as live:
         try:
             while True:
@@ -108,11 +108,11 @@ def _targets(urls: Sequence[str] | None) -> tuple[list[Target], dict[str, Any] |
     return targets_of(told), run
 
 
-def _as_json(view: View) -> dict[str, Any]:
+def _as_json(view: ServerView) -> dict[str, Any]:
     return asdict(view) | {"hit_rate": view.hit_rate}
 
 
-def _table(views: Sequence[View]) -> Table:
+def _table(views: Sequence[ServerView]) -> Table:
     # Servers that are asked by their URLs have no other names.
     names = any(view.name != view.url for view in views)
     columns = ("role", "state", "queue", "running", "hits", "namespace", "url")
@@ -134,7 +134,9 @@ def _table(views: Sequence[View]) -> Table:
     return shown
 
 
-def _live_table(views: Sequence[View], before: dict[str, tuple[float, View]], now: float) -> Table:
+def _live_table(
+    views: Sequence[ServerView], before: dict[str, tuple[float, ServerView]], now: float
+) -> Table:
     shown = table("server", "state", "queue", "running", "items/s", "hits", "busy", "tokens/s")
     for view in views:
         items, hits = _since(view, before.get(view.url), now)
@@ -152,7 +154,7 @@ def _live_table(views: Sequence[View], before: dict[str, tuple[float, View]], no
 
 
 def _since(
-    view: View, before: tuple[float, View] | None, now: float
+    view: ServerView, before: tuple[float, ServerView] | None, now: float
 ) -> tuple[float | None, float | None]:
     """Items a second and the share of hits since the last look.
 

@@ -23,7 +23,7 @@ from sglang_epd.cli.console import LineReporter
 from sglang_epd.cli.lives import Life, Restarts, State
 from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of
 from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, mapped_files
-from sglang_epd.cli.topology import Plan, Server
+from sglang_epd.cli.topology import Fleet, Server
 
 _TICK_S = 0.1
 _CHECK_TIMEOUT_S = 5.0
@@ -37,7 +37,7 @@ _LEFT_BEHIND = "/dev/shm/sglang_loads_"
 
 
 @dataclass
-class Charge:
+class Supervised:
     """One server in the supervisor's care."""
 
     server: Server
@@ -79,7 +79,7 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Fleet,
         folder: Path,
         reporter: LineReporter,
         *,
@@ -98,7 +98,7 @@ class Supervisor:
         self._began = time.monotonic()
         self._all_ready = False
         self._charges = {
-            server.name: Charge(
+            server.name: Supervised(
                 server,
                 ServerProcess(
                     server.name,
@@ -150,7 +150,7 @@ class Supervisor:
             finally:
                 self._stop()
 
-    def _look_after(self, charge: Charge, checks: ThreadPoolExecutor) -> None:
+    def _look_after(self, charge: Supervised, checks: ThreadPoolExecutor) -> None:
         now, life = time.monotonic(), charge.life
         if life.due(now) and self._needs_are_met(charge):
             self._start(charge, now)
@@ -159,11 +159,11 @@ class Supervisor:
         elif life.running:
             self._check(charge, now, checks)
 
-    def _needs_are_met(self, charge: Charge) -> bool:
+    def _needs_are_met(self, charge: Supervised) -> bool:
         needed = (self._charges[name] for name in charge.server.needs)
         return all(one.life.state is State.READY for one in needed)
 
-    def _start(self, charge: Charge, now: float) -> None:
+    def _start(self, charge: Supervised, now: float) -> None:
         again = charge.life.state is State.DOWN
         if again:
             with contextlib.suppress(FileNotFoundError):
@@ -175,7 +175,7 @@ class Supervisor:
         word = f"restart {charge.life.restarts}" if again else "started"
         self._tell(charge, f"{word}, pid {charge.process.pid}")
 
-    def _bury(self, charge: Charge, now: float) -> None:
+    def _bury(self, charge: Supervised, now: float) -> None:
         for line in charge.log.finish():
             self._reporter.line(charge.server.name, line)
         try:
@@ -193,7 +193,7 @@ class Supervisor:
         else:
             self._tell(charge, f"{end}; given up")
 
-    def _check(self, charge: Charge, now: float, checks: ThreadPoolExecutor) -> None:
+    def _check(self, charge: Supervised, now: float, checks: ThreadPoolExecutor) -> None:
         if charge.check is None:
             if now >= charge.check_at:
                 url = charge.process.ready_url
@@ -245,7 +245,7 @@ class Supervisor:
                 if phase and charge.life.state is State.STARTING and phase != charge.phase:
                     charge.phase = phase
 
-    def _tell(self, charge: Charge, text: str) -> None:
+    def _tell(self, charge: Supervised, text: str) -> None:
         self._reporter.news(charge.server.name, text)
         self._changed()
 
@@ -262,7 +262,7 @@ class Supervisor:
         finally:
             self._stop_together(others, told)
 
-    def _stop_together(self, charges: list[Charge], told: int) -> None:
+    def _stop_together(self, charges: list[Supervised], told: int) -> None:
         """End some servers at the same time.
 
         Args:

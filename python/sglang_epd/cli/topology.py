@@ -132,7 +132,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Fleet:
     """All servers of a topology, in the order in which they are shown.
 
     Attributes:
@@ -143,7 +143,7 @@ class Plan:
     api_url: str
 
 
-def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Place]) -> Plan:
+def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Place]) -> Fleet:
     """Lay a topology out.
 
     Args:
@@ -231,7 +231,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
         # It asks its servers about themselves as it starts.
         needs = tuple(server.name for server in servers if server.role != "encoder")
         servers.append(Server("router", "router", command, api_url, Place(), ready_path, needs))
-    return Plan(tuple(servers), api_url)
+    return Fleet(tuple(servers), api_url)
 
 
 def _url(host: str, port: int) -> str:

@@ -21,7 +21,7 @@ from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
-from sglang_epd.cli.topology import LOOPBACK, Plan, Shape, plan
+from sglang_epd.cli.topology import LOOPBACK, Fleet, Shape, plan
 from sglang_epd.config import CONFIG_FILE, Settings, from_file, read_file
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
@@ -216,7 +216,7 @@ def up(
 
 
 def _run(
-    made: Plan,
+    made: Fleet,
     out: Console,
     *,
     model: str,
@@ -231,7 +231,6 @@ def _run(
 
     class Reporter(LineReporter):
         def ready(self) -> None:
-            super().ready()
             self.close()
             _show(made, supervisor, out)
 
@@ -272,7 +271,7 @@ def _run(
         run.close(keep=keep)
 
 
-def _show(made: Plan, supervisor: Supervisor, out: Console) -> None:
+def _show(made: Fleet, supervisor: Supervisor, out: Console) -> None:
     """The summary for a user once everything is ready."""
     shown = table("server", "state", "pid", "url", "on")
     for told in supervisor.describe():
@@ -287,7 +286,7 @@ def _show(made: Plan, supervisor: Supervisor, out: Console) -> None:
     out.print("`sglang-epd status` and `sglang-epd top` show how it does; Ctrl-C stops it.\n")
 
 
-def _described(made: Plan) -> dict[str, Any]:
+def _described(made: Fleet) -> dict[str, Any]:
     return {
         "api_url": made.api_url,
         "servers": [

@@ -5,7 +5,6 @@ is `decoders`, with one budget of bytes (`budget`) for all that is decoded at a 
 the children and after them, until an item has been prepared.
 """
 
-from sglang_epd.decoding.decoders import Decoders, Decoding
-from sglang_epd.decoding.film import Film
+from sglang_epd.decoding.decoders import Decoders, Decoding, Film
 
 __all__ = ["Decoders", "Decoding", "Film"]

@@ -16,10 +16,19 @@ from typing import Any
 
 from sglang_epd.decoding import messages
 from sglang_epd.decoding.canvas import Canvas
-from sglang_epd.decoding.messages import TO_CHILD, Drop, Failed, Look, Needs, Picture, Read
+from sglang_epd.decoding.messages import (
+    TO_CHILD,
+    Drop,
+    Look,
+    Needs,
+    NotDecoded,
+    Picture,
+    ReadFrames,
+)
 from sglang_epd.errors import EpdError, MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits, image_size
 from sglang_epd.media.decode import check_size, open_image, read_image
+from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
 # Processor time of a look: three hours of sound and 18,000 frames in 56 MiB take
@@ -70,11 +79,11 @@ class _Child:
                 return
             if isinstance(message, Look):
                 answer = self._look(message, fds.pop())
-            elif isinstance(message, Read):
+            elif isinstance(message, ReadFrames):
                 self._allow(message.allowed_bytes, message.cpu_s)
                 answer = self._video.read(message.indices, message.threads)
         except EpdError as error:
-            answer = Failed(error.code, error.message), []
+            answer = NotDecoded(error.code, error.message), []
         except Exception as error:
             answer = _failed(error), []
         finally:
@@ -85,13 +94,13 @@ class _Child:
     def _look(self, look: Look, fd: int) -> tuple[Any, list[int]]:
         nbytes = os.fstat(fd).st_size
         look_s = _LOOK_CPU_S + _LOOK_MB_CPU_S * nbytes / (1 << 20)
-        seconds = {"IMAGE": _HEADER_CPU_S, "VIDEO": look_s, "AUDIO": _SOUND_CPU_S}
+        seconds = {IMAGE: _HEADER_CPU_S, VIDEO: look_s, AUDIO: _SOUND_CPU_S}
         self._allow(look.allowed_bytes, seconds[look.modality])
         data = read_file(fd)
-        if look.modality == "IMAGE":
+        if look.modality == IMAGE:
             return self._picture(look, data)
         # Only here: they import torch, which takes seconds.
-        if look.modality == "VIDEO":
+        if look.modality == VIDEO:
             from sglang_epd.decoding.video import open_video
 
             self._video, opened = open_video(data, self._limits)
@@ -165,10 +174,10 @@ def work(cpu_s: float) -> None:
 _TOO_LARGE = "it takes more memory to decode than media of its size do"
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> NotDecoded:
     """The message to the server about an error that a library raised."""
     detail = f"{type(error).__name__}: {error}"
     memory = ("memory", "bad_alloc", "Cannot allocate")
     if isinstance(error, MemoryError) or any(word in str(error) for word in memory):
-        return Failed(MediaTooLargeError.__name__, _TOO_LARGE, detail[:1000])
-    return Failed(MediaError.__name__, "it is damaged or truncated", detail[:1000])
+        return NotDecoded(MediaTooLargeError.__name__, _TOO_LARGE, detail[:1000])
+    return NotDecoded(MediaError.__name__, "it is damaged or truncated", detail[:1000])

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -25,8 +25,7 @@ from PIL import Image
 
 from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.canvas import picture
-from sglang_epd.decoding.film import Film
-from sglang_epd.decoding.messages import TO_SERVER, Drop, Failed, Look, Needs, Read
+from sglang_epd.decoding.messages import TO_SERVER, Drop, Look, Needs, NotDecoded, ReadFrames
 from sglang_epd.errors import (
     DeadlineError,
     MediaError,
@@ -34,7 +33,8 @@ from sglang_epd.errors import (
     RequestCancelledError,
     from_code,
 )
-from sglang_epd.media import MediaLimits, VideoFacts
+from sglang_epd.media import MediaLimits, VideoFacts, check_frames_read
+from sglang_epd.modality import AUDIO, IMAGE, VIDEO
 from sglang_epd.processes.nursery import Child, Nursery
 from sglang_epd.processes.packets import SEALS, receive_now, send_now, write_file
 
@@ -157,7 +157,7 @@ class Decoding:
 
     def image(self, data: bytes) -> Image.Image:
         """A picture, RGB: the pixels of `media.decode_image`."""
-        look = Look("IMAGE", self._decoders.small_bytes + _twice(data) // 2)
+        look = Look(IMAGE, self._decoders.small_bytes + _twice(data) // 2)
         made, fd = self._look(look, data)
         assert self._child is not None
         pixels = self._child.pixels(fd, 4 * made.width * made.height)
@@ -177,13 +177,13 @@ class Decoding:
         need = _SOUND_BYTES + math.ceil(_SAMPLE_BYTES * rate_hz * limits.max_audio_s)
         self._children = self._decoders.films
         self._take(need + 2 * len(data))
-        made, fd = self._look(Look("AUDIO", need + len(data), rate_hz), data)
+        made, fd = self._look(Look(AUDIO, need + len(data), rate_hz), data)
         return np.frombuffer(_mapped(fd, 4 * made.samples), np.float32)
 
     def video(self, data: bytes) -> Film:
         """A video, none of whose frames is decoded yet."""
         self._children = self._decoders.films
-        opened, _ = self._look(Look("VIDEO", self._decoders.small_bytes + len(data)), data)
+        opened, _ = self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         facts = VideoFacts(opened.frames, opened.width, opened.height, opened.frames_per_second)
         return Film(facts, self._decoders.limits, partial(self._frames, facts, data))
 
@@ -200,10 +200,10 @@ class Decoding:
             else:
                 self._let_go()
                 self._take(total)
-                self._look(Look("VIDEO", self._decoders.small_bytes + len(data)), data)
+                self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         nbytes = 3 * pixels * len(indices)
         left = max(0.0, self._deadline - time.monotonic())
-        told = Read(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))
+        told = ReadFrames(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))
         _, fd = self._ask(told)
         shape = len(indices), facts.height, facts.width, 3
         return np.frombuffer(_mapped(fd, nbytes), np.uint8).reshape(shape)
@@ -260,7 +260,7 @@ class Decoding:
             raise MediaError(
                 "it cannot be decoded: its decoder crashed, or took too long"
             ) from None
-        if isinstance(answer, Failed):
+        if isinstance(answer, NotDecoded):
             if answer.detail:
                 logger.warning("Not decoded: %s", ascii(answer.detail))
             raise from_code(answer.code, answer.message)
@@ -406,3 +406,45 @@ def _mapped(fd: int, nbytes: int) -> Any:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+class Film:
+    """Frames of a video, read when they are asked for.
+
+    Args:
+        facts: the file's header.
+        limits: `max_video_total_pixels` applies to all frames read together.
+        read: the frames of these indices, and how many were read before.
+    """
+
+    def __init__(
+        self, facts: VideoFacts, limits: MediaLimits, read: Callable[[list[int], int], Any]
+    ) -> None:
+        self.facts = facts
+        self._limits = limits
+        self._read = read
+        self._count = 0
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
+
+        Raises:
+            IndexError: there is no such frame.
+            MediaTooLargeError: they are too many pixels together, with those read before.
+            MediaError: the file is damaged.
+        """
+        frames = self.facts.frames
+        if not all(-frames <= index < frames for index in indices):
+            raise IndexError(f"a video of {frames} frames")
+        before = self._count
+        self.admit(len(indices))
+        return self._read([int(index) % frames for index in indices], before)
+
+    def admit(self, count: int) -> None:
+        """So many frames more are about to be read, here or on an accelerator.
+
+        Raises:
+            MediaTooLargeError: they are too many pixels together, with those read before.
+        """
+        check_frames_read(self.facts, self._count + count, self._limits)
+        self._count += count

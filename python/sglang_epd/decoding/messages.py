@@ -6,10 +6,10 @@ server                         child
   | <--- Picture (new file) ---- |
   | <--- Sound (file) ---------- |
   | <--- Opened ---------------- |  a video; it stays open
-  | ---- Read ---------------->  |  frames of it, as often as wanted
+  | ---- ReadFrames ---------->  |  frames of it, as often as wanted
   | <--- Frames (file) --------- |
   | ---- Drop ---------------->  |  the item is over; no answer
-  | <--- Failed ---------------- |  in place of any answer
+  | <--- NotDecoded ------------ |  in place of any answer
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
     rate_hz: int = 0
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
+class ReadFrames(msgspec.Struct, frozen=True, tag="read"):
     """These frames, by so many threads, within as many bytes and processor seconds."""
 
     indices: list[int]
@@ -83,7 +83,7 @@ class Frames(msgspec.Struct, frozen=True, tag="frames"):
     count: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):
     """The item failed.
 
     Attributes:
@@ -96,7 +96,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     detail: str = ""
 
 
-ToChild = Look | Read | Drop
-ToServer = Needs | Picture | Sound | Opened | Frames | Failed
+ToChild = Look | ReadFrames | Drop
+ToServer = Needs | Picture | Sound | Opened | Frames | NotDecoded
 TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 TO_SERVER: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

@@ -11,7 +11,6 @@ from typing import Self
 
 import aiohttp
 
-from sglang_epd import http_client
 from sglang_epd.errors import (
     DeadlineError,
     EncoderLostError,
@@ -20,7 +19,6 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
-from sglang_epd.http_client import read_body
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
     EncodeReply,
@@ -28,6 +26,8 @@ from sglang_epd.wire.http import (
     ErrorReply,
     body_pieces,
     decode_body,
+    open_session,
+    read_body,
 )
 
 _MAX_REPLY_BYTES = 16 << 20
@@ -79,7 +79,7 @@ class EncoderClient:
             EpdError: the encoder refused the request as a whole.
         """
         if self._session is None:
-            self._session = http_client.session()
+            self._session = open_session()
         body = body_pieces(request)
         length = str(sum(map(len, body)))
         sent = {**self._headers, "Content-Length": length, **(headers or {})}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Snapshot, State, View
+from sglang_epd.dispatch.policies import ItemCost
+from sglang_epd.dispatch.pool import Health, Snapshot, View
 
 # Patches a second of a tower of which nothing is known, where there is no other to go by.
 START_PATCHES_PER_S = 20_000.0
@@ -97,7 +97,7 @@ class Decision:
 
 
 def decide(
-    work: Sequence[Work],
+    work: Sequence[ItemCost],
     snapshot: Snapshot,
     local: LocalRate | None,
     knobs: Knobs,
@@ -112,7 +112,7 @@ def decide(
         local: None where this server cannot encode these items.
         link: as learnt so far.
     """
-    ready = [view for view in snapshot.encoders if view.state is State.READY]
+    ready = [view for view in snapshot.encoders if view.state is Health.READY]
     free = [view for view in ready if not view.busy]
     rates = [view.rate for view in ready if view.rate > 0]
     compute_s = _finish_s(work, free, rates, local) if free else float("inf")
@@ -141,7 +141,7 @@ def decide(
 
 
 def _finish_s(
-    work: Sequence[Work],
+    work: Sequence[ItemCost],
     encoders: Sequence[View],
     rates: Sequence[float],
     local: LocalRate | None,

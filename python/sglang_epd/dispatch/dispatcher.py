@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.policies import Policy, Work
+from sglang_epd.dispatch.policies import ItemCost, Policy, RetryBudget, pause
 from sglang_epd.dispatch.pool import Pool, View, usable
-from sglang_epd.dispatch.retries import RetryBudget, pause
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -69,7 +68,7 @@ class _Progress:
         attempts: how often it was given to an encoder.
     """
 
-    work: Work
+    work: ItemCost
     tried: set[str] = field(default_factory=set)
     faults: set[str] = field(default_factory=set)
     losses: int = 0
@@ -142,7 +141,7 @@ class Dispatcher:
         pool: Pool,
         policy: Policy,
         *,
-        describe: Callable[[Sequence[EncodeItem]], Sequence[Work]],
+        describe: Callable[[Sequence[EncodeItem]], Sequence[ItemCost]],
         learn: Callable[[EncodeItem, ItemLayout], None] = lambda _item, _layout: None,
         patience: Patience = Patience(),
         tally: Tally | None = None,

@@ -1,6 +1,6 @@
-"""Which encoder gets which item.
+"""Which encoder gets which item, and how often work may be sent again.
 
-Nothing here waits, reads a clock or knows a socket. `shuffle`, `round_robin` and
+Nothing here waits or knows a socket. `shuffle`, `round_robin` and
 `least_loaded` are pure functions; `Affinity` remembers where each key went, and nothing
 else.
 """
@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -18,8 +19,15 @@ from blake3 import blake3
 from sglang_epd.dispatch.pool import Snapshot
 from sglang_epd.errors import ConfigError
 
+# Retries per item that was sent for the first time, and a fixed rate besides: enough
+# for all that one encoder may have had when it died.
+_SHARE = 0.2
+_BURST = 128.0
+_PER_S = 10.0
+_PAUSE_S = (0.05, 2.0)
 
-class Work(NamedTuple):
+
+class ItemCost(NamedTuple):
     """One item, as far as a policy has to know it.
 
     Attributes:
@@ -36,10 +44,10 @@ class Work(NamedTuple):
 Ranks = dict[str, tuple[bytes, str]]
 # (items, encoders that may be asked, random source) -> encoder URL of each item, in order.
 # There is at least one encoder.
-Policy = Callable[[Sequence[Work], Snapshot, random.Random], list[str]]
+Policy = Callable[[Sequence[ItemCost], Snapshot, random.Random], list[str]]
 
 
-def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
+def shuffle(items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random) -> list[str]:
     """Data-parallel split over the encoders in random order.
 
     The reference behaviour: each encoder gets `len(items) / len(encoders)` items, and
@@ -49,13 +57,13 @@ def shuffle(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> li
     return [order[index % len(order)] for index in range(len(items))]
 
 
-def round_robin(items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+def round_robin(items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random) -> list[str]:
     """One encoder after the other, from where the request before left off."""
     urls = _urls(snapshot)
     return [urls[(snapshot.turn + index) % len(urls)] for index in range(len(items))]
 
 
-def least_loaded(items: Sequence[Work], snapshot: Snapshot, rng: random.Random) -> list[str]:
+def least_loaded(items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random) -> list[str]:
     """Each item to the encoder that will have it done first, the large ones before the small.
 
     In seconds where the rates of all encoders are known, else in patches. (Graham's
@@ -124,7 +132,9 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def __call__(self, items: Sequence[Work], snapshot: Snapshot, _rng: random.Random) -> list[str]:
+    def __call__(
+        self, items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random
+    ) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
         chosen: dict[bytes, str] = {}
         for item in items:
@@ -134,7 +144,7 @@ class Affinity:
                 loads[url] += item.patches
         return [chosen[item.key] for item in items]
 
-    def _choose(self, item: Work, loads: dict[str, float]) -> str:
+    def _choose(self, item: ItemCost, loads: dict[str, float]) -> str:
         ranks = rendezvous(item.key, loads)
         cost = item.patches
         mean = (sum(loads.values()) + cost) / len(loads)
@@ -204,3 +214,46 @@ def policy(name: str) -> Policy:
         known = ", ".join(sorted(_POLICIES))
         raise ConfigError(f"SGLANG_EPD_DISPATCH_POLICY={name!r} is not a policy; known: {known}")
     return _POLICIES[name]()
+
+
+class RetryBudget:
+    """Tokens that first tries and time bring in, and retries use up: retries never add more
+    than a share to the load.
+
+    An empty budget delays retries, it refuses none: a request's deadline does.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens = _BURST
+        self._at = clock()
+
+    def sent(self, items: int) -> None:
+        """So many items were sent for the first time."""
+        self._refill(items * _SHARE)
+
+    def take(self, items: int) -> float:
+        """Use the tokens of so many retries.
+
+        Returns:
+            Seconds to wait before; 0 while there are tokens.
+        """
+        self._refill(0.0)
+        self._tokens -= items
+        return max(0.0, -self._tokens / _PER_S)
+
+    def _refill(self, tokens: float) -> None:
+        now = self._clock()
+        self._tokens = min(_BURST, self._tokens + tokens + (now - self._at) * _PER_S)
+        self._at = now
+
+
+def pause(number: int, rng: random.Random) -> float:
+    """Seconds before the `number`-th return to encoders that have failed: exponential, and
+    drawn between nothing and all of it, so that requests that failed together do not return
+    together."""
+    least, most = _PAUSE_S
+    return least + rng.random() * (min(most, least * 2.0 ** min(number, 30)) - least)

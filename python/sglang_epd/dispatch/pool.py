@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
 
 
-class State(enum.Enum):
+class Health(enum.Enum):
     """Of one encoder, as this server sees it."""
 
     JOINING = "joining"  # announced, not heard of yet
@@ -29,8 +29,8 @@ class State(enum.Enum):
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
 
-_S = State
-_MOVES: dict[State, frozenset[State]] = {
+_S = Health
+_MOVES: dict[Health, frozenset[Health]] = {
     _S.JOINING: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.GONE}),
     _S.READY: frozenset({_S.SUSPECT, _S.DRAINING, _S.GONE}),
     _S.SUSPECT: frozenset({_S.READY, _S.OPEN, _S.DRAINING, _S.GONE}),
@@ -74,7 +74,7 @@ class View(NamedTuple):
     """
 
     url: str
-    state: State = State.READY
+    state: Health = Health.READY
     load: float = 0.0
     rate: float = 0.0
     busy: bool = False
@@ -96,7 +96,7 @@ class Snapshot:
 @dataclass
 class _Encoder:
     url: str
-    state: State = State.JOINING
+    state: Health = Health.JOINING
     why: str = "not heard of yet"
     owners: set[str] = field(default_factory=set)
     lease_until: float = 0.0
@@ -133,7 +133,7 @@ class Pool:
         # Called with a URL, from any thread, when it should be probed now.
         self.on_doubt: Callable[[str], None] = lambda _url: None
         # Called with (url, from or None, to, why), with the lock held: for logs and metrics.
-        self.on_move: Callable[[str, State | None, State, str], None] = lambda *_: None
+        self.on_move: Callable[[str, Health | None, Health, str], None] = lambda *_: None
 
     # Its owners.
 
@@ -151,7 +151,7 @@ class Pool:
                 return
             encoder.owners.discard(owner)
             if not encoder.owners:
-                self._move(encoder, State.GONE, "taken out")
+                self._move(encoder, Health.GONE, "taken out")
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
         """An encoder announces itself, or renews its lease.
@@ -261,11 +261,11 @@ class Pool:
         with self._lock:
             self._turn += items
 
-    def state(self, url: str) -> State:
+    def state(self, url: str) -> Health:
         """Of one encoder; GONE where it is not known."""
         with self._lock:
             encoder = self._encoders.get(url)
-            return encoder.state if encoder else State.GONE
+            return encoder.state if encoder else Health.GONE
 
     def describe(self) -> list[dict[str, object]]:
         """All of them, for people."""
@@ -330,7 +330,7 @@ class Pool:
             self._tell()
         return encoder
 
-    def _move(self, encoder: _Encoder, state: State, why: str) -> None:
+    def _move(self, encoder: _Encoder, state: Health, why: str) -> None:
         encoder.why = why
         if state is encoder.state:
             return

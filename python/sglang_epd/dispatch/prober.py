@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from sglang_epd.dispatch.pool import Pool, Report, State
-from sglang_epd.http_client import read_body
+from sglang_epd.dispatch.pool import Health, Pool, Report
+from sglang_epd.wire.http import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Prober:
     async def _watch(self, url: str) -> None:
         doubt = self._doubts[url]
         pause_s = self._pace.doubtful
-        while self._pool.state(url) is not State.GONE:
+        while self._pool.state(url) is not Health.GONE:
             doubt.clear()
             await self._probe(url)
             pause_s = self._pause_s(self._pool.state(url), pause_s)
@@ -123,16 +123,16 @@ class Prober:
             except TimeoutError:
                 continue
 
-    def _pause_s(self, state: State, last_s: float) -> float:
-        if state is State.OPEN:
+    def _pause_s(self, state: Health, last_s: float) -> float:
+        if state is Health.OPEN:
             return min(last_s * 2, self._pace.most)
-        if state in (State.READY, State.DRAINING):
+        if state in (Health.READY, Health.DRAINING):
             # So that the servers of a fleet do not ask in step.
             return self._pace.steady * self._rng.uniform(0.8, 1.2)
         return self._pace.doubtful
 
     async def _probe(self, url: str) -> None:
-        doubted = self._pool.state(url) is State.SUSPECT
+        doubted = self._pool.state(url) is Health.SUSPECT
         limit_s = self._pace.doubtful_timeout if doubted else self._pace.timeout
         try:
             async with asyncio.timeout(limit_s):

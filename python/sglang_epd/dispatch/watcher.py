@@ -29,15 +29,15 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from sglang_epd import http_client
 from sglang_epd.dispatch.names import Names, Resolve
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.dispatch.registry import LEASE_S, Registry, Siblings
 from sglang_epd.errors import ConfigError, EpdError, UnavailableError
-from sglang_epd.lag import LoopLag
 from sglang_epd.media.resolver import SystemResolver
+from sglang_epd.tally import LoopLag
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import open_session, read_body
 from sglang_epd.wire.urls import host_port
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Watcher:
             self._lag.start()
             stack.callback(self._lag.stop)
             stack.push_async_callback(resolver.close)
-            session = await stack.enter_async_context(http_client.session(resolver=resolver))
+            session = await stack.enter_async_context(open_session(resolver=resolver))
             stack.push_async_callback(self._stop_listening)
             await self._listen_or_follow(session)
             prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
@@ -270,7 +270,7 @@ class Watcher:
                     ssl=False,
                 ) as response,
             ):
-                body = await http_client.read_body(response, _MAX_LIST_BYTES)
+                body = await read_body(response, _MAX_LIST_BYTES)
             listing = msgspec.json.decode(body, type=_Listing)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise UnavailableError(f"no answer there: {type(error).__name__}") from None

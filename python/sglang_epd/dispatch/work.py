@@ -12,15 +12,13 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from sglang_epd.dispatch.policies import Work
+from sglang_epd.dispatch.policies import ItemCost
 from sglang_epd.media import image_size
+from sglang_epd.modality import IMAGE, MODALITIES
 from sglang_epd.wire.http import EncodeItem, ItemLayout
 
 # Of most vision towers; running means make up for others.
 _PIXELS_PER_PATCH = 14 * 14
-# Where nothing has been learnt: a picture of 448 x 448, some seconds of video, half a
-# minute of sound.
-_START_PATCHES = {"IMAGE": 1024.0, "VIDEO": 16_384.0, "AUDIO": 3000.0}
 # Patches that Qwen's processors make of the largest picture by default.
 _MAX_IMAGE_PATCHES = 65_536.0
 # The most that a grid may claim to have cost.
@@ -40,7 +38,7 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._means = dict(_START_PATCHES)
+        self._means = {name: row.start_patches for name, row in MODALITIES.items()}
         # What the processor makes of large pictures: it shrinks them.
         self._largest_image = _MAX_IMAGE_PATCHES
 
@@ -67,13 +65,13 @@ class Costs:
             self._largest_image = min(patches, _MAX_IMAGE_PATCHES)
 
 
-def describe(items: Sequence[EncodeItem], costs: Costs) -> list[Work]:
+def describe(items: Sequence[EncodeItem], costs: Costs) -> list[ItemCost]:
     """Items as policies see them, in their order.
 
     Hashes inline bytes that have no digest yet (some 3 GB a second). Raises nothing, for any
     input.
     """
-    return [Work(_key(item), costs.estimate(item)) for item in items]
+    return [ItemCost(_key(item), costs.estimate(item)) for item in items]
 
 
 def _key(item: EncodeItem) -> bytes:
@@ -94,7 +92,7 @@ def _key(item: EncodeItem) -> bytes:
 
 def _claimed_patches(item: EncodeItem) -> float | None:
     """By an inline picture's header; None for all else."""
-    if item.data is None or item.modality != "IMAGE":
+    if item.data is None or item.modality != IMAGE:
         return None
     size = image_size(item.data)
     return None if size is None else size[0] * size[1] / _PIXELS_PER_PATCH

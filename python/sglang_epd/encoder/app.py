@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
@@ -82,12 +82,19 @@ def create_app(
         openapi_url=None,
         # FastAPI's own: spans of its own kind, for every request of any client.
         telemetry={"tracing": False, "metrics": False, "logs": False},
+        exception_handlers={401: _unauthorised},
     )
     trusted = trust or Trust()
 
     def authorised(request: Request) -> bool:
         # The bytes as they came.
         return trusted.admits(request.headers.get("authorization", "").encode("latin-1"))
+
+    async def authorise(request: Request) -> None:
+        if not authorised(request):
+            raise HTTPException(401)
+
+    guarded = APIRouter(dependencies=[Depends(authorise)])
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
@@ -105,10 +112,8 @@ def create_app(
                 metrics.refusals.labels(error).inc()
             return response
 
-    @app.delete("/v1/encode/{request_id}")
-    async def cancel(request_id: str, request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.delete("/v1/encode/{request_id}")
+    async def cancel(request_id: str) -> Response:
         return Response(status_code=204 if service.cancel(request_id) else 404)
 
     @app.get("/health")
@@ -123,43 +128,31 @@ def create_app(
             state["recent"] = service.recent()
         return JSONResponse(state)
 
-    @app.get("/v1/cache")
-    async def cache(request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.get("/v1/cache")
+    async def cache() -> Response:
         return JSONResponse(_cache_contents(service))
 
-    @app.delete("/v1/cache")
-    async def clear_cache(request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.delete("/v1/cache")
+    async def clear_cache() -> Response:
         return JSONResponse({"dropped": service.computations.cache.clear()})
 
-    @app.delete("/v1/cache/{key}")
-    async def drop_from_cache(key: str, request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.delete("/v1/cache/{key}")
+    async def drop_from_cache(key: str) -> Response:
         with contextlib.suppress(ValueError):
             if service.computations.cache.drop(bytes.fromhex(key)):
                 return Response(status_code=204)
         return Response(status_code=404)
 
-    @app.get("/v1/urls")
-    async def urls(request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.get("/v1/urls")
+    async def urls() -> Response:
         return JSONResponse(_known_urls(service))
 
-    @app.delete("/v1/urls")
-    async def clear_urls(request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.delete("/v1/urls")
+    async def clear_urls() -> Response:
         return JSONResponse({"dropped": service.urls.memory.clear() if service.urls else 0})
 
-    @app.delete("/v1/urls/{name}")
-    async def drop_url(name: str, request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
+    @guarded.delete("/v1/urls/{name}")
+    async def drop_url(name: str) -> Response:
         with contextlib.suppress(ValueError):
             if service.urls and service.urls.memory.drop(bytes.fromhex(name)):
                 return Response(status_code=204)
@@ -175,7 +168,12 @@ def create_app(
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    app.include_router(guarded)
     return app
+
+
+async def _unauthorised(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=401)
 
 
 async def _serve(

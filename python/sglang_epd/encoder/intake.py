@@ -1,7 +1,7 @@
 """Room for media that are fetched, while they arrive and until their item has ended.
 
 Bytes are asked for in steps, before they are read. A request may have as many of them as are
-free (as `media.shares`), by the bounds of `admission`: that on fetched bytes and that on all.
+free (as `media.slots`), by the bounds of `admission`: that on fetched bytes and that on all.
 Of those that may not, the oldest item alone goes on, so that it ends: all items that are
 fetched together pass a bound by one item at most, and no order of theirs can stop all of them.
 Owns the order of waiting; `Admission` counts the bytes themselves.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from sglang_epd import http_client
+from sglang_epd.wire.http import open_session
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Registration:
 
     def start(self) -> None:
         """Announce the encoder everywhere, and go on doing so until `leave`."""
-        self._session = http_client.session(self._headers, force_close=True)
+        self._session = open_session(self._headers, force_close=True)
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._keep(self._session, one), name=f"register at {one}")

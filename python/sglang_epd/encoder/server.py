@@ -29,30 +29,30 @@ from fastapi import FastAPI
 from sglang_epd import logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
-from sglang_epd.config import Settings
+from sglang_epd.config import Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
-from sglang_epd.encoder.towers import ServedTower, start_towers
+from sglang_epd.encoder.tower import Tower
+from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
-from sglang_epd.lag import LoopLag
 from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
+from sglang_epd.tally import LoopLag
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
-from sglang_epd.unread import announce
 from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
@@ -102,11 +102,10 @@ def launch(server_args: Any) -> None:
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
-        towers = await start_towers(server_args, limits, settings.decode_mb or decode_mb())
-        for tower in towers:
-            await tower.warm_up()
+        memory_mb = settings.decode_mb or decode_mb()
+        towers, hf_config = await start_towers(server_args, limits, memory_mb)
         checkpoint = served(whole=settings.fingerprint == "full")
-        identity = namespace(towers[0].hf_config, checkpoint, towers[0].dtype)
+        identity = namespace(hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingThread(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
@@ -292,7 +291,9 @@ def _bounds(settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_device
 
     patches, items = _batch(get_device().device)
-    batch = Bounds(settings.encoder_batch_patches or patches, settings.encoder_batch_items or items)
+    batch = BatchBounds(
+        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
+    )
     # Half of a language server's share.
     return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
 
@@ -443,7 +444,7 @@ def cache_bytes(*, enabled: bool) -> int:
 def _housekeeping(
     service: EncoderService,
     sender: Sender,
-    towers: Sequence[ServedTower],
+    towers: Sequence[Tower],
     metrics: EncoderMetrics,
 ) -> Any:
     from sglang.srt.runtime_context import get_device

@@ -45,11 +45,27 @@ class Prepared:
 
 
 class Tower(Protocol):
-    """Prepares items side by side and runs one batch after the other."""
+    """Prepares items side by side and runs one batch after the other.
+
+    Attributes:
+        alive: whether it takes calls now. A tower that is not raises TowerLostError, and
+            comes back by itself.
+        dtype: of its weights and embeddings, without "torch.".
+        modalities: that it takes.
+        weights_bytes: of the parameters and buffers that it holds.
+    """
 
     @property
-    def alive(self) -> bool:
-        """False while what holds the model is gone and not yet started again."""
+    def alive(self) -> bool: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def modalities(self) -> tuple[str, ...]: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
 
     @property
     def preparers(self) -> int:
@@ -65,7 +81,7 @@ class Tower(Protocol):
         Decoding ends when this is cancelled.
 
         Args:
-            modality: "IMAGE", "VIDEO" or "AUDIO".
+            modality: a name of `modality.MODALITIES`.
             data: the encoded media.
             deadline: by `time.monotonic`, which a machine's processes share; decoding ends
                 then.
@@ -91,3 +107,6 @@ class Tower(Protocol):
 
     def discard(self, prepared: Prepared) -> None:
         """Forget an item that was prepared here and will not be run again, lost or not."""
+
+    async def close(self) -> None:
+        """End what holds the model; calls under way raise TowerLostError."""

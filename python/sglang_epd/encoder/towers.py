@@ -14,9 +14,10 @@ Leans on `ServerArgs` being a msgspec Struct that holds the user's flags, on
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -33,48 +34,15 @@ _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _THREADS = "OMP_NUM_THREADS"
 
 
-class ServedTower(Tower, Protocol):
-    """The towers of a server: a tower with a life of its own.
-
-    Attributes:
-        alive: whether it takes calls now. One that is not raises TowerLostError and
-            comes back by itself; `WorkerTower.wait_alive` waits for that.
-        dtype: of its weights and embeddings, without "torch.".
-        modalities: that it takes.
-        weights_bytes: of the parameters and buffers that it holds.
-        hf_config: of the whole model.
-    """
-
-    hf_config: Any
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def modalities(self) -> tuple[str, ...]: ...
-
-    @property
-    def weights_bytes(self) -> int: ...
-
-    async def warm_up(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 async def start_towers(
     server_args: Any, limits: MediaLimits, decode_mb: int, times: Times | None = None
-) -> list[ServedTower]:
-    """Start the towers that the flags ask for; all are loaded when it returns.
+) -> tuple[Sequence[Tower], Any]:
+    """Start the towers that the flags ask for; all are loaded and warm when it returns.
 
     Call it once, in the server's event loop and on a thread that lives as long as the
     server, after `publish(server_args, role="encoder")`. `close()` each tower before the
     loop ends. With one tower of one rank that is `[Engine]`, whose loading blocks the
-    loop; else workers load side by side. Either way `warm_up()` may be called on all.
-
-    All towers have the same `dtype` and `hf_config`.
+    loop; else workers load side by side. All towers have the same `dtype`.
 
     Args:
         server_args: SGLang's, resolved.
@@ -82,22 +50,29 @@ async def start_towers(
         decode_mb: for all that is decoded at a time, in all workers together.
         times: bounds on worker processes.
 
+    Returns:
+        The towers, and the model's configuration as the checkpoint has it, which a language
+        server compares: models write to theirs.
+
     Raises:
         TowerStartError: a worker failed or died while it loaded; none is left running.
         ConfigError: flags that workers cannot be given.
     """
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_parallel
 
+    hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
     towers, ranks = get_parallel().dp_size, get_parallel().tp_size
     if towers == ranks == 1:
-        return [Engine(server_args, limits, decode_mb << 20)]
+        engine = Engine(server_args, limits, decode_mb << 20)
+        await engine.warm_up()
+        return [engine], hf_config
     starts = _Starts(server_args, limits, (decode_mb << 20) // (towers * ranks), towers, ranks)
     workers = [
         WorkerTower(
             f"vision worker {tower}",
             _FACTORY,
             lambda tower=tower: starts.of(tower),  # type: ignore[misc]
-            hf_config=starts.hf_config,
             times=times,
         )
         for tower in range(towers)
@@ -113,7 +88,7 @@ async def start_towers(
     except BaseException:
         await asyncio.gather(*(worker.close() for worker in workers))
         raise
-    return list(workers)
+    return workers, hf_config
 
 
 def create(options: dict[str, Any]) -> Engine:
@@ -161,14 +136,11 @@ class _Starts:
     def __init__(
         self, server_args: Any, limits: MediaLimits, decode_bytes: int, towers: int, ranks: int
     ) -> None:
-        from sglang.srt.arg_groups.overrides import model_config_of
-
         self._server_args = server_args
         self._limits = write_limits(limits)
         self._decode_bytes = decode_bytes
         self._towers = towers
         self._ranks = ranks
-        self.hf_config = model_config_of(server_args).hf_config
         self._typed = _typed(server_args, ranks)
 
     def of(self, tower: int) -> list[Rank]:

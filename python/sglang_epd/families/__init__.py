@@ -2,14 +2,13 @@
 
 Nothing here lists them: `adapter` drives SGLang's own processor of the model that is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its
-media. The families that differ from the others are in `differing`, each with the reason.
+media. The families that differ from the others are in `family`, each with the reason.
 The encoder and the seams import this; it imports `media` and `errors`, and SGLang.
 """
 
 from __future__ import annotations
 
-from sglang_epd.families.differing import DIFFERING
-from sglang_epd.families.family import IN_TREE, Family
+from sglang_epd.families.family import DIFFERING, IN_TREE, Family
 
 __all__ = ["IN_TREE", "Family", "family_of"]
 

@@ -10,7 +10,7 @@ and on the in-tree `MMReceiverBase._init_mm_processor`, which loads a processor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +18,6 @@ import torch
 
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
 from sglang_epd.families.expansion import (
-    GRIDS,
-    IMAGE,
-    VIDEO,
     LaidOut,
     Part,
     Seen,
@@ -30,6 +27,7 @@ from sglang_epd.families.expansion import (
     spread,
 )
 from sglang_epd.families.family import Family
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 
 # Fields of a processor's output that differ by prompt; all others are the same for all of them.
 _OF_THE_PROMPT = {
@@ -67,24 +65,22 @@ class Adapter:
         prefers: bool = self.processor.prefer_tokenized_input
         return prefers
 
-    def process(
-        self, prompt: str | list[int], pictures: Sequence[Any], videos: Sequence[Any] = ()
-    ) -> Any:
+    def process(self, prompt: str | list[int], media: Mapping[str, Sequence[Any]]) -> Any:
         """SGLang's own output of a prompt and its media. Not to be called on a loop.
 
         Args:
-            pictures: `PIL.Image.Image`, RGB.
-            videos: decoders (`films`).
+            media: by modality; pictures as `PIL.Image.Image`, RGB, videos as decoders (`films`).
 
         Raises:
             Exception: any error of the processor.
         """
         request = SimpleNamespace(
             rid="",
-            image_data=list(pictures) or None,
-            video_data=list(videos) or None,
-            audio_data=None,
             modalities=None,
+            **{
+                row.request_field: list(media.get(row.name, ())) or None
+                for row in MODALITIES.values()
+            },
         )
         return asyncio.run(
             self.processor.process_mm_data_async(
@@ -118,8 +114,8 @@ class Adapter:
         tokenizer = self.processor._tokenizer
         written = self.family.written(self.processor, modality)
         prompt = f"{tokenizer.eos_token}{written}{tokenizer.eos_token}"
-        pictures, videos = ([medium], []) if modality == IMAGE else ([], [medium])
-        return seen_in(self.process(prompt, pictures, videos), modality, written, mark, tokenizer)
+        output = self.process(prompt, {modality: [medium]})
+        return seen_in(output, modality, written, mark, tokenizer)
 
     def lay_out(self, prompt: str | list[int], parts: Sequence[Part]) -> LaidOut:
         """A prompt with the placeholders of its items.
@@ -151,9 +147,9 @@ class Adapter:
             return {}
         # One item with all grids: processors read one item's, and it has to be of them all.
         grids = {
-            name: torch.tensor([part.grid for part in parts if part.modality == modality])
-            for modality, name in GRIDS.items()
-            if any(part.modality == modality for part in parts)
+            row.item_grid: torch.tensor([part.grid for part in parts if part.modality == row.name])
+            for row in MODALITIES.values()
+            if any(part.modality == row.name for part in parts)
         }
         every = SimpleNamespace(model_specific_data=grids)
         positions, delta = self.processor.compute_mrope_positions(input_ids, [every])
@@ -165,40 +161,34 @@ class Adapter:
         embeddings: dict[Any, torch.Tensor],
         *,
         expansion: Sequence[Any] = (),
-        img_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        **_others: Any,
+        **metadata: Any,
     ) -> Any:
         """In place of SGLang's method of this name; `language.assembly` calls it.
 
         Args:
             expansion: those of the pictures and then of the videos, as layouts carry them.
-            img_grid_thw, video_grid_thw: a row an item.
+            metadata: among them the grids of each modality, a row an item.
 
         Raises:
             MediaError: the prompt and the items do not match.
             MediaTypeError: it has something that this model is not served with.
             EncodeError: the encoder sent an impossible expansion.
         """
-        from sglang.srt.managers.schedule_batch import (
-            Modality,
-            MultimodalDataItem,
-            MultimodalProcessorOutput,
-        )
+        from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 
         for modality in embeddings:
             self._check_modality(modality.name)
-        grids = {IMAGE: img_grid_thw, VIDEO: video_grid_thw}
-        rows = [
-            (modality, grid)
-            for modality, found in grids.items()
-            for grid in ([] if found is None else found.tolist())
+        grids = [
+            (row.name, grid)
+            for row in MODALITIES.values()
+            if row.grids in metadata
+            for grid in metadata[row.grids].tolist()
         ]
-        if len(rows) != len(expansion):
+        if len(grids) != len(expansion):
             raise EncodeError("the encoder told of other expansions than items")
         parts = [
             Part(modality, read(plain), grid)
-            for (modality, grid), plain in zip(rows, expansion, strict=True)
+            for (modality, grid), plain in zip(grids, expansion, strict=True)
         ]
         slices = {}
         for modality, found in embeddings.items():
@@ -216,7 +206,9 @@ class Adapter:
             places = [[place] for place in offsets] if apart else [offsets]
             items += [
                 MultimodalDataItem(
-                    modality=Modality[part.modality], offsets=where, precomputed_embeddings=some
+                    modality=MODALITIES[part.modality].sglang,
+                    offsets=where,
+                    precomputed_embeddings=some,
                 )
                 for where, some in zip(places, embedding.split(counts), strict=True)
             ]
@@ -235,7 +227,7 @@ class Adapter:
                 f"this model takes no {modality.lower()}s where its encoder is apart: "
                 f"{self.refused[modality]}"
             )
-        if modality not in GRIDS:
+        if modality not in (IMAGE, VIDEO):
             raise MediaTypeError(
                 f"this model takes no {modality.lower()} input where its encoder is apart"
             )

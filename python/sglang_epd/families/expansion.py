@@ -17,13 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.modality import MODALITIES
 
 # The name that it travels under, in `Layout.extra`.
 EXPANSION = "expansion"
-# Modalities, as layouts name them; items of a request are in this order.
-IMAGE, VIDEO = "IMAGE", "VIDEO"
-# The names of grids in SGLang's items, by modality.
-GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 class Expansion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,7 +177,7 @@ def seen_in(output: Any, modality: str, written: str, mark: str, tokenizer: Any)
     if not (text.startswith(before) and text.endswith(after)):
         raise EncodeError("the model's processor rewrites what stands round a mark")
     text = text[len(before) : len(text) - len(after)]
-    grid = items[0].model_specific_data.get(GRIDS[modality])
+    grid = items[0].model_specific_data.get(MODALITIES[modality].item_grid)
     sizes = [] if grid is None else [int(size) for size in grid.flatten()]
     return Seen(items, Part(modality, Expansion(text, token, runs), sizes), output)
 

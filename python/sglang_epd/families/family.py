@@ -1,4 +1,5 @@
-"""The contract of a family, and the behaviour of most of them.
+"""The contract of a family, the behaviour of most of them, and those that differ, each with
+its reason.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`: `mm_tokens`
 (`image_token`, `image_token_regex`, and so for videos), `_tokenizer` and
@@ -7,11 +8,14 @@ Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`: `mm_tok
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from sglang_epd.families.expansion import IMAGE, VIDEO, Part
+from sglang_epd.errors import MediaError
+from sglang_epd.families.expansion import Part
+from sglang_epd.modality import IMAGE, VIDEO
 
 # The architectures that SGLang's in-tree EPD knows. They say themselves what an encoder-only and
 # a language-only server leave out (`encoder_only` and `language_only` of their configuration),
@@ -44,7 +48,7 @@ IN_TREE = frozenset(
 class Family:
     """How SGLang's processor of a family reads a prompt, apart from what it makes of media.
 
-    A subclass (`differing`) names its architectures, and says why it differs.
+    A subclass names its architectures, and says why it differs.
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
@@ -88,3 +92,102 @@ class Family:
             options["add_special_tokens"] = False
         ids: list[int] = tokenizer(text, **options)["input_ids"]
         return ids
+
+
+_UNFILLED = "<<<__IMG_PLACEHOLDER__>>>"
+
+
+class Wrapped(Family):
+    """Mistral 3 and LLaVA: SGLang registers a wrapper that holds the processor of the vision
+    tower, without the attributes that every processor has."""
+
+    architectures = ("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration")
+
+    def processor(self, registered: Any) -> Any:
+        return registered.inner
+
+
+class Glm4v(Family):
+    """GLM-4.1V: its rotary positions tell two pictures apart by the marks that chat templates
+    put round each; side by side without them SGLang's own processor fails. Within a video
+    pictures have the same placeholder, and are a video's because of the marks round that."""
+
+    architectures = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+
+    def written(self, processor: Any, modality: str) -> str:
+        if modality == IMAGE:
+            start, end = processor.IMAGE_START_TOKEN, processor.IMAGE_END_TOKEN
+        else:
+            start, end = processor.VIDEO_START_TOKEN, processor.VIDEO_END_TOKEN
+        return f"{start}{self.mark(processor, modality)}{end}"
+
+
+class InternVL(Family):
+    """Its processor puts marks that are missing before the assistant's turn, takes its placeholder
+    for pictures in a prompt for a mark, always has the tokenizer add its special tokens, and
+    takes fewer frames of videos where the rest of the prompt leaves too little room.
+
+    Placeholders do not count as marks when it looks for missing ones, so that after SGLang's own
+    chat template (`internvl-2-5`, taken by the checkpoint's name), which writes placeholders,
+    there are twice as many marks as pictures. What it leaves of those that no picture fills is
+    a name of its own in the prompt. It is left here too: one server's answers are the measure.
+
+    An encoder sees a video alone, and takes the number of frames that there is room for then
+    (32, mostly). A request of which one server would show the model fewer is refused.
+    """
+
+    architectures = ("InternVLChatModel", "InternS1ForConditionalGeneration")
+
+    def mark(self, processor: Any, modality: str) -> str | None:
+        # Its prompts with videos are laid out for some language models only.
+        if modality == VIDEO and processor.video_token_id is None:
+            return None
+        return super().mark(processor, modality)
+
+    def marks(self, processor: Any) -> dict[str, re.Pattern[str]]:
+        names = (processor.IMAGE_PLACEHOLDER_TOKEN, processor.IMG_CONTEXT)
+        return super().marks(processor) | {IMAGE: re.compile("|".join(map(re.escape, names)))}
+
+    def complete(self, processor: Any, prompt: str, parts: Sequence[Part]) -> str:
+        for modality, mark in (
+            (IMAGE, processor.IMAGE_PLACEHOLDER_TOKEN),
+            (VIDEO, processor.VIDEO_PLACEHOLDER_TOKEN),
+        ):
+            count = sum(part.modality == modality for part in parts)
+            prompt = processor._ensure_placeholders_before_assistant(prompt, mark, count)
+            if prompt.count(mark) > count:
+                return prompt  # with more marks than items, which is an error
+        _check_frames(processor, prompt, parts)
+        pictures = sum(part.modality == IMAGE for part in parts)
+        number = itertools.count()
+        return self.marks(processor)[IMAGE].sub(
+            lambda mark: mark.group() if next(number) < pictures else _UNFILLED, prompt
+        )
+
+    def tokenize(self, processor: Any, text: str) -> list[int]:
+        ids: list[int] = processor.tokenizer(text)["input_ids"]
+        return ids
+
+
+def _check_frames(processor: Any, prompt: str, parts: Sequence[Part]) -> None:
+    """Raises:
+    MediaError: one server would take another number of frames of each video.
+    """
+    videos = [len(part.expansion.runs) for part in parts if part.modality == VIDEO]
+    if not videos:
+        return
+    rows = sum(part.expansion.rows for part in parts if part.modality == IMAGE)
+    frames = processor._resolve_video_num_frames(
+        requested=processor.DEFAULT_VIDEO_NUM_FRAMES,
+        num_videos=len(videos),
+        text_len=processor._token_len(prompt),
+        image_tile_cnt=rows // processor.num_image_token,
+    )
+    if set(videos) != {frames}:
+        raise MediaError(
+            f"the prompt leaves room for {frames} frames of each of its videos, and the encoder "
+            f"takes {max(videos)}: shorten it, or send fewer videos or images"
+        )
+
+
+DIFFERING = (Wrapped(), Glm4v(), InternVL())

@@ -23,8 +23,8 @@ from PIL import Image
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.families.adapter import Adapter
-from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.films import drawn
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 
 _SIZES = ((260, 120), (56, 200))
 _FILM = (4, 56, 140, 1.5)
@@ -86,8 +86,6 @@ def _without_names(filled: list[int], inputs: Any) -> list[int | None]:
 def _prompts(adapter: Adapter) -> tuple[Any, Any]:
     """Two SGLang's `MultimodalProcessorOutput` of one prompt: as a language server makes it,
     and as one server does."""
-    from sglang.srt.managers.schedule_batch import Modality
-
     pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES]
     films = [] if VIDEO in adapter.refused else [drawn(*_FILM)]
     seen = [adapter.see(picture) for picture in pictures]
@@ -96,16 +94,16 @@ def _prompts(adapter: Adapter) -> tuple[Any, Any]:
     film = f"First {written[VIDEO]}. " if films else ""
     prompt = f"{film}Here is {written[IMAGE]} and there is {written[IMAGE]}."
     embeddings, grids = {}, {}
-    for modality, name in ((IMAGE, "img_grid_thw"), (VIDEO, "video_grid_thw")):
-        parts = [one.part for one in seen if one.part.modality == modality]
+    for row in MODALITIES.values():
+        parts = [one.part for one in seen if one.part.modality == row.name]
         if parts:
             rows = sum(part.expansion.rows for part in parts)
-            embeddings[Modality[modality]] = torch.zeros(rows, 1)
-            grids[name] = torch.tensor([part.grid or [1, 1, 1] for part in parts])
+            embeddings[row.sglang] = torch.zeros(rows, 1)
+            grids[row.grids] = torch.tensor([part.grid or [1, 1, 1] for part in parts])
     ours = adapter.get_validated_mm_data(
         prompt,
         embeddings,
         expansion=[msgspec.to_builtins(one.part.expansion) for one in seen],
         **grids,
     )
-    return ours, adapter.process(prompt, pictures, films)
+    return ours, adapter.process(prompt, {IMAGE: pictures, VIDEO: films})

@@ -19,9 +19,10 @@ from PIL import Image
 
 from sglang_epd.errors import ConfigError, EpdError
 from sglang_epd.families.adapter import Adapter, constants_of
-from sglang_epd.families.expansion import IMAGE, VIDEO, Seen
+from sglang_epd.families.expansion import Seen
 from sglang_epd.families.family import Family
 from sglang_epd.families.films import drawn
+from sglang_epd.modality import IMAGE, VIDEO
 
 logger = logging.getLogger(__name__)
 
@@ -121,18 +122,15 @@ def _prove(
             name: [int(field[1:]) for field in fields if field[0] == letter]
             for letter, name in names.items()
         }
-        order = [(name, number) for name, numbers in shown.items() for number in numbers]
-        items = [media[name][number] for name, number in order]
-        films = len(shown[VIDEO])
-        arguments = items[: len(items) - films], items[len(items) - films :]
+        given = {name: [media[name][place] for place in places] for name, places in shown.items()}
+        parts = [seen[name][place] for name, places in shown.items() for place in places]
         text = prompt.format(**written)
-        parts = [seen[name][number] for name, number in order]
-        _compare(adapter, text, parts, adapter.process(text, *arguments))
+        _compare(adapter, text, parts, adapter.process(text, given))
         if prompt is not prompts[0]:
             continue
         ids = adapter.family.tokenize(adapter.processor, text)
         try:
-            theirs = adapter.process(ids, *arguments)
+            theirs = adapter.process(ids, given)
         except Exception as error:
             # As one server does not take them either.
             logger.info("Prompts of token ids with %ss are refused: %s", modality.lower(), error)

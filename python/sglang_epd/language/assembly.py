@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 
 from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.messages import Layout
 
@@ -30,7 +31,7 @@ class Processor(Protocol):
     ) -> Any: ...
 
 
-class LaidOut(Protocol):
+class HasLayout(Protocol):
     """An item as far as the prompt's layout is concerned."""
 
     @property
@@ -40,7 +41,7 @@ class LaidOut(Protocol):
     def layout(self) -> Layout: ...
 
 
-Item = TypeVar("Item", bound=LaidOut)
+Item = TypeVar("Item", bound=HasLayout)
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,6 @@ class Rows:
     count: int
 
 
-# Modality -> the processor's name for its grids, and whether they are flattened.
-_GRIDS = {
-    "IMAGE": ("img_grid_thw", False),
-    "VIDEO": ("video_grid_thw", False),
-    "AUDIO": ("audio_feature_lens", True),
-}
 # Arguments that processors take as a tensor, beside grids.
 _SECONDS_PER_GRID = "second_per_grid_ts"
 
@@ -71,7 +66,6 @@ def assemble(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[ReceivedItem],
-    modalities: dict[str, Any],
 ) -> Any:
     """Make a request's `MultimodalProcessorOutput`.
 
@@ -79,7 +73,6 @@ def assemble(
         processor: SGLang's processor of the model.
         prompt: text or token ids with one placeholder an item.
         items: in the planner's order.
-        modalities: SGLang's `Modality` members by name.
 
     Returns:
         What `get_validated_mm_data` returns, each of its items holding its embedding
@@ -89,7 +82,7 @@ def assemble(
     Raises:
         MediaError: the prompt and the items do not match.
     """
-    output, pieces = _lay_out(processor, prompt, items, modalities)
+    output, pieces = _lay_out(processor, prompt, items)
     for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
         mm_item.precomputed_embeddings = owner.embedding[first : first + count]
     return output
@@ -98,8 +91,7 @@ def assemble(
 def lay_out(
     processor: Processor,
     prompt: str | list[int],
-    items: Sequence[LaidOut],
-    modalities: dict[str, Any],
+    items: Sequence[HasLayout],
 ) -> Any:
     """As `assemble`, of items whose embeddings are not needed: none is attached.
 
@@ -109,7 +101,7 @@ def lay_out(
     Raises:
         MediaError: the prompt and the items do not match.
     """
-    output, _ = _lay_out(processor, prompt, items, modalities)
+    output, _ = _lay_out(processor, prompt, items)
     for mm_item in output.mm_items:
         mm_item.precomputed_embeddings = None
     return output
@@ -118,8 +110,7 @@ def lay_out(
 def lay_out_bare(
     processor: Processor,
     prompt: str | list[int],
-    items: Sequence[LaidOut],
-    modalities: dict[str, Any],
+    items: Sequence[HasLayout],
 ) -> tuple[Any, list[Rows]]:
     """As `assemble`, of items whose embeddings may not be needed.
 
@@ -133,7 +124,7 @@ def lay_out_bare(
     Raises:
         MediaError: the prompt and the items do not match.
     """
-    output, pieces = _lay_out(processor, prompt, items, modalities)
+    output, pieces = _lay_out(processor, prompt, items)
     rows = []
     for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
         spec = owner.layout.embedding
@@ -150,7 +141,6 @@ def _lay_out(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[Item],
-    modalities: dict[str, Any],
 ) -> tuple[Any, list[tuple[Item, int, int]]]:
     """The output with identities set, and each of its items as (owner, first row, rows)."""
     by_modality: dict[str, list[Item]] = {}
@@ -158,12 +148,12 @@ def _lay_out(
         by_modality.setdefault(item.layout.modality, []).append(item)
     row_numbers = {}
     metadata: dict[str, Any] = {}
-    for modality, members in by_modality.items():
+    for name, members in by_modality.items():
+        modality = MODALITIES[name]
         rows = sum(item.layout.tokens for item in members)
-        row_numbers[modalities[modality]] = torch.arange(rows).unsqueeze(1)
-        name, flat = _GRIDS[modality]
+        row_numbers[modality.sglang] = torch.arange(rows).unsqueeze(1)
         grid = torch.tensor([row for item in members for row in item.layout.grid])
-        metadata[name] = grid.flatten() if flat else grid
+        metadata[modality.grids] = grid.flatten() if modality.lengths else grid
         for item in members:
             for key, value in item.layout.extra.items():
                 metadata.setdefault(key, []).extend(value)
@@ -196,7 +186,7 @@ def _locate(items: Sequence[Item], row: int) -> tuple[Item, int]:
     raise EncodeError("the model's processor asked for a row that no item has")
 
 
-def _identity(item: LaidOut, first: int, count: int) -> bytes:
+def _identity(item: HasLayout, first: int, count: int) -> bytes:
     if count == item.layout.tokens:
         return item.key
     digest = blake3(item.key)

@@ -30,7 +30,7 @@ from sglang_epd.language import manifest
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import Arena, ReceivedItem
 from sglang_epd.transfer.control import GRACE_S
-from sglang_epd.wire.messages import MAX_HEADER_BYTES, Expect, Laid, Settled, encode_message
+from sglang_epd.wire.messages import MAX_HEADER_BYTES, AskPrefix, Expect, Settled, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ClaimsTickets(Protocol):
 
     def abandon(self, claim: str) -> None: ...
 
-    def take(self) -> list[Settled | Laid]: ...
+    def take(self) -> list[Settled | AskPrefix]: ...
 
 
 class HoldsRequests(Protocol):
@@ -136,7 +136,7 @@ class Leader:
                 logger.error("The receiver settled a claim after it was given up")
             elif claim.request is None:
                 continue  # it needed nothing
-            elif isinstance(settled, Laid):
+            elif isinstance(settled, AskPrefix):
                 passed += self._on_laid(claim, settled)
             else:
                 claim.end(settled.code, settled.message)
@@ -169,7 +169,7 @@ class Leader:
         self._claim(request, expect, (), prefix=self._prefix)
         return False
 
-    def _on_laid(self, claim: _Claim, laid: Laid) -> list[Any]:
+    def _on_laid(self, claim: _Claim, laid: AskPrefix) -> list[Any]:
         """All layouts of a request that waits have become known: the ranks are to look into
         their prefix caches."""
         request = claim.request

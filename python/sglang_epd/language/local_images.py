@@ -22,6 +22,7 @@ from sglang_epd.media import (
     MediaSource,
     check_content_hash,
 )
+from sglang_epd.modality import IMAGE
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire.http import EncodeItem
 
@@ -85,7 +86,7 @@ class LocalImages:
 
     async def _read(self, item: EncodeItem, deadline: float) -> LocalImage:
         try:
-            if item.modality != "IMAGE":
+            if item.modality != IMAGE:
                 raise MediaTypeError("only encoders take it")
             source = MediaSource(data=item.data, url=item.url)
             media = await self._fetcher.fetch(source, deadline)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from blake3 import blake3
 
 from sglang_epd.errors import MediaError, ProtocolError
 from sglang_epd.language import reading
 from sglang_epd.media import EscapeBudget, check_content_hash, parse_content_hash, parse_source
+from sglang_epd.modality import IMAGE, MODALITIES
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import MAX_ITEMS
@@ -24,22 +25,14 @@ from sglang_epd.wire.messages import MAX_ITEMS
 SALT = "cache_salt"
 _SALTS = ("cache_salt", "extra_key")
 # Fields of SGLang's media objects that say where the media is, not how to read it.
-_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash", SALT})
+_ENVELOPE = frozenset({"type", "format", "url", "content_hash", SALT, *map(str.lower, MODALITIES)})
 # A batch has a list a prompt.
 _MOST_NESTED = 8
 # A value that asks for nothing unusual, and must not make two equal images differ.
 _NEUTRAL = {"detail": "auto"}
 
 
-class MultimodalRequest(Protocol):
-    """The media of one prompt, as SGLang's `GenerateReqInput` carries it."""
-
-    image_data: Any
-    video_data: Any
-    audio_data: Any
-
-
-def plan(request: MultimodalRequest) -> list[EncodeItem]:
+def plan(request: Any) -> list[EncodeItem]:
     """List the request's items; inline media are decoded from base64 here, unless that was
     done beforehand (`reading`), and compared with the content hashes that the request has of
     them.
@@ -47,6 +40,9 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     The salt of a request (`cache_salt`, `extra_key`) keeps it apart in the prefix cache. It is
     an option of each of its items, and so a part of its key: in every cache, in stores and on
     encoders of any version the request shares embeddings with its like only.
+
+    Args:
+        request: one prompt's `GenerateReqInput`.
 
     Raises:
         MediaError: an entry is unreadable, or another than its hash says; the message names it.
@@ -61,7 +57,7 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     totals = {modality: 0 for modality, _ in entries}
     for modality, _ in entries:
         totals[modality] += 1
-    hashes = _content_hashes(request, totals.get("IMAGE", 0))
+    hashes = _content_hashes(request, totals.get(IMAGE, 0))
     seen = dict.fromkeys(totals, 0)
     salt = _salt(request)
     escapes = EscapeBudget()
@@ -75,7 +71,7 @@ def plan(request: MultimodalRequest) -> list[EncodeItem]:
     return items
 
 
-def modalities(request: MultimodalRequest) -> list[str]:
+def modalities(request: Any) -> list[str]:
     """The modality of each of the request's items, in the order of `plan`.
 
     Raises:
@@ -101,7 +97,7 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
         return b""
 
 
-def entries(request: MultimodalRequest) -> list[Any]:
+def entries(request: Any) -> list[Any]:
     """The request's media, as it has them, in the order of `plan`.
 
     Raises:
@@ -110,25 +106,21 @@ def entries(request: MultimodalRequest) -> list[Any]:
     return [entry for _, entry in _entries(request)]
 
 
-def has_content_hashes(request: MultimodalRequest) -> bool:
+def has_content_hashes(request: Any) -> bool:
     """Whether there may be content hashes to compare its images with."""
     beside = getattr(request, "mm_content_hashes", None)
     return beside is not None or any(_within(entry) for entry in entries(request))
 
 
-def _entries(request: MultimodalRequest) -> list[tuple[str, Any]]:
+def _entries(request: Any) -> list[tuple[str, Any]]:
     return [
-        (modality, entry)
-        for modality, data in (
-            ("IMAGE", request.image_data),
-            ("VIDEO", request.video_data),
-            ("AUDIO", request.audio_data),
-        )
-        for entry in _flatten(data)
+        (row.name, entry)
+        for row in MODALITIES.values()
+        for entry in _flatten(getattr(request, row.request_field))
     ]
 
 
-def _content_hashes(request: MultimodalRequest, images: int) -> list[Any]:
+def _content_hashes(request: Any, images: int) -> list[Any]:
     """The hashes that stand beside the request's images, one an image.
 
     Raises:
@@ -175,7 +167,7 @@ def _item(
         source = parse_source(entry, escapes) if read is None else read.source
         if isinstance(source, MediaError):
             raise source
-        content_hash = _content_hash(entry, told) if modality == "IMAGE" else ""
+        content_hash = _content_hash(entry, told) if modality == IMAGE else ""
         if source.data is not None:
             # Here, because an item that is known already is sent to no encoder.
             check_content_hash(source.data, content_hash, read.sha256 if read else "")
@@ -196,7 +188,7 @@ def _item(
     return item
 
 
-def _salt(request: MultimodalRequest) -> str:
+def _salt(request: Any) -> str:
     """A digest of the request's salts in the prefix cache; empty without any."""
     told = [getattr(request, name, None) or "" for name in _SALTS]
     if not any(told):

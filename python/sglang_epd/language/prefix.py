@@ -115,7 +115,7 @@ def end(item: Any) -> int:
     return int(max(last for _, last in item.offsets)) + 1
 
 
-class Gate:
+class PrefixGate:
     """Lets requests pass whose items are covered, and holds the others.
 
     Args:

@@ -7,8 +7,13 @@ message: `display` is the only way a source is shown.
 """
 
 from sglang_epd.media.address import AddressPolicy
-from sglang_epd.media.container import check_audio, check_container
-from sglang_epd.media.content_hash import check_content_hash, parse_content_hash
+from sglang_epd.media.container import (
+    VideoFacts,
+    check_audio,
+    check_container,
+    check_frames_read,
+    check_video,
+)
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
 from sglang_epd.media.fetching_thread import Fetcher, FetchingThread
@@ -16,8 +21,15 @@ from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
 from sglang_epd.media.slots import Account
-from sglang_epd.media.source import EscapeBudget, MediaSource, digest, display, parse_source
-from sglang_epd.media.video import VideoFacts, check_frames_read, check_video
+from sglang_epd.media.source import (
+    EscapeBudget,
+    MediaSource,
+    check_content_hash,
+    digest,
+    display,
+    parse_content_hash,
+    parse_source,
+)
 
 __all__ = [
     "Account",

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from sglang_epd.media.shares import Shares
+from sglang_epd.media.slots import Shares
 
 # Each has a file descriptor or two.
 _THREADS = 512

@@ -1,4 +1,4 @@
-"""An image's width and height, read from its first bytes.
+"""An image's width and height, read from its first bytes, and the cost of decoding an item.
 
 For estimates: it looks at a few numbers, decodes nothing, allocates nothing, and takes
 microseconds for any input. `decode_image` decides what an image is.
@@ -7,6 +7,8 @@ microseconds for any input. `decode_image` decides what an image is.
 from __future__ import annotations
 
 from typing import Literal
+
+from sglang_epd.modality import IMAGE, VIDEO
 
 # Segments of a JPEG before its frame header: cameras write ten, profiles and
 # thumbnails of some megabytes a few dozen.
@@ -17,6 +19,11 @@ _JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
 _MAX_JPEG_2000_HEADER = 64 << 10
 # Start-of-frame markers: 0xC0 to 0xCF but for tables (DHT, JPG, DAC).
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Takes a fraction of a second to decode, in whatever format.
+SMALL_PIXELS = 4 << 20
+# A picture whose header is not read here may be anything.
+_UNKNOWN_PIXELS = 4 * SMALL_PIXELS
+_VIDEO_PIXELS_A_BYTE = 64
 
 
 def image_size(data: bytes) -> tuple[int, int] | None:
@@ -92,3 +99,24 @@ def _webp(data: bytes) -> tuple[int, int] | None:
     if kind == b"VP8X" and len(data) >= 30:
         return 1 + _number(data, 24, 3), 1 + _number(data, 27, 3)
     return None
+
+
+def claimed_pixels(modality: str, data: bytes) -> int:
+    """What decoding an item costs, as far as can be told in microseconds; at least 1.
+
+    In pixels, because decoding costs by pixels: a picture of 100 megapixels may be a kilobyte
+    long. It is an estimate for who goes first, not a limit: decoding has its own.
+
+    Args:
+        modality: a name of `modality.MODALITIES`.
+        data: the encoded media.
+    """
+    if modality == IMAGE:
+        size = image_size(data)
+        claimed = _UNKNOWN_PIXELS if size is None else size[0] * size[1]
+        # What is not pixels, a colour profile or text, is inflated too.
+        return max(claimed, len(data), 1)
+    if modality == VIDEO:
+        # A still scene compresses without bound.
+        return max(_UNKNOWN_PIXELS, len(data) * _VIDEO_PIXELS_A_BYTE)
+    return max(len(data), 1)

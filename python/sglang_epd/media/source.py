@@ -1,4 +1,5 @@
-"""Where an item's bytes come from, and the digest that names them.
+"""Where an item's bytes come from, the digest that names them, and the SHA-256 that a caller
+may give of them, which is compared and forgotten.
 
 A source is named here, never read: no file is touched and nothing is fetched.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -37,6 +39,7 @@ _MAX_SHOWN_CHARS = 120
 # Modes that PNG stores unchanged. Every other mode is converted first, as decoding
 # would convert it later.
 _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
+_FORM = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,3 +291,38 @@ def _encode_png(image: Image.Image) -> bytes:
     except Exception as error:  # a lazily opened image fails here, with errors of its format
         raise MediaError(f"the PIL image cannot be read ({type(error).__name__})") from error
     return file.getvalue()
+
+
+def parse_content_hash(given: object) -> str:
+    """A caller's `content_hash` in small letters; empty where there is none.
+
+    Raises:
+        MediaError: it is not `sha256:` and 64 hexadecimal digits.
+    """
+    if given is None:
+        return ""
+    # The prefix has no capitals in SGLang either.
+    text = given[:7] + given[7:].lower() if isinstance(given, str) else ""
+    if not _FORM.fullmatch(text):
+        raise MediaError("a content hash is 'sha256:' and 64 hexadecimal digits")
+    return text
+
+
+def check_content_hash(data: bytes, expected: str, sha256: str = "") -> None:
+    """Compare encoded media with a caller's digest of them.
+
+    Args:
+        expected: as of `parse_content_hash`; nothing is compared where it is empty.
+        sha256: of the data in hexadecimal digits, where it is known.
+
+    Raises:
+        MediaError: they are something else.
+    """
+    if not expected:
+        return
+    found = f"sha256:{sha256 or hashlib.sha256(data).hexdigest()}"
+    if found != expected:
+        raise MediaError(
+            f"the content hash does not match: expected {expected}, got {found}",
+            reason="content_hash",
+        )

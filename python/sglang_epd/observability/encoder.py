@@ -13,7 +13,7 @@ from sglang_epd.observability.metrics import LAG_BUCKETS_S, Metrics, counter, ga
 if TYPE_CHECKING:
     from sglang_epd.cache import EmbeddingCache
     from sglang_epd.store import SharedStore
-    from sglang_epd.store.breaker import Breaker
+    from sglang_epd.store.backend import Breaker
 
 _STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _BREAKER_STATES = ("closed", "half_open", "open")

@@ -14,9 +14,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_epd.platform.defaults import apply_defaults
+from sglang_epd.platform.defaults import apply_defaults, wait_passively
 from sglang_epd.platform.seams import install
-from sglang_epd.platform.threads import wait_passively
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -25,7 +25,7 @@ from sglang_epd.errors import ProtocolError
 # message (a long video's timestamps) travels as a file too.
 _PACKET_BYTES = 64 << 10
 _IN_A_FILE = b"\0"
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -34,13 +34,14 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def new_file(nbytes: int) -> int:
-    """An anonymous file of zeros in memory; the caller closes the descriptor.
+def new_file(nbytes: int, name: str = "sglang-epd") -> int:
+    """An anonymous file of zeros in memory, whose size is sealed; the caller closes the
+    descriptor.
 
     Raises:
         OSError: no memory, or no descriptor left.
     """
-    fd = os.memfd_create("sglang-epd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         # A process that maps it may rely on its size: one that shrinks would end it by a signal.

@@ -34,8 +34,8 @@ from sglang_epd.dispatch.decider import (
     LocalRate,
     decide,
 )
-from sglang_epd.dispatch.policies import Work
-from sglang_epd.dispatch.pool import Pool, Snapshot, State
+from sglang_epd.dispatch.policies import ItemCost
+from sglang_epd.dispatch.pool import Health, Pool, Snapshot
 from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
     EncoderLostError,
@@ -50,6 +50,7 @@ from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
+from sglang_epd.modality import IMAGE
 from sglang_epd.seams import headers, identities, local_rate
 from sglang_epd.wire.http import EncodeItem
 
@@ -233,7 +234,7 @@ class Adaptive:
                 "placeholders do not match the media"
             )
         if found:
-            identities.name_items(tokenized.mm_inputs, {"IMAGE": [one.key for one in read]})
+            identities.name_items(tokenized.mm_inputs, {IMAGE: [one.key for one in read]})
         return tokenized
 
     async def _elsewhere(
@@ -250,7 +251,7 @@ class Adaptive:
             while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
                 if http is not None and await http.is_disconnected():
                     raise ValueError(f"the client of {prompt.rid} has left")
-                ready = any(view.state is State.READY for view in self._snapshot().encoders)
+                ready = any(view.state is Health.READY for view in self._snapshot().encoders)
                 without = 0 if ready or not may_return else without + 1
                 if without == _LOOKS_WITHOUT:
                     return None, "no encoder is ready"
@@ -303,7 +304,7 @@ class Adaptive:
         if chosen is not None:
             views = tuple(view for view in snapshot.encoders if view.url in chosen)
             snapshot = replace(snapshot, encoders=views)
-        work = [Work(b"", self._estimate(item)) for item in items]
+        work = [ItemCost(b"", self._estimate(item)) for item in items]
         local = self._local_rate() if _local(items) else None
         decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
         if chosen is not None and decision.why in ("cost", "small", "few"):
@@ -342,7 +343,7 @@ def _prompts(obj: Any) -> list[Any]:
 def _local(items: Sequence[EncodeItem]) -> bool:
     """Whether they may be encoded here: videos and sounds may not, because it is the
     encoder that looks into a container before FFmpeg does."""
-    return all(item.modality == "IMAGE" for item in items)
+    return all(item.modality == IMAGE for item in items)
 
 
 def create(

@@ -124,7 +124,7 @@ def serve_layouts(_result: None, server: Any) -> None:
         return
     if get_serving().tokenizer_worker_num > 1:
         return
-    from sglang_epd.language.layout_route import PATH, LayoutRoute
+    from sglang_epd.language.layout_exchange import PATH, LayoutRoute
     from sglang_epd.language.layouts import Board
 
     board = Board()

@@ -46,16 +46,16 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
         "BaseMultimodalProcessor.compute_mrope_positions",
     ): "self input_ids mm_items",
     (
-        "families/differing",
+        "families/family",
         "multimodal.processors.internvl",
         "InternVLProcessor._ensure_placeholders_before_assistant",
     ): "self prompt placeholder want",
     (
-        "families/differing",
+        "families/family",
         "multimodal.processors.internvl",
         "InternVLProcessor._resolve_video_num_frames",
     ): "self requested num_videos text_len image_tile_cnt",
-    ("families/differing", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
+    ("families/family", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
         "self text"
     ),
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.__getitem__"): "self idx",
@@ -66,7 +66,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ("families/films", "utils.common", "load_video"): "video_file use_gpu",
     ("families/films", "utils.video_decoder", "VideoDecoderWrapper.close"): "self",
     (
-        "encoder/model/one_server",
+        "encoder/model/preparing",
         "disaggregation.encoder.preprocessor",
         "EncoderPreprocessor._load_single_item",
     ): "self data modality frame_count_limit discard_alpha_channel",

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 def set_up(manager: Any) -> None:
     """Have the prompts of a decode server laid out by what their prefill server knows, where
     that can be."""
-    from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.runtime_context import get_disagg
 
     disagg, processor = get_disagg(), manager.mm_processor
@@ -41,7 +40,7 @@ def set_up(manager: Any) -> None:
     if disagg.enable_pd_role_switch or processor is None:
         return
     from sglang_epd.config import Settings
-    from sglang_epd.language.layout_client import LayoutClient
+    from sglang_epd.language.layout_exchange import LayoutClient
     from sglang_epd.observability.language import DecodeMetrics
 
     try:
@@ -57,7 +56,6 @@ def set_up(manager: Any) -> None:
         processor=layer,
         original=processor.process_mm_data_async,
         ask=LayoutClient(bootstrap.trust().token, settings.request_timeout_s).ask,
-        modalities={member.name: member for member in Modality},
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,
         metrics=DecodeMetrics(),
@@ -74,7 +72,6 @@ class DecodePrompts:
         processor: lays out a prompt (`get_validated_mm_data`).
         original: SGLang's own method, for requests that the prefill server does not know.
         ask: (host, port, room) to layouts, as `LayoutClient.ask`.
-        modalities: SGLang's `Modality` members by name.
         default_port: of a bootstrap server whose port the request does not say.
         context_tokens: longer prompts are refused before they are laid out: the request says
             which server is asked, so the answer may come from any server.
@@ -88,7 +85,6 @@ class DecodePrompts:
         processor: Any,
         original: Callable[..., Awaitable[Any]],
         ask: Callable[[str, int, int], Awaitable[list[ItemLayout] | None]],
-        modalities: dict[str, Any],
         default_port: int,
         context_tokens: int,
         metrics: DecodeMetrics,
@@ -98,7 +94,6 @@ class DecodePrompts:
         self._processor = processor
         self._original = original
         self._ask = ask
-        self._modalities = modalities
         self._default_port = default_port
         self._context_tokens = context_tokens
         self._prompts = metrics.prompts
@@ -154,7 +149,7 @@ class DecodePrompts:
                 f"context length ({self._context_tokens} tokens)"
             )
         try:
-            return lay_out(self._processor, prompt, items, self._modalities)
+            return lay_out(self._processor, prompt, items)
         except MediaError:
             raise
         except Exception:

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
-    from sglang_epd.language.prefix import Gate
+    from sglang_epd.language.prefix import PrefixGate
     from sglang_epd.transfer.arena import Arena
 
 
 class Installed:
     """The gate before this process's scheduler; None where it is no language server's."""
 
-    gate: Gate | None = None
+    gate: PrefixGate | None = None
 
 
 class RadixTree:
@@ -73,7 +73,7 @@ class SchedulerQueue:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self.gate: Gate | None = None
+        self.gate: PrefixGate | None = None
 
     def add(self, request: Any, *, retracted: bool) -> None:
         assert self.gate is not None
@@ -170,11 +170,11 @@ def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options:
             request.multimodal_inputs.release_features()
 
 
-def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> Gate:
+def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> PrefixGate:
     """Put a gate before this process's scheduler."""
-    from sglang_epd.language.prefix import Gate
+    from sglang_epd.language.prefix import PrefixGate
 
     queue = SchedulerQueue(scheduler)
-    gate = queue.gate = Gate(RadixTree(scheduler.tree_cache), queue, leader, arena, reader)
+    gate = queue.gate = PrefixGate(RadixTree(scheduler.tree_cache), queue, leader, arena, reader)
     Installed.gate = gate
     return gate

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from sglang_epd.errors import MediaError
 from sglang_epd.families import family_of
 from sglang_epd.families.proof import adapt
+from sglang_epd.modality import IMAGE, MODALITIES
 
 
 class Piece(NamedTuple):
@@ -101,7 +102,7 @@ def _token_ids(
         return list(prompt)
     ids: list[int] = processor._tokenizer.encode(prompt)
     tokens = processor.mm_tokens
-    image_id: Any = getattr(processor, "IM_TOKEN_ID", None)
+    image_id: Any = getattr(processor, MODALITIES[IMAGE].placeholder, None)
     images = items.get(image_id, (None, []))[1]
     if (
         ids.count(image_id) != len(images)
@@ -127,46 +128,29 @@ def as_tokenized(
     """
     if input_ids is None:
         return None
-    marks = {
-        "IMAGE": getattr(processor, "IM_TOKEN_ID", None),
-        "VIDEO": getattr(processor, "VIDEO_TOKEN_ID", None),
-        "AUDIO": getattr(processor, "audio_token_id", None),
-    }
     ids = list(input_ids)
-    for modality, token in marks.items():
-        if token is not None and ids.count(token) != modalities.count(modality):
+    for row in MODALITIES.values():
+        token = getattr(processor, row.placeholder, None)
+        if token is not None and ids.count(token) != modalities.count(row.name):
             # Written otherwise than by the model's own mark, or expanded already.
             return None
     return ids
 
 
-def _items(
-    processor: Any, images: Any, videos: Any, audios: Any
-) -> dict[int, tuple[Any, list[int]]]:
-    """Placeholder token id -> modality and the number of rows of each of its items."""
-    from sglang.srt.managers.schedule_batch import Modality
+def _items(processor: Any, *grids: Any) -> dict[int, tuple[Any, list[int]]]:
+    """Placeholder token id -> modality and the number of rows of each of its items.
 
+    Args:
+        grids: of each modality, in the order of the table; None where there is no item.
+    """
     merged = getattr(processor, "spatial_merge_size", 1) ** 2
     found: dict[int, tuple[Any, list[int]]] = {}
-    for token_id, modality, counts in (
-        (
-            getattr(processor, "IM_TOKEN_ID", None),
-            Modality.IMAGE,
-            [] if images is None else [int(grid.prod()) // merged for grid in images],
-        ),
-        (
-            getattr(processor, "VIDEO_TOKEN_ID", None),
-            Modality.VIDEO,
-            [] if videos is None else [int(grid.prod()) // merged for grid in videos],
-        ),
-        (
-            getattr(processor, "audio_token_id", None),
-            Modality.AUDIO,
-            [] if audios is None else [int(length) for length in audios],
-        ),
-    ):
+    for row, given in zip(MODALITIES.values(), grids, strict=True):
+        token_id = getattr(processor, row.placeholder, None)
         if token_id is not None:
-            found[token_id] = (modality, counts)
+            unit = 1 if row.lengths else merged
+            counts = [] if given is None else [int(grid.prod()) // unit for grid in given]
+            found[token_id] = (row.sglang, counts)
     return found
 
 

@@ -14,14 +14,13 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_epd.config import Settings
+from sglang_epd.config import Settings, announce
 from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
 from sglang_epd.seams import rundir
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.unread import announce
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ import zmq
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.language.assembly import LaidOut, assemble, lay_out_bare
+from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
-from sglang_epd.language.prefix import Gate, Resting, mark
+from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.staging import Stager
 from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
@@ -56,7 +56,7 @@ class SchedulerSeam:
         self,
         backend: Backend,
         leader: Leader | None,
-        gate: Gate | None = None,
+        gate: PrefixGate | None = None,
         stager: Stager | None = None,
     ) -> None:
         self._backend = backend
@@ -96,17 +96,15 @@ def create_backend(
         MMReceiverBase,
         _select_mm_processor_prompt,
     )
-    from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
     registered = load_processor(server_args, scheduler.model_config)
     processor = lays_out(registered, hf_config.architectures[0])
-    modalities = {member.name: member for member in Modality}
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
 
-    def prompt_of(request: Any, items: Sequence[LaidOut]) -> str | list[int]:
+    def prompt_of(request: Any, items: Sequence[HasLayout]) -> str | list[int]:
         given = [item.layout.modality for item in items]
         ids = None if reads_text else as_tokenized(processor, request.input_ids, given)
         if ids is not None:
@@ -115,13 +113,13 @@ def create_backend(
         return prompt
 
     def make_inputs(request: Any, items: Sequence[ReceivedItem]) -> Any:
-        return assemble(processor, prompt_of(request, items), items, modalities)
+        return assemble(processor, prompt_of(request, items), items)
 
     def make_bare_inputs(request: Any, expect: Expect) -> Any:
         items = [
             ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
         ]
-        output, rows = lay_out_bare(processor, prompt_of(request, items), items, modalities)
+        output, rows = lay_out_bare(processor, prompt_of(request, items), items)
         mark(output, rows, Resting(request, expect))
         return output
 

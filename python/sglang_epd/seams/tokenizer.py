@@ -27,7 +27,7 @@ from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import policy
-from sglang_epd.dispatch.pool import Pool, State
+from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.work import Costs, describe
 from sglang_epd.errors import (
     EncodeError,
@@ -37,7 +37,6 @@ from sglang_epd.errors import (
     RequestCancelledError,
 )
 from sglang_epd.families import family_of
-from sglang_epd.lag import LoopLag
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
@@ -59,6 +58,7 @@ from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
+from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem
 from sglang_epd.wire.messages import Expect
@@ -265,13 +265,10 @@ class TokenizerSeam:
 
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
-        from sglang.srt.managers.schedule_batch import Modality
-
         try:
             expect = self._start(request, self._slot(request))
             items = await self._control.collect(expect)
-            modalities = {member.name: member for member in Modality}
-            return assemble(self._processor, prompt, items, modalities)
+            return assemble(self._processor, prompt, items)
         except EpdError as error:
             error.__cause__ = error.__context__ = None  # their traces hold the items too
             return error.with_traceback(None)
@@ -361,9 +358,9 @@ def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
     pool = Pool(identity)
 
-    def on_move(url: str, old: State | None, new: State, why: str) -> None:
-        tally.moved(old.value if old else None, new.value, stays=new is not State.GONE)
-        level = logging.WARNING if new in (State.SUSPECT, State.OPEN) else logging.INFO
+    def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
+        tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
+        level = logging.WARNING if new in (Health.SUSPECT, Health.OPEN) else logging.INFO
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool.on_move = on_move

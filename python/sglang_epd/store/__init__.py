@@ -4,8 +4,8 @@ The encoder may import this package; it imports `wire` and `errors`. It keeps em
 key, and decides when to leave a store alone.
 """
 
-from sglang_epd.store.entry import Entry
+from sglang_epd.store.entry import StoredEntry
 from sglang_epd.store.shared import Observer, SharedStore, open_store
 from sglang_epd.store.url import StoreUrl
 
-__all__ = ["Entry", "Observer", "SharedStore", "StoreUrl", "open_store"]
+__all__ = ["Observer", "SharedStore", "StoreUrl", "StoredEntry", "open_store"]

@@ -24,8 +24,9 @@ import numpy as np
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.store.backend import StoreError
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, MODALITIES, Layout
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_HEADER_BYTES, Layout
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame, tensor_spec, view_tensor
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _layout_decoder = msgspec.json.Decoder(Layout)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredEntry:
     """An embedding [tokens, width] on the host, as it was read back.
 
     Attributes:
@@ -128,7 +129,7 @@ class Sealer:
             raise ProtocolError("the layout is too long to be stored")
         return [memoryview(struct.pack("<Q", len(header)) + header), payload]
 
-    def open(self, key: bytes, modality: str, raw: np.ndarray) -> Entry:
+    def open(self, key: bytes, modality: str, raw: np.ndarray) -> StoredEntry:
         """Read an entry; the embedding is a view of `raw`.
 
         Args:
@@ -165,7 +166,7 @@ class Sealer:
         digest = self._digest(metadata.key, metadata.layout, metadata.written_at, payload.data)
         if digest != metadata.blake3:
             raise CorruptEntryError("the digest is another")
-        return Entry(layout, view_tensor(payload, spec), written_at, nbytes)
+        return StoredEntry(layout, view_tensor(payload, spec), written_at, nbytes)
 
     def _digest(self, key: str, layout: str, stamp: str, payload: memoryview) -> str:
         hasher = blake3(key=self._mac) if self._mac else blake3()

@@ -21,8 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.threads import Threads
+from sglang_epd.store.backend import OversizedError, StoreError, Threads
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class _File(NamedTuple):
 
 
 class FolderStore:
-    """A `Backend`.
+    """A `StoreBackend`.
 
     Args:
         root: of this namespace; made if it is not there.

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.threads import Threads
+from sglang_epd.store.backend import OversizedError, StoreError, Threads
 from sglang_epd.store.url import MooncakeOptions, StoreUrl
 from sglang_epd.wire.urls import host_port
 
@@ -33,7 +32,7 @@ _BUFFER_SHARE = 1.25
 
 
 class MooncakeStore:
-    """A `Backend`.
+    """A `StoreBackend`.
 
     Raises:
         ConfigError: Mooncake is not installed.

@@ -21,7 +21,7 @@ _SOCKET_S = 30.0
 
 
 class RedisStore:
-    """A `Backend`.
+    """A `StoreBackend`.
 
     Raises:
         ConfigError: the client library is not installed.

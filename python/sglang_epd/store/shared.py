@@ -18,12 +18,9 @@ from typing import Any
 import torch
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.store.backend import Backend, StoreError
-from sglang_epd.store.breaker import Breaker
-from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Entry, Sealer
-from sglang_epd.store.threads import Threads
+from sglang_epd.store.backend import Breaker, StoreBackend, StoreError, Threads
+from sglang_epd.store.entry import MAX_OVERHEAD_BYTES, CorruptEntryError, Sealer, StoredEntry
 from sglang_epd.store.url import FolderBounds, StoreUrl
-from sglang_epd.store.writing import Writing
 from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import spec_bytes
 
@@ -69,7 +66,7 @@ class SharedStore:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: StoreBackend,
         url: StoreUrl,
         *,
         token: str,
@@ -104,7 +101,7 @@ class SharedStore:
         else:
             logger.info("Embeddings are kept in %s, too", self._url.shown)
 
-    async def find(self, key: bytes, modality: str) -> Entry | None:
+    async def find(self, key: bytes, modality: str) -> StoredEntry | None:
         """The embedding of a key; None where the store has none, or does not give it in time.
 
         Args:
@@ -171,7 +168,7 @@ class SharedStore:
         except Exception:
             logger.exception("The store's library did not end well")
 
-    async def _read(self, key: bytes, modality: str, until: float) -> Entry | None:
+    async def _read(self, key: bytes, modality: str, until: float) -> StoredEntry | None:
         """The entry, or None.
 
         Raises:
@@ -247,7 +244,7 @@ def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) 
     return SharedStore(_backend(url), url, token=token, timeout_s=timeout_s, observer=observer)
 
 
-def _backend(url: StoreUrl) -> Backend:
+def _backend(url: StoreUrl) -> StoreBackend:
     if isinstance(url.bounds, FolderBounds):
         from sglang_epd.store.folder import FolderStore
 
@@ -260,3 +257,64 @@ def _backend(url: StoreUrl) -> Backend:
     from sglang_epd.store.mooncake import MooncakeStore
 
     return MooncakeStore(url)
+
+
+class Writing:
+    """Embeddings that are to be written, and the task that does it, one after the other.
+
+    Args:
+        write: writes one of so many bytes; raises nothing.
+        drop: called with the bytes of each dropped embedding.
+        capacity_bytes: embeddings that may wait or be on their way.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int, bytes, Layout, torch.Tensor], Awaitable[None]],
+        drop: Callable[[int], None],
+        capacity_bytes: int,
+    ) -> None:
+        self._write = write
+        self._drop = drop
+        self._capacity_bytes = capacity_bytes
+        self._queue: dict[bytes, tuple[Layout, torch.Tensor, int]] = {}
+        self._writer: asyncio.Task[None] | None = None
+        self._closed = False
+        self.nbytes = 0
+
+    @property
+    def items(self) -> int:
+        return len(self._queue)
+
+    def put(self, key: bytes, layout: Layout, embedding: torch.Tensor, nbytes: int) -> None:
+        """Write an embedding by and by; it must not change meanwhile."""
+        if key in self._queue:
+            return
+        if self._closed or self.nbytes + nbytes > self._capacity_bytes:
+            self._drop(nbytes)
+            return
+        self._queue[key] = layout, embedding, nbytes
+        self.nbytes += nbytes
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all(), name="store writer")
+
+    async def close(self, grace_s: float) -> None:
+        """Give queued writes that long to be written; drop the rest."""
+        self._closed = True
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=grace_s)
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        if self._queue:
+            logger.warning("%d writes to the store were given up", len(self._queue))
+        for _, _, nbytes in self._queue.values():
+            self._drop(nbytes)
+        self._queue.clear()
+        self.nbytes = 0
+
+    async def _write_all(self) -> None:
+        while self._queue:
+            key, (layout, embedding, nbytes) = next(iter(self._queue.items()))
+            await self._write(nbytes, key, layout, embedding)
+            del self._queue[key]
+            self.nbytes -= nbytes

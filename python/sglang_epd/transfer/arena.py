@@ -30,6 +30,7 @@ import numpy as np
 
 from sglang_epd.device import Device
 from sglang_epd.errors import ProtocolError, from_code
+from sglang_epd.processes.packets import SEALS, new_file
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.wire.messages import Landed, Layout, Settled, Welcome
 from sglang_epd.wire.tensors import view_tensor
@@ -47,7 +48,6 @@ _KEPT, _TAKEN = 1, 2
 _MADV_POPULATE_WRITE = 23
 # Meanwhile no other thread of the process maps memory.
 _POPULATED_BYTES = 16 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
@@ -109,10 +109,7 @@ class Arena:
         """
         size = ALIGNMENT + aligned(SLOTS * readers * 4) + aligned(data_bytes)
         seal = secrets.token_bytes(_SEAL_BYTES)
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        # Processes that map it rely on its size: a file that shrinks ends them by a signal.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fd = new_file(size, _NAME)
         arena = cls(fd, Address(f"/proc/{os.getpid()}/fd/{fd}", size, seal, readers))
         arena._map[:_SEAL_BYTES] = seal
         _made_here[seal] = arena
@@ -141,7 +138,7 @@ class Arena:
         fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _check_leads_to_arena(f"/proc/self/fd/{fd}")
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ProtocolError(f"{address.path} may change its size")
             if os.fstat(fd).st_size != address.size or os.pread(fd, _SEAL_BYTES, 0) != address.seal:
                 raise ProtocolError(f"{address.path} is another arena")

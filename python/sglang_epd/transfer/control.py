@@ -308,16 +308,16 @@ class Claims:
         """The items are not wanted any more; their outcome comes all the same."""
         self._send(wire.Abandon(claim))
 
-    def take(self) -> list[wire.Settled | wire.Laid]:
+    def take(self) -> list[wire.Settled | wire.AskPrefix]:
         """The outcomes of claims since the last call; never blocks."""
-        settled: list[wire.Settled | wire.Laid] = []
+        settled: list[wire.Settled | wire.AskPrefix] = []
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return settled
             message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
-            if not isinstance(message, wire.Settled | wire.Laid):
+            if not isinstance(message, wire.Settled | wire.AskPrefix):
                 raise ProtocolError(f"{type(message).__name__} from the receiver")
             settled.append(message)
 

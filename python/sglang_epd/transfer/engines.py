@@ -12,7 +12,7 @@ from typing import Protocol
 from sglang_epd.transfer import mooncake
 
 
-class Engine(Protocol):
+class PayloadEngine(Protocol):
     """This process's end of an engine. Any thread may call it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Engine(Protocol):
 _ENGINES = {mooncake.NAME: mooncake.started}
 
 
-def started(backend: str) -> Engine | None:
+def started(backend: str) -> PayloadEngine | None:
     """This process's engine for a transfer backend; None where that has none.
 
     Raises:

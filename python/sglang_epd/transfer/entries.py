@@ -110,7 +110,7 @@ class Item:
 
 
 @dataclass
-class Entry:
+class RequestEntry:
     age: int
     items: list[Item]
     consumers: int

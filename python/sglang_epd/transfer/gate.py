@@ -14,6 +14,8 @@ from typing import Any
 
 import zmq
 
+from sglang_epd.wire.urls import host_port
+
 _USER = b"epd"
 
 
@@ -36,7 +38,7 @@ class Gate:
 
     def address(self, host: str, port: int) -> str:
         """The address that encoders receive."""
-        return f"tcp://{self._secret}@{bracketed(host)}:{port}"
+        return f"tcp://{self._secret}@{host_port(host, port)}"
 
     def answer(self) -> None:
         """Answer one handshake that waits."""
@@ -46,11 +48,6 @@ class Gate:
         admitted = mechanism == b"PLAIN" and hmac.compare_digest(proof[-1], self._secret.encode())
         status = (b"200", b"") if admitted else (b"400", b"not the secret of this port")
         self.socket.send_multipart([version, number, *status, b"", b""])
-
-
-def bracketed(host: str) -> str:
-    """A host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def dial(socket: zmq.Socket[Any], endpoint: str) -> str:

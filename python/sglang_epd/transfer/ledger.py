@@ -25,12 +25,12 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import (
     Claimant,
-    Entry,
     Item,
     ItemState,
     Notice,
     Outcome,
     Plan,
+    RequestEntry,
 )
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.transfer.reservations import Reservations
@@ -67,10 +67,10 @@ class Ledger:
         self._tally = tally or Tally()
         self._remembered = remembered
         # In order of age.
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RequestEntry] = {}
         # Of each: its error, and its last message to its tokenizer.
         self._ended: OrderedDict[str, tuple[EpdError | None, wire.Needed]] = OrderedDict()
-        self._waiting: dict[str, Entry] = {}
+        self._waiting: dict[str, RequestEntry] = {}
         self._outcomes: list[Outcome] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -118,7 +118,7 @@ class Ledger:
         if entry is None:
             keys = message.keys or (b"",) * message.items
             plan = Plan.OPEN if message.consumers == 1 else Plan.DECIDED
-            entry = self._entries[ticket] = Entry(
+            entry = self._entries[ticket] = RequestEntry(
                 age=self._next_age,
                 # Items without a key are being sent for.
                 items=[Item(key, asked=not key, wanted=not message.layouts) for key in keys],
@@ -378,7 +378,7 @@ class Ledger:
                 assert entry.error is None, "a failed request is still waited for"
         assert len(self._ended) <= self._remembered
 
-    def _refusal(self, entry: Entry | None, message: wire.Offer) -> str | None:
+    def _refusal(self, entry: RequestEntry | None, message: wire.Offer) -> str | None:
         ended = self._ended.get(message.ticket)
         error = entry.error if entry is not None else ended[0] if ended else None
         if error is not None:
@@ -395,12 +395,12 @@ class Ledger:
             return wire.DECLINE_COVERED
         return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
 
-    def _too_large(self, entry: Entry, message: wire.Offer) -> bool:
+    def _too_large(self, entry: RequestEntry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
         return others + aligned(message.nbytes) > self.reservations.size
 
-    def _prefix_first(self, entry: Entry, message: wire.Offer, now: float) -> bool:
+    def _prefix_first(self, entry: RequestEntry, message: wire.Offer, now: float) -> bool:
         """Whether an offer has to wait until the prefix cache was asked about its request.
 
         That is done where the item has been here before, and takes the layouts of all the
@@ -414,7 +414,7 @@ class Ledger:
         self._ask_prefix(message.ticket, entry, now)
         return seen and item.state is _S.PLANNED and now < entry.patient_until
 
-    def _ask_prefix(self, ticket: str, entry: Entry, now: float) -> None:
+    def _ask_prefix(self, ticket: str, entry: RequestEntry, now: float) -> None:
         """Have the claimant look into its prefix cache, if it has yet to and can."""
         laid = [self._laid(item) for item in entry.items]
         known = tuple(one for one in laid if one is not None)
@@ -432,7 +432,7 @@ class Ledger:
             return block.key, block.layout
         return item.laid
 
-    def _room(self, entry: Entry, message: wire.Offer) -> Block | None:
+    def _room(self, entry: RequestEntry, message: wire.Offer) -> Block | None:
         """Memory for an offer, if it is its turn.
 
         Requests that hold some of their items while they wait for memory for the others
@@ -462,7 +462,7 @@ class Ledger:
         place = packed, packed + aligned(message.nbytes)
         return self.reservations.grant(message.nbytes, within=place)
 
-    def _stop_waiting(self, ticket: str, entry: Entry, item: int) -> None:
+    def _stop_waiting(self, ticket: str, entry: RequestEntry, item: int) -> None:
         entry.waiting.discard(item)
         if not entry.waiting:
             self._waiting.pop(ticket, None)
@@ -514,7 +514,7 @@ class Ledger:
             entry.items[number].asked = False
             self._tell_needed(ticket, entry)
 
-    def _tell_needed(self, ticket: str, entry: Entry, *, first: bool = False) -> None:
+    def _tell_needed(self, ticket: str, entry: RequestEntry, *, first: bool = False) -> None:
         """Say which items have to be encoded, if that is news."""
         if entry.watcher is None or entry.plan is Plan.UNDECIDED:
             return
@@ -548,7 +548,7 @@ class Ledger:
                 self._release(ticket, number, now)
             self._end(ticket)
 
-    def _hand(self, entry: Entry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+    def _hand(self, entry: RequestEntry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
         if claim.prefix:
             for item in entry.items:
                 self._see(item.key if item.offer is None else item.offer.key)

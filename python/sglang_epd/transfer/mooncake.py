@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sglang_epd.errors import ConfigError, UnavailableError
-from sglang_epd.transfer.gate import bracketed
+from sglang_epd.wire.urls import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class MooncakeEngine:
 
     def __init__(self, hostname: str, engine: Any) -> None:
         self._engine = engine
-        self._session = f"{bracketed(hostname)}:{engine.get_rpc_port()}"
+        self._session = host_port(hostname, engine.get_rpc_port())
         self._lock = threading.Lock()
         # First contact with each session: its probe's result, 0 if it answers.
         self._contacts: dict[str, Future[int]] = {}

@@ -31,12 +31,13 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
-from sglang_epd.transfer.engines import Engine
-from sglang_epd.transfer.gate import Gate, bracketed
+from sglang_epd.transfer.engines import PayloadEngine
+from sglang_epd.transfer.gate import Gate
 from sglang_epd.transfer.ledger import Ledger
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
+from sglang_epd.wire.urls import bracketed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Receiver:
         readers: int = 1,
         cache_bytes: int = 0,
         grant_ttl_s: float = 30.0,
-        engine: Engine | None = None,
+        engine: PayloadEngine | None = None,
         tally: Tally | None = None,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
@@ -452,7 +453,7 @@ class Receiver:
             peer, claim = outcome.claimant
             if outcome.laid:
                 keys, layouts = zip(*outcome.laid, strict=True)
-                self._send(self._control, peer, wire.Laid(claim, keys, layouts))
+                self._send(self._control, peer, wire.AskPrefix(claim, keys, layouts))
                 continue
             error = outcome.error
             settled = wire.Settled(

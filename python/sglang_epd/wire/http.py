@@ -1,7 +1,8 @@
 """The bodies of the encode API (`POST /v1/encode`) and of a prefill server's layouts
 (`GET /epd/layouts/{room}`), as msgpack behind the envelope.
 
-Media travel as binary, not as base64 inside JSON.
+Media travel as binary, not as base64 inside JSON. `open_session` and `read_body` are for all
+HTTP among this package's servers.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
+import aiohttp
 import msgspec
 from blake3 import blake3
 
 from sglang_epd.errors import ProtocolError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.wire.envelope import open_envelope, seal
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, MODALITIES, Layout
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout
 
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
@@ -209,3 +213,30 @@ def decode_body(data: bytes | bytearray, kind: type[T], max_bytes: int) -> T:
         return msgspec.msgpack.decode(view, type=kind)
     except MALFORMED as error:
         raise ProtocolError(f"malformed {kind.__name__}: {error}") from None
+
+
+def open_session(
+    headers: Mapping[str, str] | None = None, **connector: Any
+) -> aiohttp.ClientSession:
+    """A session without cookies, proxies and a bound on connections; the caller closes it.
+
+    Args:
+        headers: of every request.
+        connector: options of `aiohttp.TCPConnector`.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, **connector),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        headers=headers,
+    )
+
+
+async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body, or its beginning: more than `max_bytes` where it is longer than that."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > max_bytes:
+            break
+    return bytes(body)

@@ -13,7 +13,7 @@ channel's (the processes of one language server).
        | -------- Payload -------> |                              |
        | <------- Ack ------------ |                              |
        | -------- Withdraw ------> |                              |  instead of a Payload
-       |                           | -------- Laid, Settled ----> |
+       |                           | --- AskPrefix, Settled ----> |
        |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: a peer that names it may deliver that request's
@@ -42,8 +42,6 @@ MAX_ITEMS = 4096
 _MAX_GRID_ENTRIES = 4096
 _MAX_GRID_EXTENTS = 3
 KEY_BYTES = 32
-
-MODALITIES = ("IMAGE", "VIDEO", "AUDIO")
 
 # Errors of msgspec for a peer's bytes: its own, and for
 # text that is not UTF-8 or nested too deeply the interpreter's.
@@ -80,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
     """Everything a prompt needs to know of an item except its embedding.
 
     Attributes:
-        modality: "IMAGE", "VIDEO" or "AUDIO".
+        modality: a name of `modality.MODALITIES`.
         embedding: dtype and shape [tokens, width] of the embedding.
         grid: the processor's grid of the item, one row an entry
             ([t, h, w] in patches for images and videos, [length] for audio).
@@ -298,7 +296,7 @@ class Claim(Message, frozen=True, tag="claim"):
         first_reader, readers: the processes that will read the items.
         covered: items whose KV the asker has, so that it needs no embedding.
         prefix: whether the asker has a prefix cache to look into, should all layouts become
-            known (`Laid`).
+            known (`AskPrefix`).
     """
 
     claim: str
@@ -309,7 +307,7 @@ class Claim(Message, frozen=True, tag="claim"):
     prefix: bool = False
 
 
-class Laid(Message, frozen=True, tag="laid"):
+class AskPrefix(Message, frozen=True, tag="laid"):
     """Receiver: these are the items of a claim, which this server has seen before. The claim
     is void; another is to say which of them the prefix cache covers."""
 
@@ -409,7 +407,7 @@ _AnyMessage = (
     | Welcome
     | Expect
     | Claim
-    | Laid
+    | AskPrefix
     | Again
     | Settled
     | Needed

@@ -36,24 +36,28 @@ def server_url(raw: str) -> str:
         raise ProtocolError("a server's URL has no credentials")
     if parts.path not in ("", "/") or "?" in raw or "#" in raw or "\\" in raw:
         raise ProtocolError("a server's URL is a scheme, a host and a port, nothing more")
-    host = _host(parts.hostname or "", bracketed="[" in parts.netloc)
+    host = _host(parts.hostname or "", in_brackets="[" in parts.netloc)
     if port == 0:
         raise ProtocolError("a server's URL has a bad host or port")
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def host_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
 
-def _host(host: str, *, bracketed: bool) -> str:
+def _host(host: str, *, in_brackets: bool) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         # Some read a number as an address, others as a name.
         numeric = host.rpartition(".")[2].isdecimal() or host.startswith("0x")
-        if bracketed or numeric or len(host) > 253 or not _NAME.fullmatch(host):
+        if in_brackets or numeric or len(host) > 253 or not _NAME.fullmatch(host):
             raise ProtocolError("a server's URL has a bad host or port") from None
         return host
     if address.is_unspecified or address.is_multicast:

@@ -15,7 +15,7 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import (
@@ -26,7 +26,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 
-BATCH = Bounds(patches=100, items=4)
+BATCH = BatchBounds(patches=100, items=4)
 ROOMY = 1 << 30
 
 
@@ -49,7 +49,7 @@ async def start(towers, metrics) -> AsyncIterator[Callable[..., Computations]]:
     """Computations over the towers; afterwards nothing may be left of what was asked for."""
     started: list[Computations] = []
 
-    def make(capacity: int = ROOMY, staged_bytes: int = ROOMY, batch: Bounds = BATCH):
+    def make(capacity: int = ROOMY, staged_bytes: int = ROOMY, batch: BatchBounds = BATCH):
         limits = Limits(batch=batch, staged_bytes=staged_bytes)
         started.append(Computations(towers, EmbeddingCache(capacity), metrics, limits))
         return started[-1]
@@ -519,7 +519,7 @@ async def test_another_asker_wants_it_although_the_first_does_not(tower, ask):
 
 
 async def test_unwanted_pixels_make_room_and_come_back(start, tower, ask):
-    computations = start(batch=Bounds(patches=100, items=2))
+    computations = start(batch=BatchBounds(patches=100, items=2))
     tower.hold(forward=True)
     busy = ask(b"busy", of=computations)
     await until(lambda: tower.running)
@@ -542,7 +542,7 @@ async def test_unwanted_pixels_make_room_and_come_back(start, tower, ask):
 
 @two_towers
 async def test_unwanted_pixels_stay_where_no_room_is_needed(towers, start, ask):
-    computations = start(batch=Bounds(patches=100, items=1))
+    computations = start(batch=BatchBounds(patches=100, items=1))
     for tower in towers:
         tower.hold(forward=True)
     busy = [ask(name, of=computations) for name in (b"1", b"2")]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job, Utilisation
 
 FOREVER = 1e12
-ONE = Bounds(patches=1, items=1)
-ANY = Bounds(patches=1 << 30, items=1 << 30)
+ONE = BatchBounds(patches=1, items=1)
+ANY = BatchBounds(patches=1 << 30, items=1 << 30)
 NO_RATE = 0.0
 
 
@@ -28,7 +28,7 @@ def filled(*jobs: Job) -> FairQueue:
 
 def take(
     queue: FairQueue,
-    bounds: Bounds = ONE,
+    bounds: BatchBounds = ONE,
     *,
     now: float = 0.0,
     rate: float = NO_RATE,
@@ -37,7 +37,7 @@ def take(
     return queue.take(now, bounds, rate, room)
 
 
-def order(queue: FairQueue, bounds: Bounds = ONE, **more) -> list[Job]:
+def order(queue: FairQueue, bounds: BatchBounds = ONE, **more) -> list[Job]:
     """All jobs in the order of their turns."""
     taken: list[Job] = []
     while batch := take(queue, bounds, **more):
@@ -223,21 +223,21 @@ def test_the_expired_are_not_returned_but_taken_out():
 def test_a_batch_is_bounded_in_patches_and_items():
     jobs = [job(cost=4.0) for _ in range(5)]
     queue = filled(*jobs)
-    assert take(queue, Bounds(patches=11, items=10)) == jobs[:2]
-    assert take(queue, Bounds(patches=100, items=2)) == jobs[2:4]
+    assert take(queue, BatchBounds(patches=11, items=10)) == jobs[:2]
+    assert take(queue, BatchBounds(patches=100, items=2)) == jobs[2:4]
 
 
 def test_one_item_may_have_more_patches_than_a_batch():
     jobs = [large, small] = [job(cost=100.0), job(cost=1.0)]
-    assert order(queue := filled(*jobs), Bounds(patches=10, items=10)) == [large, small]
+    assert order(queue := filled(*jobs), BatchBounds(patches=10, items=10)) == [large, small]
     assert not len(queue)
 
 
 def test_smaller_ones_fill_a_batch_and_the_larger_is_next():
     jobs = [first, large, small] = [job(cost=6.0), job(cost=8.0), job(cost=4.0)]
     queue = filled(*jobs)
-    assert take(queue, Bounds(patches=10, items=10)) == [first, small]
-    assert take(queue, Bounds(patches=10, items=10)) == [large]
+    assert take(queue, BatchBounds(patches=10, items=10)) == [first, small]
+    assert take(queue, BatchBounds(patches=10, items=10)) == [large]
 
 
 def test_only_one_group_is_run_together():
@@ -300,7 +300,7 @@ def test_its_cost_is_that_of_who_waits():
 @pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
 def test_a_batch_has_room_for_something(bounds):
     with pytest.raises(ValueError, match="at least"):
-        Bounds(*bounds)
+        BatchBounds(*bounds)
 
 
 jobs_of_any_kind = st.builds(
@@ -334,7 +334,7 @@ def test_nothing_is_lost_or_returned_twice_and_no_bound_is_broken(
 ):
     queue = FairQueue()
     coming, waiting = jobs[::-1], set()
-    bounds = Bounds(patches, items)
+    bounds = BatchBounds(patches, items)
     now, spare = 0.0, 200
     while coming or waiting:
         spare -= 1
@@ -381,4 +381,21 @@ def test_the_first_is_the_one_that_is_taken(rate: float) -> None:
         queue.push(Job(owner=f"r{number % 3}", cost=3 + number % 4, deadline=deadline))
     while queue:
         first = queue.first(0.0, rate)
-        assert queue.take(0.0, Bounds(patches=1, items=1), rate, float("inf")) == [first]
+        assert queue.take(0.0, BatchBounds(patches=1, items=1), rate, float("inf")) == [first]
+
+
+def test_it_is_a_share_of_the_last_minute():
+    utilisation = Utilisation(towers=2)
+    assert utilisation.share(now=100.0) == 0
+    utilisation.note(100.0, 130.0)
+    utilisation.note(100.0, 130.0)
+    assert utilisation.share(now=130.0) == pytest.approx(0.5)
+    assert utilisation.share(now=175.0) == pytest.approx(0.25), "half of it is too long ago"
+    assert utilisation.share(now=200.0) == 0
+
+
+def test_it_is_never_more_than_all_of_it():
+    utilisation = Utilisation(towers=1)
+    utilisation.note(0.0, 100.0)
+    utilisation.note(50.0, 100.0)
+    assert utilisation.share(now=100.0) == 1

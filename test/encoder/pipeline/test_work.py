@@ -5,23 +5,23 @@ import itertools
 import pytest
 
 from encoder.towers import FakeTower
-from sglang_epd.encoder.pipeline.scheduling import Bounds, Job
-from sglang_epd.encoder.pipeline.work import Lane, State, Work
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, Job
+from sglang_epd.encoder.pipeline.work import Lane, Work, WorkState
 
-BATCH = Bounds(patches=10, items=3)
+BATCH = BatchBounds(patches=10, items=3)
 LEGAL = {
-    State.LOOKING: "WAITING DONE FAILED",
-    State.WAITING: "PREPARING FAILED",
-    State.PREPARING: "READY WAITING FAILED",
-    State.READY: "RUNNING DORMANT WAITING FAILED",
-    State.RUNNING: "DONE WAITING FAILED",
-    State.DORMANT: "WAITING FAILED",
-    State.DONE: "",
-    State.FAILED: "",
+    WorkState.LOOKING: "WAITING DONE FAILED",
+    WorkState.WAITING: "PREPARING FAILED",
+    WorkState.PREPARING: "READY WAITING FAILED",
+    WorkState.READY: "RUNNING DORMANT WAITING FAILED",
+    WorkState.RUNNING: "DONE WAITING FAILED",
+    WorkState.DORMANT: "WAITING FAILED",
+    WorkState.DONE: "",
+    WorkState.FAILED: "",
 }
 
 
-def work(state: State = State.WAITING, **job) -> Work:
+def work(state: WorkState = WorkState.WAITING, **job) -> Work:
     made = Work(b"key", "IMAGE", b"data", Job("r", 1.0, 0.0, **job), state=state)
     made.job.content = made
     return made
@@ -32,7 +32,7 @@ async def lane() -> Lane:
     return Lane(FakeTower())
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(State, State)))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(WorkState, WorkState)))
 def test_only_the_steps_in_the_picture_are_taken(old, new):
     one = work(old)
     if new.name in LEGAL[old].split():
@@ -46,7 +46,7 @@ def test_only_the_steps_in_the_picture_are_taken(old, new):
 
 def test_the_time_in_a_state_adds_up_over_its_visits():
     one = work()
-    for state in (State.PREPARING, State.WAITING, State.PREPARING, State.READY):
+    for state in (WorkState.PREPARING, WorkState.WAITING, WorkState.PREPARING, WorkState.READY):
         one.enter(state)
     assert set(one.ms) == {"wait", "preprocess"}
 
@@ -102,12 +102,12 @@ async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):
 @pytest.mark.parametrize(
     ("state", "parked", "isolated"),
     [
-        (State.PREPARING, False, True),
-        (State.READY, False, True),
-        (State.READY, True, False),
-        (State.RUNNING, False, True),
-        (State.DORMANT, False, False),
-        (State.FAILED, False, False),
+        (WorkState.PREPARING, False, True),
+        (WorkState.READY, False, True),
+        (WorkState.READY, True, False),
+        (WorkState.RUNNING, False, True),
+        (WorkState.DORMANT, False, False),
+        (WorkState.FAILED, False, False),
     ],
 )
 async def test_a_suspect_has_its_lane_to_itself_while_it_is_on_its_way(

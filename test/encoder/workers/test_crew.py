@@ -92,11 +92,6 @@ async def under_way(tower: WorkerTower) -> None:
         tower.discard(await tower.prepare("IMAGE", b"rows=1"))
 
 
-async def alive_again(tower: WorkerTower) -> None:
-    async with asyncio.timeout(WAIT_S):
-        await tower.wait_alive()
-
-
 async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -212,7 +207,7 @@ async def test_ranks_that_may_be_out_of_step_are_started_again(make):
             async with asyncio.timeout(WAIT_S):
                 await tower.forward([prepared])
         assert not tower.alive
-        await alive_again(tower)
+        await until(lambda: tower.alive)
         assert all(map(gone, before))
         await tower.prepare("IMAGE", b"rows=1")
     assert tower.restarts == 3
@@ -225,7 +220,7 @@ async def test_a_worker_whose_tower_is_broken_is_started_again(make):
     with pytest.raises(TowerLostError, match="it fails at everything"):
         async with asyncio.timeout(WAIT_S):
             await tower.forward([prepared])
-    await alive_again(tower)
+    await until(lambda: tower.alive)
     assert all(map(gone, before))
 
 
@@ -254,7 +249,7 @@ async def test_a_killed_worker_fails_its_calls_and_comes_back(make):
         assert not tower.alive
         with pytest.raises(TowerLostError):
             await tower.prepare("IMAGE", b"rows=1")
-        await alive_again(tower)
+        await until(lambda: tower.alive)
         assert not set(tower.pids) & set(before)
         assert not any(map(psutil.pid_exists, before)), "reaped"
         with pytest.raises(TowerLostError, match="started again"):
@@ -276,7 +271,7 @@ async def test_a_stopped_worker_is_lost_after_its_silence(make):
     assert [type(error) for error in errors] == [TowerLostError] * 2
     assert all("has not answered for 1 s" in str(error) for error in errors)
     assert 0.7 < time.monotonic() - began < 10
-    await alive_again(tower)
+    await until(lambda: tower.alive)
     assert not psutil.pid_exists(pid)
 
 
@@ -285,7 +280,7 @@ async def test_a_batch_without_end_is_given_up_and_is_not_a_silent_one(make):
     prepared = await tower.prepare("IMAGE", b"hangs")
     with pytest.raises(TowerLostError, match=r"longer than 2.5 s"):
         await tower.forward([prepared])
-    await alive_again(tower)
+    await until(lambda: tower.alive)
 
 
 async def test_a_cancelled_batch_runs_on_and_the_next_waits_for_it(tower):
@@ -315,7 +310,7 @@ async def test_a_start_that_keeps_failing_is_tried_again_later(make, tmp_path, c
     tower = await make(later=str(tmp_path / "later"))
     os.kill(tower.pids[0], signal.SIGKILL)
     await until(lambda: not tower.alive)
-    await alive_again(tower)
+    await until(lambda: tower.alive)
     assert "cannot be started again: vision worker 0" in caplog.text
     assert "not the second time" in caplog.text
     await tower.prepare("IMAGE", b"rows=1")
@@ -473,5 +468,5 @@ async def test_restarts_leave_nothing_behind(make):
     for _ in range(3):
         os.kill(tower.pids[0], signal.SIGKILL)
         await until(lambda: not tower.alive)
-        await alive_again(tower)
+        await until(lambda: tower.alive)
     assert psutil.Process().num_fds() == fds

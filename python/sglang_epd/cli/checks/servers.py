@@ -9,10 +9,10 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from sglang_epd import http_client
 from sglang_epd.cli.checks import Finding, fail, ok, warn
 from sglang_epd.cli.probes import Target, ask
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import open_session
 
 _TIMEOUT_S = 5.0
 # Requests carry the seconds that are left, not a time; shared stores do compare times.
@@ -60,7 +60,7 @@ async def _knock(
     """Of each encoder: the status of an empty encode request, and its clock against ours."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     tls = Trust(ca_certs=ca_certs).client_ssl()
-    async with http_client.session(headers, ssl=tls) as session:
+    async with open_session(headers, ssl=tls) as session:
 
         async def knock(url: str) -> tuple[str, int | None, float | None]:
             try:

@@ -18,8 +18,9 @@ from sglang_epd.decoding import Decoding
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.adapter import Adapter
-from sglang_epd.families.expansion import EXPANSION, IMAGE, VIDEO
+from sglang_epd.families.expansion import EXPANSION
 from sglang_epd.families.films import apart, on_device
+from sglang_epd.modality import IMAGE, VIDEO
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ servers use.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
 import os
@@ -31,16 +30,15 @@ from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.features import mark, take
 from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
-from sglang_epd.encoder.model.preparing import Preparer
-from sglang_epd.encoder.model.videos import can_be_read
+from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EncodeError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.families.expansion import IMAGE, VIDEO
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import held_bytes
 from sglang_epd.media import MediaLimits
+from sglang_epd.modality import IMAGE, VIDEO
 from sglang_epd.wire.messages import TensorSpec
 from sglang_epd.wire.tensors import tensor_spec
 
@@ -122,9 +120,7 @@ class Engine:
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        # As the checkpoint has it, which a language server compares: models write to theirs.
-        self.hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
-        architecture = self.hf_config.architectures[0]
+        architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
@@ -175,7 +171,7 @@ class Engine:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What the model takes: some of "IMAGE", "VIDEO" and "AUDIO"."""
+        """What the model takes, by the names of `modality.MODALITIES`."""
         return self._preparer.modalities
 
     async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
@@ -221,7 +217,7 @@ class Engine:
 
     async def warm_up(self) -> None:
         """Encode one small picture, so that the first user does not wait for lazy set-up."""
-        if "IMAGE" in self.modalities:
+        if IMAGE in self.modalities:
             await self._run_own_picture()
 
     async def _run_own_picture(self) -> None:
@@ -239,7 +235,7 @@ class Engine:
         # A failed batch leaves it, and the batch's halves may need it in other pieces.
         self._device.empty_cache()
         await asyncio.to_thread(self._device.synchronize)
-        if "IMAGE" in self.modalities:
+        if IMAGE in self.modalities:
             await self._run_own_picture()
 
     def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:
@@ -259,7 +255,7 @@ class Engine:
         config = self._encoder.model_config
         adapter = adapt(load_processor(self._encoder.server_args, config), architecture, family)
         towers = [IMAGE]
-        if hasattr(self._target, "get_video_feature") and can_be_read():
+        if hasattr(self._target, "get_video_feature") and videos_can_be_read():
             towers.append(VIDEO)
         return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 

@@ -4,8 +4,11 @@ preprocessing, by modality.
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
-`_load_single_item`) and on `multimodal.processors.qwen_vl.smart_nframes`. Media are
-decoded apart (`decoding`), into the frames and samples that SGLang would make of them.
+`_load_single_item`), on `multimodal.processors.qwen_vl.smart_nframes`, and on
+`transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
+frames and samples that SGLang would make of them.
+Where SGLang's encoder prepares media otherwise than its server that does everything, the
+latter's answers are the measure.
 """
 
 from __future__ import annotations
@@ -21,24 +24,21 @@ from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
 from sglang_epd.encoder.model.gpu_pixels import GpuPixels
-from sglang_epd.encoder.model.one_server import (
-    Loaded,
-    follow_one_server,
-    seconds_per_grid,
-    take_loaded,
-)
-from sglang_epd.encoder.model.videos import can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read
-from sglang_epd.wire.messages import MODALITIES, Layout, TensorSpec
+from sglang_epd.modality import AUDIO, IMAGE, MODALITIES, VIDEO
+from sglang_epd.wire.messages import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 # Models whose prompts spell each frame's time out, and whose rotary positions follow it.
 _SPELLS_TIMESTAMPS = "video_timestamps"
 _SECONDS_PER_GRID = "second_per_grid_ts"
+# Frames a second that a whole model's processor takes for its default, where that is not
+# the one of `VideoMetadata`.
+_FRAMES_PER_SECOND = {"qwen3_omni_moe": 1.0}
 
 
 class Preparer:
@@ -55,7 +55,6 @@ class Preparer:
 
     def __init__(self, encoder: Any, dtype: str, limits: MediaLimits) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
-        from sglang.srt.managers.schedule_batch import Modality
         from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
 
         self._encoder = encoder
@@ -64,21 +63,22 @@ class Preparer:
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
         self._frames_read = smart_nframes
-        self._sglang_modality = {name: Modality[name] for name in MODALITIES}
         self._dtype = dtype
         self._limits = limits
-        self._widths = {name: encoder._embedding_dims[Modality[name]] for name in MODALITIES}
+        self._widths = {
+            name: encoder._embedding_dims[row.sglang] for name, row in MODALITIES.items()
+        }
         target = getattr(encoder.model, "thinker", encoder.model)
         self.modalities = tuple(
             name
-            for name in MODALITIES
-            if encoder.supports_modality(Modality[name])
-            and hasattr(target, f"get_{name.lower()}_feature")
-            and (name != "VIDEO" or can_be_read())
+            for name, row in MODALITIES.items()
+            if encoder.supports_modality(row.sglang)
+            and hasattr(target, row.feature_method)
+            and (name != VIDEO or videos_can_be_read())
         )
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
-            self._widths["AUDIO"] = encoder.model_config.hidden_size
+            self._widths[AUDIO] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type)
         take_loaded(self._preprocessor)
         self._gpu_pixels: GpuPixels | None = None
@@ -102,12 +102,12 @@ class Preparer:
         """
         if modality not in self.modalities:
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input")
-        if modality == "IMAGE":
+        if modality == IMAGE:
             pixels = None if self._gpu_pixels is None else self._gpu_pixels.decode(data)
             if pixels is not None:
                 return self._preprocess(modality, Loaded(pixels))
             return self.prepare_image(decoding.image(data))
-        if modality == "VIDEO":
+        if modality == VIDEO:
             film = decoding.video(data)
             self._check_video(film)
             return self._preprocess(modality, Loaded(apart(film)))
@@ -121,7 +121,7 @@ class Preparer:
         Raises:
             MediaError: it cannot be preprocessed.
         """
-        return self._preprocess("IMAGE", image)
+        return self._preprocess(IMAGE, image)
 
     def _check_video(self, film: Film) -> None:
         facts = film.facts
@@ -135,7 +135,7 @@ class Preparer:
         check_frames_read(facts, count, self._limits)
 
     def _preprocess(self, modality: str, media: Any) -> Prepared:
-        sglang_modality = self._sglang_modality[modality]
+        sglang_modality = MODALITIES[modality].sglang
         work = self._preprocessor.process_mm_items([media], sglang_modality)
         try:
             # A loop of this thread's own: SGLang decodes and resizes videos on the loop
@@ -146,7 +146,7 @@ class Preparer:
         except (TypeError, ValueError) as error:
             raise MediaError(f"cannot be preprocessed: {error}") from error
         except (self._refused_by_sglang, RuntimeError, IndexError) as error:
-            if modality == "IMAGE":
+            if modality == IMAGE:
                 raise
             logger.warning("SGLang cannot decode this %s: %s", modality.lower(), error)
             raise MediaError(f"{modality.lower()} is damaged or truncated") from error
@@ -176,4 +176,78 @@ class Preparer:
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
-    return modality if modality != "AUDIO" else (modality, *feature.shape[1:])
+    return modality if modality != AUDIO else (modality, *feature.shape[1:])
+
+
+def videos_can_be_read() -> bool:
+    """Whether FFmpeg's libraries are there; a line of the log says where they are not."""
+    from sglang.srt.utils import video_decoder
+
+    if video_decoder._BACKEND != "torchcodec":
+        logger.warning("torchcodec cannot be imported: this encoder takes no videos")
+        return False
+    from torchcodec._core import ffmpeg_major_version
+
+    if ffmpeg_major_version is None:
+        logger.warning("FFmpeg's libraries cannot be loaded: this encoder takes no videos")
+    return ffmpeg_major_version is not None
+
+
+def follow_one_server(preprocessor: Any, model_type: str) -> None:
+    """Have an encoder's preprocessor do as a server that does everything.
+
+    Args:
+        preprocessor: SGLang's, of an encoder.
+        model_type: of the model's configuration.
+    """
+    if model_type == "qwen2_audio":
+        # Its tower takes 30 s, no more and no less: one server cuts longer clips, and the
+        # encoder would fail on them.
+        preprocessor.vision_config["audio"]["truncation"] = True
+    size = _video_size(preprocessor.audio_processor)
+    if size is not None:
+        from transformers.image_utils import SizeDict  # two seconds, with torchvision
+
+        # One server asks the whole model's processor, which has a size for frames of its
+        # own; the encoder asks the video processor alone.
+        preprocessor.video_processor.size = SizeDict(**size)
+
+
+class Loaded:
+    """Media that need not be loaded any more."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def take_loaded(preprocessor: Any) -> None:
+    """Have a preprocessor hand `Loaded` media on."""
+    load = preprocessor._load_single_item
+
+    def hand_on(data: Any, *args: Any, **options: Any) -> Any:
+        return data.content if isinstance(data, Loaded) else load(data, *args, **options)
+
+    preprocessor._load_single_item = hand_on
+
+
+def seconds_per_grid(preprocessor: Any, model_type: str) -> float:
+    """How much of a video one row of its grid is, for rotary positions.
+
+    One server hands frames to the processor without their rate, which then takes its
+    default for it.
+    """
+    from transformers.video_utils import VideoMetadata
+
+    patch: int = getattr(preprocessor.video_processor, "temporal_patch_size", 2)
+    return patch / (_FRAMES_PER_SECOND.get(model_type) or VideoMetadata(0).sampled_fps)
+
+
+def _video_size(whole: Any) -> dict[str, int] | None:
+    """What the processor of a whole model gives its video processor for its `size`.
+
+    Args:
+        whole: SGLang's encoder has it of models that hear, else None.
+    """
+    kwargs = getattr(whole, "valid_processor_kwargs", None)
+    defaults: dict[str, Any] = getattr(kwargs, "_defaults", {})
+    return defaults.get("videos_kwargs", {}).get("size")

@@ -23,16 +23,14 @@ import torch
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.pipeline.claims import SMALL_PIXELS, claimed_pixels
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
-from sglang_epd.encoder.pipeline.utilisation import Utilisation
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job, Utilisation
 from sglang_epd.encoder.pipeline.work import (
     UNDER_WAY,
     Hold,
     Lane,
     MediaNeededError,
-    State,
     Work,
+    WorkState,
 )
 from sglang_epd.encoder.tower import Tower, TowerBrokenError, TowerLostError
 from sglang_epd.errors import (
@@ -42,6 +40,7 @@ from sglang_epd.errors import (
     EpdError,
     UnavailableError,
 )
+from sglang_epd.media.size import SMALL_PIXELS, claimed_pixels
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
 from sglang_epd.wire.messages import Layout
@@ -66,7 +65,7 @@ class Limits:
         staged_bytes: embeddings in use or being made; past it no batch is begun.
     """
 
-    batch: Bounds
+    batch: BatchBounds
     staged_bytes: int = 1 << 30
 
 
@@ -248,7 +247,7 @@ class Computations:
                 hold.fail(MediaNeededError("the embedding of known media is gone"))
                 return
             hold.source = "computed"
-            state = State.WAITING if store is None else State.LOOKING
+            state = WorkState.WAITING if store is None else WorkState.LOOKING
             work = Work(hold.key, hold.modality, hold.data, hold.job, state)
             self._works[hold.key] = work
             if store is None:
@@ -292,8 +291,8 @@ class Computations:
                 work.job.deadline = max(other.job.deadline for other in work.holds)
                 self._consider(work)
             elif work.state not in UNDER_WAY:
-                self._end(work, State.FAILED)
-            elif work.state is State.PREPARING and work.preparation is not None:
+                self._end(work, WorkState.FAILED)
+            elif work.state is WorkState.PREPARING and work.preparation is not None:
                 work.preparation.cancel()
                 work.preparation = None
         self._pump_soon()
@@ -301,8 +300,8 @@ class Computations:
     def _consider(self, work: Work) -> None:
         """Act upon whether a hold wants it now."""
         work.job.parked = not work.wanted
-        if work.wanted and work.state is State.DORMANT:
-            work.enter(State.WAITING)
+        if work.wanted and work.state is WorkState.DORMANT:
+            work.enter(WorkState.WAITING)
             self._let_wait(work)
 
     def _let_wait(self, work: Work) -> None:
@@ -343,7 +342,7 @@ class Computations:
                     hold.source = "stored"
             self._share(work, found.layout, found.embedding)
         elif work.holds and work.data is not None:
-            work.enter(State.WAITING)
+            work.enter(WorkState.WAITING)
             self._let_wait(work)
         else:
             holds = work.holds
@@ -394,7 +393,7 @@ class Computations:
             return False
         self._waiting.begin(job)
         work: Work = job.content
-        work.enter(State.PREPARING)
+        work.enter(WorkState.PREPARING)
         work.lane = lane
         lane.preparing += 1
         lane.preparing_large += job.large
@@ -438,7 +437,7 @@ class Computations:
             lane.ready.remove(job)
             work: Work = job.content
             self._discard(work)
-            work.enter(State.DORMANT)
+            work.enter(WorkState.DORMANT)
 
     async def _prepare(self, work: Work, lane: Lane, *, large: bool) -> None:
         began = time.monotonic()
@@ -451,10 +450,10 @@ class Computations:
                 raise
             # It was unwanted; an asker may have come since.
             if not work.holds:
-                self._end(work, State.FAILED)
+                self._end(work, WorkState.FAILED)
                 return
             work.lane = None
-            work.enter(State.WAITING)
+            work.enter(WorkState.WAITING)
             self._let_wait(work)
             return
         except TowerLostError:
@@ -476,7 +475,7 @@ class Computations:
         work.prepared = prepared
         lane.typical += 0.2 * (prepared.patches - lane.typical)
         if not work.holds:
-            self._end(work, State.FAILED)
+            self._end(work, WorkState.FAILED)
             return
         for hold in work.holds:
             hold.show(prepared.layout)
@@ -491,7 +490,7 @@ class Computations:
             parked=old.parked,
             content=work,
         )
-        work.enter(State.READY)
+        work.enter(WorkState.READY)
         lane.ready.push(work.job)
 
     def _begin_running(self, lane: Lane, now: float) -> bool:
@@ -508,7 +507,7 @@ class Computations:
         if not works:
             return False
         for work in works:
-            work.enter(State.RUNNING)
+            work.enter(WorkState.RUNNING)
         lane.batches += 1
         lane.running.update(works)
         self._running_bytes += sum(job.nbytes for job in jobs)
@@ -530,7 +529,7 @@ class Computations:
             await self._run_batch(lane, works)
         except TowerLostError:
             for work in works:
-                if work.state is State.RUNNING:
+                if work.state is WorkState.RUNNING:
                     self._lost(work)
             self._take_back(lane)
         except TowerBrokenError as error:
@@ -561,7 +560,7 @@ class Computations:
                 still = [work for work in half if work.holds]
                 for work in half:
                     if not work.holds:
-                        self._end(work, State.FAILED)
+                        self._end(work, WorkState.FAILED)
                 if still:
                     await self._run_batch(lane, still)
             return
@@ -597,7 +596,7 @@ class Computations:
         """Give it to all its holds."""
         holds = work.holds
         work.holds = []
-        self._end(work, State.DONE)
+        self._end(work, WorkState.DONE)
         entry = self.cache.add(work.key, layout, embedding)
         for hold in holds:
             if hold.source in ("computed", "stored"):
@@ -616,7 +615,7 @@ class Computations:
             work: Work = job.content
             self._discard(work)
             work.lane = None
-            work.enter(State.WAITING)
+            work.enter(WorkState.WAITING)
             self._let_wait(work)
 
     def _lost(self, work: Work) -> None:
@@ -627,17 +626,17 @@ class Computations:
         if work.losses > _MAX_LOSSES or not work.holds or self._refusal:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
             return
-        work.enter(State.WAITING)
+        work.enter(WorkState.WAITING)
         self._let_wait(work)
 
     def _fail(self, work: Work, error: EpdError | MediaNeededError) -> None:
         holds = work.holds
         work.holds = []
-        self._end(work, State.FAILED)
+        self._end(work, WorkState.FAILED)
         for hold in holds:
             hold.fail(error)
 
-    def _end(self, work: Work, state: State) -> None:
+    def _end(self, work: Work, state: WorkState) -> None:
         for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
             if work.job in queue:
                 queue.remove(work.job)

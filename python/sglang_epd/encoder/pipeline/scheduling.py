@@ -13,17 +13,22 @@ thousands: its images would share the tower long after they were done.)
 Deadline-aware: a job that would miss its deadline in that order, and would not if it
 went now, goes first; among several the earliest deadline. A job whose deadline has
 passed is never returned.
+
+`Utilisation` is how much of the recent past towers spent running.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+_SPAN_S = 60.0
+
 
 @dataclass(frozen=True)
-class Bounds:
+class BatchBounds:
     """A key of jobs that may run together.
 
     Attributes:
@@ -157,7 +162,7 @@ class FairQueue:
             self.remove(job)
         return expired
 
-    def take(self, now: float, bounds: Bounds, rate: float, room_bytes: float) -> list[Job]:
+    def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[Job]:
         """Take out the jobs to run next, together: all of one group.
 
         Args:
@@ -215,3 +220,27 @@ class FairQueue:
             (urgent if saved else others).append(job)
         urgent.sort(key=lambda job: job.deadline)
         return urgent + others
+
+
+class Utilisation:
+    """Spans of time in which one of several towers ran."""
+
+    def __init__(self, towers: int) -> None:
+        self._towers = towers
+        self._busy: deque[tuple[float, float]] = deque()
+
+    def note(self, began: float, ended: float) -> None:
+        """A tower ran; called in the order of the ends."""
+        self._busy.append((began, ended))
+        self._forget(ended - _SPAN_S)
+
+    def share(self, now: float) -> float:
+        """Of the last minute, 0 to 1."""
+        since = now - _SPAN_S
+        self._forget(since)
+        busy_s = sum(ended - max(began, since) for began, ended in self._busy)
+        return min(busy_s / (_SPAN_S * self._towers), 1.0)
+
+    def _forget(self, before: float) -> None:
+        while self._busy and self._busy[0][1] < before:
+            self._busy.popleft()

@@ -25,7 +25,7 @@ from itertools import chain
 import torch
 
 from sglang_epd.cache import Entry
-from sglang_epd.encoder.pipeline.scheduling import Bounds, FairQueue, Job
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
 from sglang_epd.errors import EpdError
 from sglang_epd.wire.messages import Layout
@@ -38,7 +38,7 @@ class MediaNeededError(Exception):
     """
 
 
-class State(enum.Enum):
+class WorkState(enum.Enum):
     LOOKING = "looking"
     WAITING = "waiting"
     PREPARING = "preparing"
@@ -50,14 +50,14 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.LOOKING: {State.WAITING, State.DONE, State.FAILED},
-    State.WAITING: {State.PREPARING, State.FAILED},
-    State.PREPARING: {State.READY, State.WAITING, State.FAILED},
-    State.READY: {State.RUNNING, State.DORMANT, State.WAITING, State.FAILED},
-    State.RUNNING: {State.DONE, State.WAITING, State.FAILED},
-    State.DORMANT: {State.WAITING, State.FAILED},
-    State.DONE: set[State](),
-    State.FAILED: set[State](),
+    WorkState.LOOKING: {WorkState.WAITING, WorkState.DONE, WorkState.FAILED},
+    WorkState.WAITING: {WorkState.PREPARING, WorkState.FAILED},
+    WorkState.PREPARING: {WorkState.READY, WorkState.WAITING, WorkState.FAILED},
+    WorkState.READY: {WorkState.RUNNING, WorkState.DORMANT, WorkState.WAITING, WorkState.FAILED},
+    WorkState.RUNNING: {WorkState.DONE, WorkState.WAITING, WorkState.FAILED},
+    WorkState.DORMANT: {WorkState.WAITING, WorkState.FAILED},
+    WorkState.DONE: set[WorkState](),
+    WorkState.FAILED: set[WorkState](),
 }
 
 
@@ -74,7 +74,7 @@ class Work:
     # Its encoded media; None while the store is asked for askers that have not read them.
     data: bytes | None
     job: Job
-    state: State
+    state: WorkState
     holds: list[Hold] = field(default_factory=list)
     lane: Lane | None = None
     # The pixels that its media claim, since they are here.
@@ -96,7 +96,7 @@ class Work:
         assert self.data is not None
         return self.data
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: WorkState) -> None:
         """Take the next state; the time in the last one counts under its name.
 
         Raises:
@@ -114,15 +114,15 @@ class Work:
 
 # States that finish by themselves; release() and close() wait for them.
 # Preparing is ended with the last of them.
-UNDER_WAY = (State.LOOKING, State.PREPARING, State.RUNNING)
+UNDER_WAY = (WorkState.LOOKING, WorkState.PREPARING, WorkState.RUNNING)
 
 # The name of a state's time in answers and metrics.
 _STAGES = {
-    State.LOOKING: "store",
-    State.WAITING: "wait",
-    State.PREPARING: "preprocess",
-    State.READY: "queue",
-    State.RUNNING: "forward",
+    WorkState.LOOKING: "store",
+    WorkState.WAITING: "wait",
+    WorkState.PREPARING: "preprocess",
+    WorkState.READY: "queue",
+    WorkState.RUNNING: "forward",
 }
 
 
@@ -182,10 +182,10 @@ class Lane:
         work = self.suspect
         if work is None or work.lane is not self:
             return False
-        waits = work.state is State.READY and not work.job.parked
-        return waits or work.state in (State.PREPARING, State.RUNNING)
+        waits = work.state is WorkState.READY and not work.job.parked
+        return waits or work.state in (WorkState.PREPARING, WorkState.RUNNING)
 
-    def full(self, batch: Bounds, *, parked: bool = False, large: bool = True) -> bool:
+    def full(self, batch: BatchBounds, *, parked: bool = False, large: bool = True) -> bool:
         """Whether a batch is on its way to the tower, for each that it would take at once.
 
         Args:
@@ -199,7 +199,7 @@ class Lane:
         batches = max(1, self.tower.depth - self.batches)
         return items >= batches * batch.items or patches >= batches * batch.patches
 
-    def has_batch(self, batch: Bounds) -> bool:
+    def has_batch(self, batch: BatchBounds) -> bool:
         """Whether a batch of what is ready would have no more in it a little later."""
         ready = [job.cost for job in self.ready if not job.parked]
         return (

@@ -112,7 +112,6 @@ class WorkerTower:
             returns a Tower that also has `dtype` and `warm_up()`.
         ranks: called before each start, so that a restart may take another port; one
             entry a worker.
-        hf_config: of the model, for the server's use.
         times: bounds.
     """
 
@@ -122,18 +121,15 @@ class WorkerTower:
         factory: str,
         ranks: Callable[[], Sequence[Rank]],
         *,
-        hf_config: Any = None,
         times: Times | None = None,
     ) -> None:
         self.name = name
-        self.hf_config = hf_config
         self.restarts = 0
         self._factory = factory
         self._ranks = ranks
         self._times = times or Times()
         self._crew: _Crew | None = None
         self._ready = Ready(0, "", [], 0)
-        self._up = asyncio.Event()
         # One batch at a time.
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[list[torch.Tensor]]] = set()
@@ -180,15 +176,6 @@ class WorkerTower:
         assert self._keeper is None, "started already"
         await self._bring_up()
         self._keeper = asyncio.create_task(self._keep_up())
-
-    async def warm_up(self) -> None:
-        """Nothing: workers are warm before they are ready, after a restart too."""
-
-    async def wait_alive(self) -> None:
-        """Return when the tower is alive; the caller bounds the wait."""
-        while not self.alive:
-            self._up.clear()
-            await self._up.wait()
 
     async def close(self) -> None:
         """End the workers; calls under way raise TowerLostError.
@@ -256,7 +243,6 @@ class WorkerTower:
                 raise TowerStartError(f"{self.name}: {error} (exit {statuses})") from None
             raise
         self._crew = crew
-        self._up.set()
 
     async def _keep_up(self) -> None:
         pause = self._times.restart_s

@@ -38,7 +38,7 @@ from sglang_epd.encoder.workers.channel import (
     write_tensor,
 )
 from sglang_epd.errors import EncodeError, EpdError
-from sglang_epd.processes.dependent import depend_on
+from sglang_epd.processes.forker import depend_on
 from sglang_epd.processes.packets import Channel, close_all, read_file, receive_now, send_now
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sglang_epd.lag import LoopLag
+from sglang_epd.tally import LoopLag
 
 
 @pytest.fixture

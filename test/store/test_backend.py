@@ -6,8 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_epd.store.backend import OversizedError, StoreError
-from sglang_epd.store.breaker import Breaker, LeftAloneError, State
+from sglang_epd.store.backend import (
+    Breaker,
+    BreakerState,
+    LeftAloneError,
+    OversizedError,
+    StoreError,
+)
 
 
 class Clock:
@@ -46,7 +51,7 @@ async def ask(one: Breaker, error: Exception | None = None, timeout_s: float = 5
 async def opened(one: Breaker) -> None:
     for _ in range(5):
         assert await ask(one, StoreError()) == "failed"
-    assert one.state is State.OPEN
+    assert one.state is BreakerState.OPEN
 
 
 async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not(one, clock):
@@ -54,7 +59,7 @@ async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not(one
         for _ in range(4):
             assert await ask(one, StoreError()) == "failed"
         await ask(one, answer)
-        assert one.state is State.CLOSED
+        assert one.state is BreakerState.CLOSED
     await opened(one)
     clock.now = 0.999
     assert one.blocks
@@ -62,7 +67,7 @@ async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not(one
     clock.now = 1.0
     assert not one.blocks
     assert await ask(one) == "answered"
-    assert one.state is State.CLOSED
+    assert one.state is BreakerState.CLOSED
 
 
 async def test_the_pause_doubles_up_to_a_bound_and_begins_anew_after_a_success(one, clock):
@@ -85,7 +90,7 @@ async def test_no_answer_in_time_is_a_failure(one):
     for _ in range(5):
         with pytest.raises(TimeoutError):
             await one.ask(asyncio.sleep(60), 0.001)
-    assert one.state is State.OPEN
+    assert one.state is BreakerState.OPEN
 
 
 class Calls(RuleBasedStateMachine):
@@ -122,23 +127,25 @@ class Calls(RuleBasedStateMachine):
         if blocked:
             assert isinstance(task.exception(), LeftAloneError)
         else:
-            self.out.append((task, asked, before is State.OPEN))
+            self.out.append((task, asked, before is BreakerState.OPEN))
 
     @precondition(lambda self: self.out)
     @rule(index=st.integers(0, 1000), how=st.sampled_from(("answered", "failed", "cancelled")))
     def end(self, index: int, how: str) -> None:
         before = self.one.state
         probe = self._end(index % len(self.out), how)
-        if not probe and before is not State.CLOSED:
+        if not probe and before is not BreakerState.CLOSED:
             assert self.one.state is before, "a call of before says nothing new"
         elif probe:
-            assert self.one.state is (State.CLOSED if how == "answered" else State.OPEN)
+            assert self.one.state is (
+                BreakerState.CLOSED if how == "answered" else BreakerState.OPEN
+            )
 
     @invariant()
     def it_comes_back(self) -> None:
         probes = [probe for _, _, probe in self.out if probe]
-        assert len(probes) == (self.one.state is State.HALF_OPEN)
-        if self.one.state is State.OPEN:
+        assert len(probes) == (self.one.state is BreakerState.HALF_OPEN)
+        if self.one.state is BreakerState.OPEN:
             assert self.one._open_until - self.clock.now <= 30.0
 
     def _end(self, index: int, how: str) -> bool:

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from sglang_epd.media.shares import Shares
+from sglang_epd.media.slots import Shares
 
 PATIENCE_S = 10.0
 

@@ -8,6 +8,7 @@ of the device.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -54,6 +55,7 @@ async def use(tower: Any, name: str) -> dict[str, np.ndarray]:
     results = await _use(tower, name)
     print("bound", *sorted(DEVICE.bound))
     print("memory", DEVICE.fraction)
+    print("switch", sys.getswitchinterval())
     print("calls", *dict.fromkeys(DEVICE.calls))
     tower._copies = None
     return results | await _use(tower, "plain")

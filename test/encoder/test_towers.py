@@ -76,6 +76,7 @@ def test_the_way_through_an_accelerator(start):
         np.testing.assert_array_equal(made[f"0/{name}"], made[f"plain/{name}"])
     assert said_of("bound", said) == "epd-land epd-prepare epd-tower"
     assert said_of("memory", said) == "0.3"
+    assert float(said_of("switch", said)) < 0.001, "passes are launched beside preparing threads"
     assert said_of("calls", said) == "stream synchronize copy", "weights are waited for"
 
 

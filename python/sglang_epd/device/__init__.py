@@ -7,17 +7,12 @@ CUDA permits. Imports nothing of the package.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from sglang_epd.device.host import Host
 from sglang_epd.device.protocol import Device, Event, Stream
 
-__all__ = ["Device", "Event", "Host", "Stream", "device_of", "launch_beside_threads"]
-
-# Python's own is 5 ms, a quarter of what a tower's pass takes to be launched.
-_SWITCH_S = 0.0005
+__all__ = ["Device", "Event", "Host", "Stream", "device_of"]
 
 
 def device_of(name: str, index: int | None = None) -> Device:
@@ -30,12 +25,3 @@ def device_of(name: str, index: int | None = None) -> Device:
 
         return Cuda(index)
     return Host(torch.device(name) if name == "cpu" else torch.device(name, index or 0))
-
-
-def launch_beside_threads() -> None:
-    """Have a thread that queues work on a device wait less for the interpreter.
-
-    It lets go of the interpreter at each of a pass's hundreds of operators, and gets it back
-    when the switch interval of a thread that computes in Python is over. Of the process.
-    """
-    sys.setswitchinterval(_SWITCH_S)

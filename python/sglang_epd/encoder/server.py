@@ -452,14 +452,16 @@ def _housekeeping(
     on_cpu = get_device().device.startswith("cpu")
 
     async def keep_house() -> None:
-        tidy_at = service.finished
+        tidy_at = finished = service.finished
         for turn in itertools.count(1):
             await asyncio.sleep(_HOUSEKEEPING_S)
             await sender.close_unused()
-            # On an accelerator the next item would wait for new pages (`keep_freed`).
-            due = on_cpu or service.idle or turn % _TURNS_UNDER_LOAD == 0
-            if service.finished != tidy_at and due:
-                tidy_at = service.finished
+            # On an accelerator the next item would wait for new pages (`keep_freed`), and all
+            # that needs memory for this: not between two requests.
+            quiet, finished = service.finished == finished, service.finished
+            due = on_cpu or quiet or turn % _TURNS_UNDER_LOAD == 0
+            if finished != tidy_at and due:
+                tidy_at = finished
                 await asyncio.to_thread(give_back)
 
     @asynccontextmanager

@@ -204,11 +204,6 @@ class EncoderService:
         """Whether it takes new work and has a tower for it."""
         return not self.admission.draining and self.computations.able
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in work."""
-        return not self._live
-
     def drain(self) -> None:
         """Take nothing new from now on."""
         self.admission.draining = True

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sglang_epd.device import device_of, launch_beside_threads
+from sglang_epd.device import device_of
 from sglang_epd.language.staging import Stager
 from sglang_epd.transfer.arena import Arena
 
@@ -49,7 +49,6 @@ def connect(arena: Arena) -> Stager | None:
     ours = stager()
     if ours is None:
         return None
-    launch_beside_threads()
     begin = time.monotonic()
     try:
         ours.register(arena)

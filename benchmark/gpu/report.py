@@ -64,7 +64,7 @@ def page(parts: dict[str, Any]) -> str:
     for name, part in parts.items():
         headline = str(part.get("headline", "")).replace("|", "/")
         told.append([name, part["status"], f"{part['seconds']:.0f}", headline])
-        if part.get("tables"):
+        if part.get("tables") or "read" in part:
             texts.append(_section(name, part))
     machines: dict[str, list[str]] = {}
     for name, part in parts.items():
@@ -93,13 +93,15 @@ def _machine(facts: dict[str, Any]) -> str:
 
 
 def _section(name: str, part: dict[str, Any]) -> str:
-    lines = [f"## {name}", "", f"`{part['machine']['command']}`", ""]
+    lines = [f"## {name}", ""]
+    if "machine" in part:
+        lines += [f"`{part['machine']['command']}`", ""]
     kind = "tower" if name.startswith(("engine", "tower")) else name
     if kind in READ:
         lines += [READ[kind], ""]
     if "read" in part:
         lines += [f"Read: {part['read']}", ""]
-    for title, rows in part["tables"].items():
+    for title, rows in part.get("tables", {}).items():
         lines += [f"### {title}", "", table(rows), ""]
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARK = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(BENCHMARK))
+sys.path.append(str(BENCHMARK))
 
 from pages import table  # noqa: E402
 

@@ -25,7 +25,7 @@ from typing import Any
 
 GPU = Path(__file__).resolve().parent
 ROOT = GPU.parents[1]
-sys.path.insert(0, str(GPU.parent))
+sys.path.append(str(GPU.parent))
 
 from gpu.results import aligned  # noqa: E402
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from gpu.arms import SIZES, Arm, arms_of, best_rates, fed_rows, headline, host_rows, pass_rows
 from gpu.feeding import Fed, Sampler, feed

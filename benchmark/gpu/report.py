@@ -46,7 +46,7 @@ def main() -> None:
     for path in options.made:
         parts |= read(path)
     options.out.write_text(page(parts))
-    options.out.with_suffix(".json").write_text(json.dumps(parts, indent=1) + "\n")
+    options.out.with_suffix(".json").write_text(json.dumps(parts) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a program; in the tests encoder.py there would hide theirs
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from gpu.results import Results, arguments
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARK = Path(__file__).resolve().parents[1]
-sys.path.append(str(BENCHMARK))
+if not __package__:  # a program; in the tests encoder.py there would hide theirs
+    sys.path.append(str(BENCHMARK))
 
 from pages import table  # noqa: E402
 

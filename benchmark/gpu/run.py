@@ -25,7 +25,8 @@ from typing import Any
 
 GPU = Path(__file__).resolve().parent
 ROOT = GPU.parents[1]
-sys.path.append(str(GPU.parent))
+if not __package__:  # a program; in the tests encoder.py there would hide theirs
+    sys.path.append(str(GPU.parent))
 
 from gpu.results import aligned  # noqa: E402
 

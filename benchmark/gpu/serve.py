@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
+if not __package__:  # a program; in the tests encoder.py there would hide theirs
+    sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
 import msgspec  # noqa: E402
 

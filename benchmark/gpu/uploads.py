@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 _ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(_ROOT / "benchmark"), str(_ROOT / "python")]
+if not __package__:  # a program; in the tests encoder.py there would hide theirs
+    sys.path += [str(_ROOT / "benchmark"), str(_ROOT / "python")]
 
 from gpu.results import Results, arguments  # noqa: E402
 from sglang_epd.device import Device, device_of  # noqa: E402

@@ -120,6 +120,18 @@ def test_a_nursery_that_is_struck_comes_back_at_the_next_need(nursery, blow):
     assert child.ended(30)
 
 
+def test_a_nursery_whose_end_is_noticed_late_is_no_machine_without_processes(nursery):
+    class Late(threading.Event):
+        def set(self):
+            threading.Timer(0.3, super().set).start()
+
+    child = echo(nursery)
+    nursery._forker._dead = Late()
+    os.kill(nursery.pid, signal.SIGKILL)
+    assert child.ended(30)
+    assert ask(echo(nursery, "new"), b"x") == b"new 0 x"
+
+
 def test_a_nursery_that_does_not_end_is_said_and_not_waited_for(nursery, monkeypatch, caplog):
     echo(nursery)
     before = nursery.pid

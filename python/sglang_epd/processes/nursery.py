@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _FIRST_S = 60.0
 _BIRTH_S = 5.0
 _END_S = 5.0
+# A broken channel is seen this much before the end of the process, at most.
+_NOTICED_S = 1.0
 _ENV = {
     # One heap for all threads: each more would claim 64 MiB of addresses, which count.
     "MALLOC_ARENA_MAX": "1",
@@ -122,7 +124,7 @@ class Nursery:
                 if not forker.kill():  # and no other is started beside it
                     break
             except (EOFError, OSError):
-                if forker.alive:  # it could not fork
+                if not forker.ends(_NOTICED_S):  # it could not fork
                     break
         raise UnavailableError("a process for untrusted media cannot be started")
 
@@ -165,6 +167,10 @@ class _Forker:
     @property
     def alive(self) -> bool:
         return not self._dead.is_set()
+
+    def ends(self, within_s: float) -> bool:
+        """Whether it has ended, or does so within seconds: its channel breaks a little before."""
+        return self._dead.wait(within_s)
 
     def bear(self, told: Bear, birth_s: float) -> Child:
         """A new child.

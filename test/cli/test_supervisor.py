@@ -242,7 +242,7 @@ def test_who_is_not_ready_in_time_is_named_with_its_phase(tmp_path):
             "encoder",
             "import time; print('Load weight begin', flush=True); time.sleep(60)",
         ),
-        start_timeout_s=0.6,
+        start_timeout_s=5,
     )
     with pytest.raises(ServerError, match=r"--timeout\): encoder \(loading weights\)"):
         supervisor.run()

@@ -352,7 +352,7 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
             return "late"
 
     def read() -> None:
-        limit, done = time.monotonic() + 2 * BOUND_S, 0
+        limit, done = time.monotonic() + 4 * BOUND_S, 0
         while done < len(tickets) and not over.is_set():
             assert time.monotonic() < limit, f"{done} of {len(tickets)}"
             scheduler.claims.socket.poll(10)
@@ -367,6 +367,9 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
             scheduler.claims.claim(ticket, wire.Expect(ticket, 1, 1, 600.0))
         reading = asyncio.create_task(asyncio.to_thread(read))
         told = await asyncio.gather(*(deliver(one, t) for one in senders for t in tickets))
+        # A patient one may hear that another has the grant, which then gives up: as a
+        # language server does, have it sent once more.
+        told += [await encode(senders[0], receiver.endpoint, ticket, 0) for ticket in tickets]
         await reading
         # Who gave up between its payload and the ack does not know that it delivered.
         assert 0 < sum(how in {"inline", "shared"} for how in told) <= len(tickets)

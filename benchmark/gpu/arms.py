@@ -50,7 +50,7 @@ class Arm:
 
 
 def arms_of(which: str) -> list[Arm]:
-    """What is compared: "all", "few" or "tiny"."""
+    """The arms of a choice: "all", "few" or "tiny"."""
     if which == "tiny":
         some = [Arm("56", patches=1024, items=items) for items in (4, 16)]
         return [*some, Arm("56", 2, 1, patches=1024, depth=1, pinned=False)]

@@ -45,7 +45,7 @@ async def fail_on_the_device() -> None:
         await breakage.watch(asyncio.to_thread(run, torch.tensor([1, 100])))
     except TowerBrokenError as error:
         print(f"broken: {error}", flush=True)
-        os._exit(3)  # as a worker does: what is freed at an ordinary end would fail
+        os._exit(3)  # as a worker does: an ordinary end frees device memory, which would fail
 
 
 def capture() -> None:

@@ -159,7 +159,7 @@ class Load:
     """What an arm did under a load.
 
     Attributes:
-        busy_percent: of the time in which some kernel ran; None where nobody says.
+        busy_percent: of the time in which some kernel ran; None without samples.
     """
 
     cell: str

@@ -49,7 +49,7 @@ SIDEWAYS |= {
     ("media", "modality"),
 }
 # The schema of settings is one.
-SIDEWAYS |= {("media", "config"), ("checkpoint", "errors")}
+SIDEWAYS |= {("media", "config"), ("media", "processes"), ("checkpoint", "errors")}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",

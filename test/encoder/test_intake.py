@@ -14,7 +14,7 @@ from sglang_epd.cache import UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.intake import Intake
 from sglang_epd.encoder.urls import UrlReader
-from sglang_epd.media import FetchingThread, MediaFetcher, MediaLimits
+from sglang_epd.media import FetchingProcess, MediaFetcher, MediaLimits
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 
 MIB = 1 << 20
@@ -181,7 +181,7 @@ def asking(*urls: str, request_id: str = "r1") -> EncodeRequest:
     return EncodeRequest(request_id, "Model/float32/0123456789abcdef", PATIENCE_S, reply_to, items)
 
 
-@pytest.mark.parametrize("make", [MediaFetcher, FetchingThread])
+@pytest.mark.parametrize("make", [MediaFetcher, FetchingProcess])
 @pytest.mark.parametrize("length", ["announced", "chunked"])
 async def test_one_request_of_urls_stays_inside_the_bound(
     service, fakes, metrics, site, length, make
@@ -251,7 +251,7 @@ async def test_a_small_picture_passes_requests_of_large_ones(
         return hold(key, modality, data, *more, **options)
 
     monkeypatch.setattr(service.computations, "hold", holding)
-    async with FetchingThread(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
+    async with FetchingProcess(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
         service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
         large = [asking(*(f"{site.url}/{r}/{n}" for n in range(40)), request_id=r) for r in "ab"]
         small = asking(f"{site.url}/small", request_id="small")
@@ -285,7 +285,7 @@ async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metri
     admission = service.admission
     admission.max_items, admission.max_bytes = 200, 2 * MIB
     fakes.forwarded.hold()
-    async with FetchingThread(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
+    async with FetchingProcess(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
         service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
         for wait_s in (0.0, 0.01, 0.03, 0.1, 0.3):
             request = asking(*(f"{site.url}/{wait_s}/{n}" for n in range(20)))

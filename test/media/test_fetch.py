@@ -6,7 +6,6 @@ import gzip
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -26,8 +25,6 @@ from sglang_epd.errors import (
 )
 from sglang_epd.media import (
     FetchedMedia,
-    Fetcher,
-    FetchingThread,
     MediaFetcher,
     MediaLimits,
     MediaSource,
@@ -68,19 +65,10 @@ class FakeResolver(AbstractResolver):
         pass
 
 
-_fetcher: Callable[..., Fetcher] = MediaFetcher
-
-
-@pytest.fixture(autouse=True, params=[MediaFetcher, FetchingThread])
-def fetcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these tests holds for a fetcher, and for one in a thread of its own."""
-    monkeypatch.setattr(sys.modules[__name__], "_fetcher", request.param)
-
-
 async def fetch(
     url: str, limits: MediaLimits | None = None, resolver: AbstractResolver | None = None
 ) -> FetchedMedia:
-    async with _fetcher(limits or local_limits(), resolver=resolver) as fetcher:
+    async with MediaFetcher(limits or local_limits(), resolver=resolver) as fetcher:
         return await fetcher.fetch(MediaSource(url=url), in_seconds(5))
 
 
@@ -96,7 +84,7 @@ async def test_a_body_arrives_with_its_digest(serve: Serve) -> None:
 
 
 async def test_inline_media_is_hashed_and_bounded() -> None:
-    async with _fetcher(MediaLimits(max_bytes=1 << 20)) as fetcher:
+    async with MediaFetcher(MediaLimits(max_bytes=1 << 20)) as fetcher:
         for data in (b"small", bytes(1 << 20)):
             source = MediaSource(data=data)
             assert (await fetcher.fetch(source, in_seconds(5))).digest == digest(data)
@@ -115,7 +103,7 @@ async def test_connections_are_reused(serve: Serve) -> None:
         return web.Response(body=BODY)
 
     url = await serve(handle)
-    async with _fetcher(local_limits()) as fetcher:
+    async with MediaFetcher(local_limits()) as fetcher:
         for _ in range(3):
             await fetcher.fetch(MediaSource(url=url), in_seconds(5))
     assert len(peers) == 1
@@ -134,7 +122,7 @@ async def test_the_request_says_nothing_needless(
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     url = await serve(handle)
-    async with _fetcher(local_limits()) as fetcher:
+    async with MediaFetcher(local_limits()) as fetcher:
         for _ in range(2):
             await fetcher.fetch(MediaSource(url=url + "/a#part"), in_seconds(5))
     assert seen[1].headers.keys() == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
@@ -199,13 +187,12 @@ async def test_a_name_that_changes_its_address_is_judged_again(serve: Serve) -> 
     """DNS rebinding: permitted at the first look-up, private at the second."""
     port = (await serve(give_body)).rpartition(":")[2]
     resolver = FakeResolver(rebind_example=[["127.0.0.1"], ["10.0.0.1"]])
-    async with _fetcher(local_limits(), resolver=resolver) as fetcher:
+    async with MediaFetcher(local_limits(), resolver=resolver) as fetcher:
         source = MediaSource(url=f"http://rebind.example:{port}/")
         assert (await fetcher.fetch(source, in_seconds(5))).data == BODY
         other_port = MediaSource(url="http://rebind.example:1/")
-        core = fetcher if isinstance(fetcher, MediaFetcher) else fetcher._fetcher
-        assert core._session is not None
-        connector = core._session.connector
+        assert fetcher._session is not None
+        connector = fetcher._session.connector
         assert isinstance(connector, aiohttp.TCPConnector)
         connector.clear_dns_cache()
         with pytest.raises(MediaForbiddenError):
@@ -279,7 +266,7 @@ async def test_what_is_behind_urls_has_a_limit_of_its_own(serve: Serve, encoding
     tight = local_limits(max_url_bytes=len(BODY) - 1)
     with pytest.raises(MediaTooLargeError, match=f"over the limit of {len(BODY) - 1} bytes"):
         await fetch(url, tight)
-    async with _fetcher(tight) as fetcher:
+    async with MediaFetcher(tight) as fetcher:
         inline = MediaSource(data=BODY)
         assert (await fetcher.fetch(inline, in_seconds(5))).data == BODY
     for limit in (len(BODY), NO_LIMIT):
@@ -414,7 +401,7 @@ async def test_slow_name_servers_share_the_limit() -> None:
 
 
 async def test_the_deadline_comes_first_where_it_is_nearer() -> None:
-    async with raw_server(drip) as url, _fetcher(local_limits()) as fetcher:
+    async with raw_server(drip) as url, MediaFetcher(local_limits()) as fetcher:
         for seconds in (0.2, -1):
             with pytest.raises(DeadlineError, match="deadline") as caught:
                 await fetcher.fetch(MediaSource(url=f"{url}?token=hunter2"), in_seconds(seconds))
@@ -425,7 +412,7 @@ async def test_a_full_fetcher_waits_inside_the_deadline(serve: Serve) -> None:
     url = await serve(give_body)
     async with (
         raw_server(hang) as slow,
-        _fetcher(local_limits(total_timeout_s=0.3), concurrency=1) as fetcher,
+        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=1) as fetcher,
     ):
         waiting = asyncio.create_task(fetcher.fetch(MediaSource(url=slow), in_seconds(5)))
         await asyncio.sleep(0.05)
@@ -442,7 +429,7 @@ async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
     url = await serve(give_body)
     async with (
         raw_server(hang) as slow,
-        _fetcher(local_limits(total_timeout_s=0.3), concurrency=4, per_host=2) as fetcher,
+        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=4, per_host=2) as fetcher,
     ):
         waiting = [
             asyncio.create_task(fetcher.fetch(MediaSource(url=f"{slow}/{n}"), in_seconds(5)))
@@ -453,8 +440,7 @@ async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
         assert media.data == BODY
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [getattr(result, "reason", None) for result in results] == ["timeout"] * 6
-        core = fetcher if isinstance(fetcher, MediaFetcher) else fetcher._fetcher
-        assert not core._slots.hosts
+        assert not fetcher._slots.hosts
 
 
 async def test_a_failure_has_a_reason(serve: Serve) -> None:
@@ -480,7 +466,7 @@ async def test_a_cancelled_fetch_closes_its_connection() -> None:
         finally:
             closed.set()
 
-    async with raw_server(endless) as url, _fetcher(local_limits()) as fetcher:
+    async with raw_server(endless) as url, MediaFetcher(local_limits()) as fetcher:
         task = asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(5)))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -678,7 +664,7 @@ async def test_sources_that_were_never_parsed() -> None:
 
 async def test_the_fetcher_can_be_entered_again(serve: Serve) -> None:
     url = await serve(give_body)
-    fetcher = _fetcher(MediaLimits(allowed_networks=LOOPBACK))
+    fetcher = MediaFetcher(MediaLimits(allowed_networks=LOOPBACK))
     for _ in range(2):
         async with fetcher:
             assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
-from aiohttp.abc import AbstractResolver
 
 from media.samples import Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import DeadlineError, MediaError
-from sglang_epd.media import Account, Fetcher, FetchingThread, MediaFetcher, MediaSource, slots
+from sglang_epd.media import Account, MediaFetcher, MediaSource, slots
 from sglang_epd.media.guarded_socket import GuardedSocket
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -24,13 +22,8 @@ def chunks(size: int, count: int) -> bytes:
     return (b"%x\r\n" % size + bytes(size) + b"\r\n") * count
 
 
-@pytest.fixture(params=[MediaFetcher, FetchingThread])
-def make(request: pytest.FixtureRequest) -> type[Fetcher]:
-    return request.param
-
-
-async def fetch(make: type[Fetcher], url: str) -> bytes:
-    async with make(local_limits(total_timeout_s=PATIENCE_S)) as fetcher:
+async def fetch(url: str) -> bytes:
+    async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S)) as fetcher:
         return (await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))).data
 
 
@@ -48,7 +41,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return reads
 
 
-async def test_an_answer_in_tiny_chunks_is_refused_early(make, taken: list[int]) -> None:
+async def test_an_answer_in_tiny_chunks_is_refused_early(taken: list[int]) -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
         await asyncio.sleep(0.1)  # the answer has begun, and what comes is its body
@@ -58,15 +51,15 @@ async def test_an_answer_in_tiny_chunks_is_refused_early(make, taken: list[int])
 
     async with raw_server(answer) as url:
         with pytest.raises(MediaError, match="in tiny chunks") as caught:
-            await fetch(make, url)
+            await fetch(url)
     assert caught.value.reason == "chunks"
     assert sum(taken) <= 8 << 10, "thousands of chunks were parsed for nothing"
 
 
-async def test_reads_of_a_body_in_chunks_grow_with_it(make, taken: list[int]) -> None:
+async def test_reads_of_a_body_in_chunks_grow_with_it(taken: list[int]) -> None:
     body = chunks(4096, 500) + b"0\r\n\r\n"
     async with raw_server(CHUNKED + body) as url:
-        assert len(await fetch(make, url)) == 500 * 4096
+        assert len(await fetch(url)) == 500 * 4096
     before = 0
     for count in taken:
         assert count <= 2048 + before // 16
@@ -77,14 +70,13 @@ async def test_reads_of_a_body_in_chunks_grow_with_it(make, taken: list[int]) ->
 @pytest.mark.parametrize(
     "pieces", [[(1024, 2000)], [(4096, 500)], [(1, 60), (16384, 50)], [(300, 5000)]], ids=str
 )
-async def test_chunks_of_honest_servers_pass(make, pieces: list[tuple[int, int]]) -> None:
+async def test_chunks_of_honest_servers_pass(pieces: list[tuple[int, int]]) -> None:
     body = b"".join(chunks(size, count) for size, count in pieces) + b"0\r\n\r\n"
     async with raw_server(CHUNKED + body) as url:
-        assert len(await fetch(make, url)) == sum(size * count for size, count in pieces)
+        assert len(await fetch(url)) == sum(size * count for size, count in pieces)
 
 
 async def test_a_flood_of_interim_answers_is_broken_off() -> None:
-    """Only asyncio's own event loop reads by the socket that sees to it."""
     taken = 0
 
     async def answer(writer: asyncio.StreamWriter) -> None:
@@ -96,15 +88,15 @@ async def test_a_flood_of_interim_answers_is_broken_off() -> None:
 
     async with raw_server(answer) as url:
         with pytest.raises(MediaError) as caught:
-            await fetch(FetchingThread, url)
+            await fetch(url)
     assert caught.value.reason == "broken"
     assert taken < 32 << 20
 
 
-async def test_some_interim_answers_pass(make) -> None:
+async def test_some_interim_answers_pass() -> None:
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n" * 20
     async with raw_server(interim + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody") as url:
-        assert await fetch(make, url) == b"body"
+        assert await fetch(url) == b"body"
 
 
 @pytest.mark.parametrize("nbytes", [4, 300_000])
@@ -119,55 +111,14 @@ async def test_a_connection_that_is_reused_takes_in_as_much_again(
         return web.Response(body=bytes(nbytes), headers={"X-Long": "x" * 7000})
 
     url = await serve(handle)
-    async with FetchingThread(local_limits()) as fetcher:
+    async with MediaFetcher(local_limits()) as fetcher:
         for _ in range(20):
             media = await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
             assert len(media.data) == nbytes
     assert len(peers) == 1
 
 
-class Threads(AbstractResolver):
-    """Says in which thread it is asked."""
-
-    def __init__(self) -> None:
-        self.idents: list[int] = []
-
-    async def resolve(self, host: str, port: int = 0, family: int = 0) -> list:
-        self.idents.append(threading.get_ident())
-        raise OSError("no such name")
-
-    async def close(self) -> None:
-        pass
-
-
-async def test_hosts_are_read_from_in_another_thread() -> None:
-    resolver = Threads()
-    async with FetchingThread(local_limits(), resolver=resolver) as fetcher:
-        with pytest.raises(MediaError, match="cannot be resolved"):
-            await fetcher.fetch(MediaSource(url="http://h.example"), in_seconds(PATIENCE_S))
-        assert threading.get_ident() not in resolver.idents
-    assert "epd-fetching" not in {thread.name for thread in threading.enumerate()}
-
-
-async def test_room_is_asked_for_in_the_callers_thread(serve: Serve) -> None:
-    async def handle(_request: web.Request) -> web.Response:
-        return web.Response(body=bytes(300_000))
-
-    asked: list[tuple[int, int]] = []
-
-    class Asked(Account):
-        async def grow(self, nbytes: int) -> None:
-            asked.append((threading.get_ident(), nbytes))
-
-    source = MediaSource(url=await serve(handle))
-    async with FetchingThread(local_limits()) as fetcher:
-        await fetcher.fetch(source, in_seconds(PATIENCE_S), Asked())
-    assert {ident for ident, _ in asked} == {threading.get_ident()}
-    assert asked[0][1] < 100_000
-    assert asked[-1][1] == 300_000, "no more than was announced"
-
-
-async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> None:
+async def test_waiting_for_room_is_not_the_hosts_fault(serve: Serve) -> None:
     async def handle(_request: web.Request) -> web.Response:
         return web.Response(body=bytes(300_000))
 
@@ -178,7 +129,7 @@ async def test_waiting_for_room_is_not_the_hosts_fault(make, serve: Serve) -> No
             await asyncio.sleep(waits.pop(0))
 
     source = MediaSource(url=await serve(handle))
-    async with make(local_limits(total_timeout_s=1.0)) as fetcher:
+    async with MediaFetcher(local_limits(total_timeout_s=1.0)) as fetcher:
         with pytest.raises(DeadlineError):
             await fetcher.fetch(source, in_seconds(2.5), Full())
         assert waits == []
@@ -203,7 +154,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "GRACE_S", 0.3)
 
 
-async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None) -> None:
+async def test_slow_hosts_of_many_names_make_way(serve: Serve, hasty: None) -> None:
     async def handle(_request: web.Request) -> web.Response:
         return web.Response(body=b"body")
 
@@ -214,7 +165,7 @@ async def test_slow_hosts_of_many_names_make_way(make, serve: Serve, hasty: None
             await stack.enter_async_context(raw_server(drip, f"127.0.1.{n}")) for n in range(1, 13)
         ]
         fast = await stack.enter_async_context(raw_server(steady))
-        fetcher = await stack.enter_async_context(make(limits, concurrency=4))
+        fetcher = await stack.enter_async_context(MediaFetcher(limits, concurrency=4))
         begin = time.monotonic()
         kept = asyncio.create_task(fetcher.fetch(MediaSource(url=fast), in_seconds(PATIENCE_S)))
         await asyncio.sleep(0.05)
@@ -254,7 +205,7 @@ async def silent(_writer: asyncio.StreamWriter) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_request_does_not_wait_for_the_slots_of_others(make, serve: Serve) -> None:
+async def test_a_request_does_not_wait_for_the_slots_of_others(serve: Serve) -> None:
     """Of 40 URLs, whose hosts say nothing; none of them is given up so soon."""
 
     async def handle(_request: web.Request) -> web.Response:
@@ -267,7 +218,7 @@ async def test_a_request_does_not_wait_for_the_slots_of_others(make, serve: Serv
             for n in range(1, 11)
         ]
         limits = local_limits(total_timeout_s=PATIENCE_S * 3)
-        fetcher = await stack.enter_async_context(make(limits, concurrency=12, per_host=4))
+        fetcher = await stack.enter_async_context(MediaFetcher(limits, concurrency=12, per_host=4))
         others = [
             asyncio.create_task(
                 fetcher.fetch(MediaSource(url=f"{url}/{n}"), in_seconds(60), Of(n % 2))
@@ -286,16 +237,16 @@ async def test_a_request_does_not_wait_for_the_slots_of_others(make, serve: Serv
         await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_a_slow_host_that_nobody_waits_for_has_its_time(make, hasty: None) -> None:
-    async with raw_server(drip) as url, make(local_limits(total_timeout_s=0.8)) as fetcher:
+async def test_a_slow_host_that_nobody_waits_for_has_its_time(hasty: None) -> None:
+    async with raw_server(drip) as url, MediaFetcher(local_limits(total_timeout_s=0.8)) as fetcher:
         with pytest.raises(MediaError) as caught:
             await fetcher.fetch(MediaSource(url=url), in_seconds(PATIENCE_S))
     assert caught.value.reason == "timeout"
 
 
-async def test_no_fetch_makes_way_for_its_own_request(make, hasty: None) -> None:
+async def test_no_fetch_makes_way_for_its_own_request(hasty: None) -> None:
     limits = local_limits(total_timeout_s=0.8)
-    async with raw_server(drip) as url, make(limits, concurrency=2) as fetcher:
+    async with raw_server(drip) as url, MediaFetcher(limits, concurrency=2) as fetcher:
         results = await asyncio.gather(
             *(
                 fetcher.fetch(MediaSource(url=f"{url}/{n}"), in_seconds(PATIENCE_S), Of(1))

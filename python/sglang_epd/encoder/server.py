@@ -43,7 +43,7 @@ from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import decode_mb, share_mb
-from sglang_epd.media import FetchingThread, MediaLimits
+from sglang_epd.media import FetchingProcess, MediaLimits
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
@@ -107,7 +107,7 @@ def launch(server_args: Any) -> None:
         checkpoint = served(whole=settings.fingerprint == "full")
         identity = namespace(hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
-            fetcher = await stack.enter_async_context(FetchingThread(limits))
+            fetcher = await stack.enter_async_context(FetchingProcess(limits))
             urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
             sender = _sender(settings)
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
@@ -263,7 +263,7 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
 
 def _open_urls(
-    fetcher: FetchingThread, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
+    fetcher: FetchingProcess, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
 ) -> UrlReader | None:
     """The memory of URLs, closed with `stack`; None where it has no entries."""
     if not entries:

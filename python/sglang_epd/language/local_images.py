@@ -17,7 +17,7 @@ from PIL import Image
 from sglang_epd.decoding import Decoders
 from sglang_epd.errors import EpdError, MediaTypeError
 from sglang_epd.media import (
-    FetchingThread,
+    FetchingProcess,
     MediaLimits,
     MediaSource,
     check_content_hash,
@@ -50,7 +50,7 @@ class LocalImages:
 
     def __init__(self, namespace: str, limits: MediaLimits, decode_bytes: int) -> None:
         self._namespace = namespace
-        self._fetcher = FetchingThread(limits)
+        self._fetcher = FetchingProcess(limits)
         self._opening = asyncio.Lock()
         self._open = False
         self._decoders = Decoders(limits, decode_bytes, _PLACES)

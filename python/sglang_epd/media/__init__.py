@@ -1,7 +1,7 @@
 """An item before an encoder sees it: source, digest, limits, safe fetching, decoding.
 
 Anything in the package may import this one; it imports nothing of the package
-but `errors`, nothing of SGLang, and reads no configuration besides
+but `errors` and `processes`, nothing of SGLang, and reads no configuration besides
 `MediaLimits.from_env`. It never hands media, credentials or query strings to a
 message: `display` is the only way a source is shown.
 """
@@ -15,8 +15,9 @@ from sglang_epd.media.container import (
     check_video,
 )
 from sglang_epd.media.decode import decode_image
-from sglang_epd.media.fetch import Answer, FetchedMedia, MediaFetcher, reading_until
-from sglang_epd.media.fetching_thread import Fetcher, FetchingThread
+from sglang_epd.media.fetch import MediaFetcher
+from sglang_epd.media.fetcher import Answer, FetchedMedia, Fetcher, reading_until
+from sglang_epd.media.fetching import FetchingProcess
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
@@ -38,7 +39,7 @@ __all__ = [
     "EscapeBudget",
     "FetchedMedia",
     "Fetcher",
-    "FetchingThread",
+    "FetchingProcess",
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ipaddress
 import os
 import socket
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    nullcontext,
-)
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -32,21 +24,19 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from sglang_epd.errors import DeadlineError, MediaError, MediaForbiddenError, MediaTooLargeError
-from sglang_epd.media.address import AddressPolicy
+from sglang_epd.errors import MediaError, MediaForbiddenError
+from sglang_epd.media.fetcher import Answer, Fetcher, check_not_empty, hashed, parse, too_large
 from sglang_epd.media.freshness import STATUS, Step, Trail
 from sglang_epd.media.guarded_socket import GuardedSocket
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.local import open_local, read_local
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.media.slots import Account, Slots, Turn
-from sglang_epd.media.source import MediaSource, digest, display
+from sglang_epd.media.source import MediaSource, display
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _UNREADABLE_ENCODINGS = frozenset({"br", "zstd", "compress", "x-compress"})
 _ZLIB_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
-# Hashing less than this (0.1 ms) is cheaper than handing it to a thread.
-_INLINE_HASH_BYTES = 256 << 10
 # Asked for before anything is read, and the least that is asked for then.
 _FIRST_BYTES = 64 << 10
 # Chunks that aiohttp parses in one go: a sixteenth of this (`StreamReader`).
@@ -63,59 +53,11 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class FetchedMedia:
-    """An item's encoded bytes.
+class MediaFetcher(Fetcher):
+    """Reads media from URLs and allowed local files, on the running event loop.
 
-    Attributes:
-        data: the encoded media.
-        digest: its blake3 digest, 32 bytes.
-        source: where it came from.
-    """
-
-    data: bytes = field(repr=False)
-    digest: bytes
-    source: MediaSource
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer for an HTTP URL.
-
-    Attributes:
-        media: None where the earlier content is still valid.
-        trail: the answers on the way, to be remembered.
-    """
-
-    media: FetchedMedia | None
-    trail: Trail
-
-
-@asynccontextmanager
-async def reading_until(deadline: float, source: MediaSource) -> AsyncIterator[None]:
-    """The time that a request leaves for reading an item.
-
-    Args:
-        deadline: in seconds of `time.monotonic()`.
-
-    Raises:
-        DeadlineError: it passed first.
-    """
-    try:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:  # asyncio.timeout acts at the first wait only
-            raise TimeoutError
-        async with asyncio.timeout(left_s):
-            yield
-    except TimeoutError:
-        raise DeadlineError(f"the deadline passed while reading {display(source)}") from None
-
-
-class MediaFetcher:
-    """Reads media from URLs and allowed local files; one for a process.
-
-    An async context manager: the connections, reused between fetches, are closed when
-    it is left. No proxy of the environment is used, no cookie kept.
+    The connections, reused between fetches, are closed when the context is left. No proxy of
+    the environment is used, no cookie kept.
 
     Args:
         limits: media that may be read.
@@ -134,11 +76,7 @@ class MediaFetcher:
         per_host: int = 64,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        self._limits = limits
-        self._policy = AddressPolicy(limits.allowed_networks)
-        self._domains = tuple(map(_canonical_host, limits.allowed_domains))
-        self._hosts_allowed = frozenset(map(_canonical_host, limits.allowed_hosts))
-        self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
+        super().__init__(limits)
         self._concurrency = concurrency
         self._slots = Slots(concurrency, per_host)
         # By their file descriptors, which is how a connection tells its socket.
@@ -166,12 +104,7 @@ class MediaFetcher:
         )
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self._slots.close()
         if self._session is not None:
             await self._session.close()
@@ -180,85 +113,26 @@ class MediaFetcher:
             await self._resolver.close()
             self._resolver = None
 
-    async def fetch(
-        self, source: MediaSource, deadline: float, account: Account | None = None
-    ) -> FetchedMedia:
-        """Read an item's bytes and hash them.
-
-        Args:
-            source: inline bytes are only checked and hashed.
-            deadline: the request's, in seconds of `time.monotonic()`.
-            account: as of `ask`.
-
-        Raises:
-            MediaForbiddenError: the URL leads to an address, domain or file that may
-                not be read.
-            MediaTooLargeError: there are more bytes than the limits say.
-            MediaError: the host, or its answer, is at fault; or it took longer than
-                `limits.total_timeout_s`.
-            DeadlineError: the deadline passed first.
-        """
-        async with reading_until(deadline, source):
-            if source.url is None:
-                data = self._check_inline(source)
-            elif source.url[:5].lower() == "file:":
-                async with self._turn(source, account) as turn:
-                    with await asyncio.to_thread(open_local, source.url, self._limits) as file:
-                        await turn.grow(os.fstat(file.fileno()).st_size)
-                        data = await asyncio.to_thread(read_local, file, self._limits)
-                    _check_not_empty(data, source)
-            else:
-                answer = await self.ask(source, account=account)
-                assert answer.media is not None
-                return answer.media
-            return FetchedMedia(data, await _digest(data), source)
-
     async def ask(
         self, source: MediaSource, known: Trail | None = None, account: Account | None = None
     ) -> Answer:
-        """Read an HTTP URL and hash its content, unless the earlier content is valid.
-
-        There is no deadline but `limits.total_timeout_s`, from when there is a slot: callers
-        may have different ones.
-
-        Args:
-            known: the answers of an earlier read; stale ones are asked for again, and the
-                media only if they have changed.
-            account: is asked for room before anything is read, and while bytes arrive
-                before more are read. The time that it takes is not the host's.
-
-        Raises:
-            MediaError: as of `fetch`.
-        """
+        """As `Fetcher.ask`."""
+        url = source.url or ""
+        trail = Trail(())
+        data: bytes | None
         async with self._turn(source, account) as turn:
-            # With a slot: an item that has room for bytes can go on, and so gives them back.
-            await turn.grow(_FIRST_BYTES)
-            data, trail = await self._follow(_parse(source.url or ""), known, turn)
+            if url[:5].lower() == "file:":
+                with await asyncio.to_thread(open_local, url, self._limits) as file:
+                    await turn.grow(os.fstat(file.fileno()).st_size)
+                    data = await asyncio.to_thread(read_local, file, self._limits)
+            else:
+                # With a slot: an item that has room for bytes can go on, and so gives them back.
+                await turn.grow(_FIRST_BYTES)
+                data, trail = await self._follow(parse(url), known, turn)
         if data is None:
             return Answer(None, trail)
-        _check_not_empty(data, source)
-        return Answer(FetchedMedia(data, await _digest(data), source), trail)
-
-    def check(self, trail: Trail, nbytes: int) -> None:
-        """Whether media that were come by on this trail may be used now, without asking.
-
-        The rules are those of a fetch, but for the addresses of names: nothing is
-        connected to.
-
-        Args:
-            nbytes: how large they are.
-
-        Raises:
-            MediaError: as of `fetch`.
-        """
-        for step in trail.steps:
-            host = self._check_url(_parse(step.url))
-            if _is_address(host) and not self._policy.permits(host):
-                raise MediaForbiddenError(f"host {host} is not at a public address")
-        if len(trail.steps) > self._limits.max_redirects + 1:
-            raise self._too_many_redirects(host)
-        if nbytes > self._max_url_bytes:
-            raise _too_large(f"media of {nbytes} bytes from {host}", self._max_url_bytes)
+        check_not_empty(data, display(source))
+        return Answer(await hashed(data, source), trail)
 
     def _turn(
         self, source: MediaSource, account: Account | None
@@ -270,14 +144,6 @@ class MediaFetcher:
             host = ""
         limit_s = self._limits.total_timeout_s
         return self._slots.turn(host, display(source), limit_s, account or Account())
-
-    def _check_inline(self, source: MediaSource) -> bytes:
-        data = source.data or b""
-        if not data:
-            raise MediaError("the media is empty", reason="empty")
-        if len(data) > self._limits.max_bytes:
-            raise _too_large(f"inline media of {len(data)} bytes", self._limits.max_bytes)
-        return data
 
     async def _follow(
         self, url: URL, known: Trail | None, turn: Turn
@@ -332,27 +198,6 @@ class MediaFetcher:
             return await self._unpack(body, encoding, host), Trail((*steps, step))
         raise self._too_many_redirects(host)
 
-    def _check_url(self, url: URL) -> str:
-        """The host of a URL that may be asked; its addresses are judged on connecting."""
-        host = url.raw_host
-        if url.scheme not in ("http", "https"):
-            raise MediaForbiddenError(f"only http and https is fetched, not {url.scheme[:20]!r}")
-        if not host:
-            raise MediaError("the media URL names no host")
-        name = host.lower().rstrip(".")
-        if len(name) > 253:
-            raise MediaError("the media URL's host name is too long")
-        if not self._allows(name):
-            raise MediaForbiddenError(f"host {host} is not in the allowed domains")
-        return host
-
-    def _allows(self, name: str) -> bool:
-        if not self._domains and not self._hosts_allowed:
-            return True
-        return name in self._hosts_allowed or any(
-            name == domain or name.endswith("." + domain) for domain in self._domains
-        )
-
     def _guarded_socket(self, address: Any) -> socket.socket:
         """Make the socket for one address, or refuse.
 
@@ -378,7 +223,7 @@ class MediaFetcher:
         limit = self._max_url_bytes
         length = response.content_length
         if length is not None and length > limit:
-            raise _too_large(f"media of {length} bytes from {host}", limit)
+            raise too_large(f"media of {length} bytes from {host}", limit)
         most = limit if length is None else length
         room = chunks = 0
         # It gives its bytes without a copy of them; an error's frames do not keep what it has.
@@ -387,7 +232,7 @@ class MediaFetcher:
                 part, ends_chunk = await response.content.readchunk()
                 turn.nbytes += len(part)
                 if turn.nbytes > limit:
-                    raise _too_large(f"media from {host}", limit)
+                    raise too_large(f"media from {host}", limit)
                 chunks += ends_chunk
                 if chunks > _FEW_CHUNKS + turn.nbytes // _CHUNK_BYTES:
                     raise MediaError(f"{host} sends its answer in tiny chunks", reason="chunks")
@@ -419,29 +264,14 @@ class MediaFetcher:
         except zlib.error:
             raise MediaError(f"{host} sent a damaged {encoding} body") from None
         if len(data) > limit:
-            raise _too_large(f"unpacked media from {host}", limit)
+            raise too_large(f"unpacked media from {host}", limit)
         if not stream.eof:
             raise MediaError(f"{host} sent a truncated {encoding} body")
         return data
 
-    def _too_many_redirects(self, host: str) -> MediaError:
-        return MediaError(
-            f"more than {self._limits.max_redirects} redirects, the last to {host}",
-            reason="redirects",
-        )
-
 
 class _AddressRefused(OSError):
     """Raised to aiohttp, which tries a host's other addresses on any OSError."""
-
-
-def _too_large(what: str, limit: int) -> MediaTooLargeError:
-    return MediaTooLargeError(f"{what} is over the limit of {limit} bytes")
-
-
-def _check_not_empty(data: bytes, source: MediaSource) -> None:
-    if not data:
-        raise MediaError(f"{display(source)} is empty", reason="empty")
 
 
 def _known_step(known: Trail | None, url: URL) -> tuple[Step | None, URL | None]:
@@ -451,25 +281,6 @@ def _known_step(known: Trail | None, url: URL) -> tuple[Step | None, URL | None]
         if step.url == str(url):
             return step, URL(steps[n + 1].url) if n + 1 < len(steps) else None
     return None, None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _parse(url: str) -> URL:
-    try:
-        return URL(url)
-    except ValueError:
-        raise MediaError("the media URL is malformed") from None
-
-
-def _canonical_host(host: str) -> str:
-    return (URL.build(scheme="http", host=host.strip(".")).raw_host or host).lower()
 
 
 def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
@@ -513,9 +324,3 @@ _NETWORK_REASONS: tuple[tuple[type[Exception], str, str], ...] = (
     (aiohttp.ClientOSError, "broken", "the connection to {host} broke"),
     (aiohttp.InvalidURL, "url", "the media URL is malformed"),
 )
-
-
-async def _digest(data: bytes) -> bytes:
-    if len(data) < _INLINE_HASH_BYTES:
-        return digest(data)
-    return await asyncio.to_thread(digest, data)

@@ -93,9 +93,11 @@ class FetchingProcess(Fetcher):
         return starting
 
     async def _begin(self) -> _Process:
-        return _Process(
-            await asyncio.to_thread(self._nursery.child, f"{_MODULE}:serve", self._options)
+        # At the servers' own priority: at a lower one, honest hosts are read from later as well.
+        child = await asyncio.to_thread(
+            self._nursery.child, f"{_MODULE}:serve", self._options, nice=0
         )
+        return _Process(child)
 
 
 class _LostError(Exception):

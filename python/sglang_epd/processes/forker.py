@@ -51,10 +51,12 @@ class Bear(msgspec.Struct, frozen=True, tag="bear"):
     Attributes:
         factory: `module:function`, called in the child with its end and the options.
             The child ends when it returns.
+        nice: by how much it yields to other processes.
     """
 
     factory: str
     options: dict[str, Any]
+    nice: int
 
 
 class Born(msgspec.Struct, frozen=True, tag="born"):
@@ -63,9 +65,6 @@ class Born(msgspec.Struct, frozen=True, tag="born"):
     pid: int
 
 
-# Processes that serve users, or that end soon, come first on a busy machine. Beside three
-# hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
-_NICE = 10
 _BEAR = msgspec.msgpack.Decoder(Bear)
 
 
@@ -115,7 +114,7 @@ class _Forker:
         status = 1
         try:
             depend_on(self._pid)
-            os.nice(_NICE)  # only here: modules are imported once, and a user waits for it
+            os.nice(told.nice)  # only here: modules are imported once, and a user waits for it
             for fd in (self._end.detach(), *self._children):
                 os.close(fd)
             module, _, name = told.factory.partition(":")

@@ -41,7 +41,6 @@ def test_each_variable_is_read():
             "SGLANG_EPD_ENCODE": "off",
             "SGLANG_EPD_MIN_PATCHES": "256",
             "SGLANG_EPD_URL_CACHE_ENTRIES": "0",
-            "SGLANG_EPD_ENCODER_HEADER": "on",
             "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
         }
     ) == Settings(
@@ -49,7 +48,6 @@ def test_each_variable_is_read():
         encode=False,
         min_patches=256,
         url_cache_entries=0,
-        encoder_header=True,
         request_timeout_s=2.5,
         dispatch_policy="shuffle",
         max_body_mb=7,

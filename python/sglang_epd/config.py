@@ -94,8 +94,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             it gets 503.
         encoder_timeout_s [language]: How long one encoder may take for its share of a request
             before others are asked. Unless given, half of the deadline above where that is more.
-        encoder_header [language]: Whether a request may name its encoders (`x-encoder-hosts-ports:
-            host:port,...`).
         tell_sources [language]: Whether answers of `/generate` say where their media came from
             (`meta_info.media_sources`). A user learns from it whether another client with the same
             cache salt has sent the same media before.
@@ -169,7 +167,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     dispatch_policy: Text = "affinity"
     encoder_wait_s: Number = 30.0
     encoder_timeout_s: Number = 60.0
-    encoder_header: Switch = False
     tell_sources: Switch = True
     encode: Switch = True
     min_patches: Whole = 0

@@ -204,48 +204,19 @@ def test_what_is_set_and_not_read_is_named_once(topology: Topology, role: str, s
     assert line.endswith(f": {said}")
 
 
-def test_a_request_may_name_its_encoders(
-    topology: Topology, small: Messages, large: Messages
-) -> None:
-    client = Client(topology.urls["language"])
-    known = topology.urls["encoder"].removeprefix("http://")
-    body = {"model": "default", "messages": large, "max_tokens": 4, "temperature": 0}
-    before = delivered(topology)
-    for messages in (small, large):
-        for stream in (False, True):
-            named = client.post(
-                "/v1/chat/completions",
-                {**body, "messages": messages, "stream": stream},
-                headers={"x-encoder-hosts-ports": f"10.0.0.1:1, {known}"},
-            )
-            assert named.status_code == 200, named.text
-    assert delivered(topology) == before + 8
-    for stream in (False, True):
-        unknown = client.post(
-            "/v1/chat/completions",
-            {**body, "stream": stream},
-            headers={"x-encoder-hosts-ports": "10.0.0.1:1"},
-        )
-        assert unknown.status_code == 400
-        assert "x-encoder-hosts-ports" in unknown.text
-    assert decisions(topology)["remote", "chosen"] == 4
-
-
 def test_what_an_encoder_that_freezes_has_is_taken_back(
     machine: Machine, topology: Topology, large: Messages
 ) -> None:
     expected = machine.reference(topology.model, large, TOKENS)
     pid, before = topology.servers["encoder"].pid, decisions(topology)
-    # Named, because by what it costs it may stay.
-    named = {"x-encoder-hosts-ports": topology.urls["encoder"].removeprefix("http://")}
-    language = Client(topology.urls["language"], named)
+    language = Client(topology.urls["language"])
     os.kill(pid, signal.SIGSTOP)
     try:
         assert language.generation(*large, tokens=TOKENS).distance(expected) < TOLERANCE
     finally:
         os.kill(pid, signal.SIGCONT)
     after = decisions(topology)
-    assert after["remote", "chosen"] == before["remote", "chosen"] + 1
+    assert after["remote", "cost"] == before["remote", "cost"] + 1
     assert after["local", "failed"] == before.get(("local", "failed"), 0) + 1
 
 

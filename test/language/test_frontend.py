@@ -83,7 +83,6 @@ class FakeDispatcher:
         reply_to: ReplyTo,
         items: list[EncodeItem],
         deadline: float,
-        among=None,
         note=None,
         span=OFF,
         asker="",

@@ -22,7 +22,7 @@ from sglang_epd.errors import (
 )
 from sglang_epd.language.local_images import LocalImage
 from sglang_epd.observability.language import DecisionMetrics
-from sglang_epd.seams import adaptive, headers
+from sglang_epd.seams import adaptive
 from sglang_epd.seams.adaptive import Adaptive
 
 URL = "http://encoder:1"
@@ -148,16 +148,15 @@ def views():
 async def build(views, monkeypatch):
     monkeypatch.setattr(adaptive, "_LOOK_S", 0.01)
     monkeypatch.setattr(adaptive, "_current", contextvars.ContextVar("test", default=None))
-    monkeypatch.setattr(headers, "_request", contextvars.ContextVar("test", default=None))
+    monkeypatch.setattr(adaptive, "_http", contextvars.ContextVar("test", default=None))
 
-    def run(chosen=None, rate=1.0, **knobs):
+    def run(rate=1.0, **knobs):
         frontend, images = FakeFrontend(), FakeImages()
         registry = CollectorRegistry()
         seam = Adaptive(
             frontend=frontend,
             images=images,
             snapshot=lambda: Snapshot(tuple(views)),
-            chosen=lambda: chosen,
             estimate=lambda item: float(item.data or b"1"),
             knobs=Knobs(**knobs),
             rate=lambda: rate,
@@ -320,7 +319,9 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(build):
     manager = build()
     prompt = Prompt(images=["1000"])
     http = Http()
-    headers.note(lambda *_: None, SimpleNamespace(mm_receiver="ours"), prompt, http)
+    manager.seam.noted(prompt, http)
+    # The copies that SGLang makes of a sampled request come without it.
+    manager.seam.noted(prompt)
     manager.dispatch(prompt)
     asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
     with pytest.raises(ValueError, match="left"):

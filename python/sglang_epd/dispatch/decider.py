@@ -28,7 +28,6 @@ Why = Literal[
     "no_encoder",  # none is ready
     "busy",  # all that are ready are full
     "no_tower",  # this server cannot encode it
-    "chosen",  # the request names its encoders
     "failed",  # it was sent, and no encoder took it
 ]
 

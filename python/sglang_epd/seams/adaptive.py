@@ -7,10 +7,12 @@ encoders (`language/local_images.py`). A request that was sent, but that no enco
 taken back before a scheduler has seen it.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
-`_init_req_state(obj, request)`, then `_handle_epd_disaggregation_encode_request(obj)`,
+`_init_req_state(obj, request)` with the HTTP request (None of one that did not come over
+HTTP), then `_handle_epd_disaggregation_encode_request(obj)`,
 which asks `_should_dispatch_to_encoder(obj)` and sets `need_wait_for_mm_inputs`; then
 `_tokenize_one_request(obj)` for each prompt, which leaves the media of those that do not
 wait to SGLang's own processor, takes PIL images, and returns an object with `mm_inputs`.
+All of them run in the request's own task.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,7 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import IMAGE
-from sglang_epd.seams import headers, identities, local_rate
+from sglang_epd.seams import identities, local_rate
 from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -89,6 +91,8 @@ class _Request:
 
 
 _current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", default=None)
+# The `fastapi.Request` that the current task serves.
+_http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
 
 class Adaptive:
@@ -98,7 +102,6 @@ class Adaptive:
         frontend: sends requests to encoders, and reports how they end.
         images: reads images that stay.
         snapshot: the encoders now.
-        chosen: the URLs that the current request names; None for all.
         estimate: patches of an item.
         knobs: users' settings.
         rate: patches a second of the tower here; 0 where unknown.
@@ -113,7 +116,6 @@ class Adaptive:
         frontend: Frontend,
         images: LocalImages,
         snapshot: Callable[[], Snapshot],
-        chosen: Callable[[], tuple[str, ...] | None],
         estimate: Callable[[EncodeItem], float],
         knobs: Knobs,
         rate: Callable[[], float],
@@ -124,7 +126,6 @@ class Adaptive:
         self._frontend = frontend
         self._images = images
         self._snapshot = snapshot
-        self._chosen = chosen
         self._estimate = estimate
         self._knobs = knobs
         self._rate = rate
@@ -138,6 +139,12 @@ class Adaptive:
         self._seen: set[tuple[str, str]] = set()
         self._forced = ""
         frontend.on_end = self._ended
+
+    def noted(self, _obj: Any, request: Any = None) -> None:
+        """After `_init_req_state`: the copies of a sampled request come without the HTTP request,
+        in the same task."""
+        if request is not None:
+            _http.set(request)
 
     def should_dispatch(self, _original: Any, _manager: Any, obj: Any) -> bool:
         """Around `_should_dispatch_to_encoder`: all prompts of a request go one way.
@@ -245,7 +252,7 @@ class Adaptive:
         may_return = _local(sent.items)
         work = asyncio.ensure_future(self._outcome(original, manager, prompt, sent))
         # SGLang looks after clients that leave only when the scheduler has the request.
-        http = None if getattr(prompt, "background", False) else headers.current_request()
+        http = None if getattr(prompt, "background", False) else _http.get()
         without = 0
         try:
             while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
@@ -299,18 +306,9 @@ class Adaptive:
             self._link.learn(nbytes, now - sent.began - sent.decision.compute_s, now)
 
     def _decide(self, items: list[EncodeItem]) -> Decision:
-        chosen = self._chosen()
-        snapshot = self._snapshot()
-        if chosen is not None:
-            views = tuple(view for view in snapshot.encoders if view.url in chosen)
-            snapshot = replace(snapshot, encoders=views)
         work = [ItemCost(b"", self._estimate(item)) for item in items]
         local = self._local_rate() if _local(items) else None
-        decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
-        if chosen is not None and decision.why in ("cost", "small", "few"):
-            # Decided already.
-            return replace(decision, where="remote", why="chosen")
-        return decision
+        return decide(work, self._snapshot(), local, self._knobs, self._link.cost(self._clock()))
 
     def _local_rate(self) -> LocalRate:
         rate = self._rate()
@@ -351,15 +349,11 @@ def create(
     pool: Pool,
     costs: Costs,
     *,
-    chosen: Callable[[], tuple[str, ...] | None],
     settings: Settings,
     hf_config: Any,
 ) -> Adaptive | None:
     """The adaptive decider of this tokenizer process; None without
     `--enable-adaptive-dispatch-to-encoder`.
-
-    Args:
-        chosen: as `headers.chooser` makes it.
     """
     from sglang.srt.runtime_context import get_disagg, get_mm
 
@@ -374,7 +368,6 @@ def create(
         frontend=frontend,
         images=LocalImages(pool.namespace, limits, (settings.decode_mb or decode_mb()) << 20),
         snapshot=pool.snapshot,
-        chosen=chosen,
         estimate=costs.estimate,
         knobs=_knobs(settings, hf_config),
         rate=local_rate.read,

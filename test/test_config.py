@@ -36,7 +36,7 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
-            "SGLANG_EPD_STORE": "redis://:secret@cache",
+            "SGLANG_EPD_STORE": "file:///secret",
             "SGLANG_EPD_STORE_TIMEOUT_MS": "99",
             "SGLANG_EPD_ENCODE": "off",
             "SGLANG_EPD_MIN_PATCHES": "256",
@@ -55,7 +55,7 @@ def test_each_variable_is_read():
         grant_timeout_s=0.5,
         shared_memory=False,
         checksum=True,
-        store="redis://:secret@cache",
+        store="file:///secret",
         store_timeout_ms=99.0,
         encoder_advertise_url="http://encoder:1",
     )
@@ -165,7 +165,7 @@ def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expecte
 
 
 def test_a_token_is_not_shown():
-    assert "secret" not in repr(Settings(token="secret", store="redis://:secret@cache"))
+    assert "secret" not in repr(Settings(token="secret", store="file:///secret"))
 
 
 def test_the_prefix_is_one_of_ours():

@@ -130,7 +130,7 @@ class Settings(Struct, frozen=True, kw_only=True):
             machine, instead of sending over a socket.
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
             arrives.
-        store [encoders]: URL of a store of embeddings that they share: `file://`, `redis://`,
+        store [encoders]: URL of a store of embeddings that they share: `file://` or
             `mooncake://`.
         store_timeout_ms [encoders]: How long the store may delay an item.
         fingerprint [encoders, language]: What of each tensor of a tower tells two servers that

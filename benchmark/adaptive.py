@@ -23,14 +23,9 @@ import simpy
 from pages import machine, table
 from pictures import ROOT
 
-from sglang_epd.dispatch.decider import Knobs, Link, LinkCost, LocalQueue, LocalRate, decide
-from sglang_epd.dispatch.policies import ItemCost
-from sglang_epd.dispatch.pool import Snapshot, View
-
 PASS_S, PASS_PATCHES, PATCHES_PER_S = 0.022, 16_384, 450_000.0
 STEP_S = 0.010
-BYTES_PER_PATCH = 2048.0
-RULES = ("costs", "costs, constant link", "items", "encoders", "items, while no other waits")
+RULES = ("items", "encoders", "items, while no other waits")
 SHARES = (0.02, 0.1, 0.3, 0.5, 0.8)
 SLOW = {"": 1.0, "encoder four times as slow": 4.0}
 RESULTS = ROOT / "benchmark" / "results" / "mechanisms.json"
@@ -74,8 +69,6 @@ class World:
         self._readers = simpy.Resource(self.env, 4)
         self._preparing = simpy.Resource(self.env, 4)
         self._queue = simpy.Store(self.env)
-        self._load = self._rate = self._local_rate = 0.0
-        self._here, self._link = LocalQueue(), Link()
         self._waiting = 0
         self.ttft_s: list[float] = []
         self.kept = 0
@@ -95,8 +88,6 @@ class World:
             patches = len(batch) * self._kind.patches
             seconds = max(PASS_S, patches / PATCHES_PER_S) * self._slow
             yield self.env.timeout(seconds)
-            self._rate = _mean(self._rate, patches / seconds)
-            self._load -= patches
             for done in batch:
                 done.succeed()
 
@@ -110,52 +101,26 @@ class World:
 
     def _request(self) -> Generator[Any, Any, None]:
         kind, began = self._kind, self.env.now
-        patches = kind.images * kind.patches
-        here, compute_s = self._decide()
+        here = self._stays()
         self._waiting += 1
         if here:
             self.kept += 1
-            self._here.add(patches, began, self._local_rate or 5000.0)
             with self._readers.request() as turn:
                 yield turn
                 yield self.env.timeout(kind.read_here_s)
         else:
-            self._load += patches
             read_s = [kind.read_there_s * (1 + n) / kind.images for n in range(kind.images)]
             yield self.env.all_of([self.env.process(self._item(one)) for one in read_s])
             yield self.env.timeout(kind.way_s)
-            taken = self.env.now - began - compute_s
-            self._link.learn(patches * BYTES_PER_PATCH, taken, self.env.now)
         with self._prefill.request() as turn:
             yield turn
             yield self.env.timeout(STEP_S + kind.prefill_s + (kind.tower_here_s if here else 0))
-        if here:
-            self._local_rate = _mean(self._local_rate, patches / kind.tower_here_s)
         self._waiting -= 1
         self.ttft_s.append(self.env.now - began)
 
-    def _decide(self) -> tuple[bool, float]:
-        """Whether a request stays; the seconds that encoders are predicted to take."""
-        kind, now = self._kind, self.env.now
-        if self._rule == "encoders":
-            return False, 0.0
-        if self._rule == "items":
-            return kind.images < 2, 0.0
-        if self._rule == "items, while no other waits":
-            return kind.images < 2 and not self._waiting, 0.0
-        rate = self._local_rate
-        decision = decide(
-            [ItemCost(b"", kind.patches)] * kind.images,
-            Snapshot((View("encoder", load=self._load, rate=self._rate),)),
-            LocalRate(rate, self._here.patches(now, rate or 5000.0)),
-            Knobs(bytes_per_patch=BYTES_PER_PATCH),
-            LinkCost() if self._rule == "costs, constant link" else self._link.cost(now),
-        )
-        return decision.where == "local", decision.compute_s
-
-
-def _mean(mean: float, value: float) -> float:
-    return 0.9 * mean + 0.1 * value if mean else value
+    def _stays(self) -> bool:
+        few = self._rule != "encoders" and self._kind.images < 2
+        return few and (self._rule == "items" or not self._waiting)
 
 
 def run(rule: str, kind: Kind, share: float, slow: float, seeds: int) -> dict[str, float]:

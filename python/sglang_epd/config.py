@@ -97,10 +97,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         tell_sources [language]: Whether answers of `/generate` say where their media came from
             (`meta_info.media_sources`). A user learns from it whether another client with the same
             cache salt has sent the same media before.
-        encode [language, with `--enable-adaptive-dispatch-to-encoder`]: Whether anything goes to
-            encoders.
-        min_patches [language, with `--enable-adaptive-dispatch-to-encoder`]: Requests whose images
-            are all smaller than so many patches (14 x 14 px) do not go to encoders.
         receive_budget_mb [language]: Embeddings that it holds at a time: granted, received, being
             read or kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
             server may use, from 2048 to 16384. On an accelerator all of it is taken at start.
@@ -168,8 +164,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_wait_s: Number = 30.0
     encoder_timeout_s: Number = 60.0
     tell_sources: Switch = True
-    encode: Switch = True
-    min_patches: Whole = 0
     receive_budget_mb: Count | None = None
     embedding_cache_mb: Whole | None = None
     grant_timeout_s: Number = 30.0

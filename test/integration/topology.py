@@ -297,8 +297,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "adaptive": lambda: Topology(
         _TINY,
         _TOGETHER,
-        # A picture of 224 px has 256 patches, one of 448 px 1024.
-        {"SGLANG_EPD_MIN_PATCHES": "1000", **_NOTHING_KEPT},
+        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "3", **_NOTHING_KEPT},
         flags={
             "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES} "
             "--allowed-media-domains 127.0.0.1 --media-url-max-file-size-mb 1"

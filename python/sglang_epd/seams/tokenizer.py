@@ -338,7 +338,7 @@ def create_frontend(
         tells_sources=settings.tell_sources,
     )
     control.on_again = seam.send_again
-    seam.adaptive = adaptive.create(frontend, pool, costs, settings=settings, hf_config=hf_config)
+    seam.adaptive = adaptive.create(frontend, pool, settings)
     return seam
 
 

@@ -41,7 +41,7 @@ from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.store import SharedStore, open_store
 from sglang_epd.wire.messages import Layout, TensorSpec
 
-sys.path.insert(0, str(ROOT / "test"))
+sys.path.append(str(ROOT / "test"))
 
 from stores import mooncake_master, mooncake_node
 

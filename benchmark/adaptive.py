@@ -161,7 +161,7 @@ def main() -> None:
     ]
     figures = json.loads(options.out.read_text()) if options.out.exists() else {}
     figures["adaptive"] = {"machine": machine(), "runs": rows}
-    options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    options.out.write_text(json.dumps(figures) + "\n")
     print(report(rows))
 
 

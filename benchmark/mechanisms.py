@@ -360,7 +360,7 @@ def main() -> None:
     for part in options.parts:
         runs = PARTS[part](options)
         figures[part] = {"machine": machine(), "runs": runs}
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        options.out.write_text(json.dumps(figures) + "\n")
         for one in runs:
             print(one)
 

@@ -190,6 +190,9 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)",
         "tokenized_obj = await self._tokenize_one_request(obj)",
     ],
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._handle_batch_output"): [
+        "if state.time_stats.first_token_time == 0.0:",
+    ],
     (
         "seams/adaptive",
         "managers.tokenizer_manager",

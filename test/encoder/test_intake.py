@@ -202,7 +202,7 @@ async def test_one_request_of_urls_stays_inside_the_bound(
     admission = service.admission
     admission.max_items, admission.max_bytes = 300, 8 * MIB
     fakes.forwarded.hold()
-    limits = MediaLimits(allowed_networks=("127.0.0.0/8",))
+    limits = MediaLimits(allowed_networks=("127.0.0.0/8",), total_timeout_s=PATIENCE_S)
     tracemalloc.start()
     try:
         async with make(limits) as fetcher:

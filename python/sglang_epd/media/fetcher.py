@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self
 
 from yarl import URL
 
@@ -77,7 +76,7 @@ async def reading_until(deadline: float, source: MediaSource) -> AsyncIterator[N
 
 
 class Fetcher(ABC):
-    """Reads media; an async context manager.
+    """Reads media, inside its async context.
 
     Args:
         limits: media that may be read.
@@ -89,12 +88,6 @@ class Fetcher(ABC):
         self._domains = tuple(map(_canonical_host, limits.allowed_domains))
         self._hosts_allowed = frozenset(map(_canonical_host, limits.allowed_hosts))
         self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
-
-    @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(self, *_error: object) -> None: ...
 
     @abstractmethod
     async def ask(

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "sglang_epd.media.fetching_child"
 # A process that says nothing for so many beats stands still.
-_MISSED_BEATS = 5
+_MISSED_BEATS = 10
 # Read on the event loop, in less than a millisecond.
 _SMALL_FILE_BYTES = 1 << 20
 

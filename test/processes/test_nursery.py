@@ -28,8 +28,8 @@ def nursery(monkeypatch) -> Iterator[Nursery]:
     nursery = Nursery(["json.tool"], birth_s=BIRTH_S)
     bear, born = nursery.child, []
 
-    def child(*args: Any) -> Child:
-        born.append(bear(*args))
+    def child(*args: Any, **options: Any) -> Child:
+        born.append(bear(*args, **options))
         return born[-1]
 
     monkeypatch.setattr(nursery, "child", child)
@@ -63,11 +63,12 @@ def test_children_are_apart_and_begin_at_once(nursery):
 def test_a_child_holds_its_own_end_only(nursery):
     for _ in range(3):
         echo(nursery)
-    child = nursery.child("births:describe")
-    held, end, nice, imported = ast.literal_eval(child.end.recv(1 << 16).decode())
-    assert held == [0, 1, 2, end]
-    assert nice == min(19, os.nice(0) + 10)
-    assert imported
+    for options, yields in (({}, 10), ({"nice": 0}, 0)):
+        child = nursery.child("births:describe", **options)
+        held, end, nice, imported = ast.literal_eval(child.end.recv(1 << 16).decode())
+        assert held == [0, 1, 2, end]
+        assert nice == min(19, os.nice(0) + yields)
+        assert imported
 
 
 def test_a_child_whose_user_lets_go_ends(nursery):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_epd.errors import ConfigError
+from sglang_epd.profile import Profile
+from sglang_epd.schema import convert
 from sglang_epd_plan.goodput import Goodput, Trial, goodput, trial
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.report import Report, Slo
-from sglang_epd_plan.schema import convert
 from sglang_epd_plan.topology import Topology
 from sglang_epd_plan.workload import Closed, Kind, Workload, mean
 

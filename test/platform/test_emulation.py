@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from sglang_epd.emulated import EmulatedAccelerator, Pass
 from sglang_epd.platform import emulation
 from sglang_epd.profile import load_profile
 
-PROFILE = load_profile("h100-qwen2_5-vl-7b")
+SHIPPED = load_profile("h100-qwen2_5-vl-7b")
+# Another tower than encoders have.
+SLOWER = replace(SHIPPED.language.tower, patch_s=1e-4)
+PROFILE = replace(SHIPPED, language=replace(SHIPPED.language, tower=SLOWER))
 COSTS = PROFILE.language
 
 
@@ -133,7 +137,7 @@ def scheduler(device):
 def model(device):
     fresh = type("Fresh", (Model,), dict(vars(Model)))()
     emulation.price_towers(fresh, device)
-    emulation.price_towers(fresh, device)  # a second engine of the class changes nothing
+    emulation.price_towers(fresh, device)  # by a second engine of the class
     return fresh
 
 

@@ -153,7 +153,7 @@ def price_towers(model: Any, device: EmulatedAccelerator) -> None:
     for holder in {type(model), type(getattr(model, "thinker", model))}:
         for name in _FEATURES:
             method = getattr(holder, name, None)
-            if method is not None and not hasattr(method, "priced"):
+            if method is not None:
                 setattr(holder, name, _priced(method, device))
 
 
@@ -176,12 +176,12 @@ def _priced(encode: Callable[..., Any], device: EmulatedAccelerator) -> Callable
                 made = run(launched, profile.encoder.tower, items, call)
             device.wait(launched)
             return made
-        if running.encodes:  # another such method has called this one
+        # Another such method has called this one, or this one was hooked twice.
+        if running.encodes:
             return call()
         # Of a server that encodes itself: a part of its prefill.
         return run(running, profile.language.tower, items, call)
 
-    priced.priced = True  # type: ignore[attr-defined]
     return priced
 
 

@@ -88,8 +88,7 @@ def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
         tower = profile.encoder.tower
         encode += share * items * tower.seconds([patches])
         language = profile.language
-        each = language.prefill_token_s + tokens / 2 * language.prefill_context_s
-        prefill += share * (language.prefill_launch_s + tokens * each)
+        prefill += share * language.prefill_s([(tokens, 0)])
         output = mean(kind.output_tokens)
         batch = _batch(profile, slo, tokens + output / 2)
         decode += share * output * language.step_s(batch, batch * tokens) / batch

@@ -126,7 +126,10 @@ def settings(monkeypatch):
     emulated.accelerator.cache_clear()
 
 
-def test_nothing_is_emulated_unless_asked_for(settings):
+@pytest.mark.parametrize("env", [{}, {"SGLANG_EPD_EMULATE": ""}])
+def test_nothing_is_emulated_unless_asked_for(settings, env):
+    for name, value in env.items():
+        settings(name, value)
     assert emulated.accelerator() is None
     assert emulated.mark() == {}
 

@@ -105,7 +105,7 @@ def accelerator() -> EmulatedAccelerator | None:
     Raises:
         ConfigError: the settings or the profile cannot be used.
     """
-    if SETTING not in environment():
+    if not environment().get(SETTING):
         return None
     settings = Settings.from_env()
     return EmulatedAccelerator(load_profile(settings.emulate), settings.emulate_dilate)

@@ -36,7 +36,7 @@ def register() -> None:
         SystemExit: an accelerator is to be emulated, and cannot be.
     """
     if activate() is None:
-        if "SGLANG_EPD_EMULATE" in os.environ:
+        if os.environ.get("SGLANG_EPD_EMULATE"):
             raise SystemExit(
                 "SGLANG_EPD_EMULATE: nothing is emulated beside an accelerator, or with "
                 "SGLANG_USE_CPU_ENGINE=1"

@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,8 +138,12 @@ class Reproduced(msgspec.Struct):
     read: str = ""
 
 
-def reproduce(results: Reproduced, rounds: int, folder: Path) -> None:
-    """Run all arms at all rates, and add to the results."""
+def reproduce(results: Reproduced, rounds: int, folder: Path, keep: Callable[[], None]) -> None:
+    """Run all arms at all rates, and add to the results.
+
+    Args:
+        keep: called after each arm.
+    """
     told = results.comparison
     profile = folder / "profile.json"
     profile.write_bytes(msgspec.json.encode(told.shrunk()))
@@ -159,6 +163,7 @@ def reproduce(results: Reproduced, rounds: int, folder: Path) -> None:
                         one(results, running, number, load, bench)
                 finally:
                     running.stop()
+                keep()
 
 
 def _load(
@@ -258,9 +263,9 @@ def page(results: Reproduced) -> str:
     told = results.comparison
     where = ", ".join(f"{name} {value}" for name, value in results.machine.items() if value)
     packages = ", ".join(f"{name} {value}" for name, value in results.versions.items())
-    arms = [[*HEAD, *BUSY]] + [
-        row(results, arm, rate) for rate in told.rates for arm in results.arms
-    ]
+    measured = [arm for arm in results.arms if any(run.arm == arm.name for run in results.runs)]
+    results = replace(results, arms=measured)
+    arms = [[*HEAD, *BUSY]] + [row(results, arm, rate) for rate in told.rates for arm in measured]
     sources = "\n".join(f"- {line}" for line in load_profile(told.profile).source)
     rounds = 1 + max(run.round for run in results.runs)
     return f"""# {told.title}, on emulated machines
@@ -305,15 +310,17 @@ def main() -> None:
     out = RESULTS / f"reproduce_{options.comparison.replace('-', '_')}.md"
     kept = out.with_suffix(".json")
     if options.render:
-        results = msgspec.json.decode(kept.read_bytes(), type=Reproduced)
-    else:
-        results = empty(options.comparison, options.arms, options.rates)
-        folder = Path(tempfile.mkdtemp(prefix="sglang-epd-reproduce-"))
-        print("logs:", folder, flush=True)
-        reproduce(results, options.rounds, folder)
+        out.write_text(page(msgspec.json.decode(kept.read_bytes(), type=Reproduced)))
+        return
+    results = empty(options.comparison, options.arms, options.rates)
+    folder = Path(tempfile.mkdtemp(prefix="sglang-epd-reproduce-"))
+    print("logs:", folder, flush=True)
+
+    def keep() -> None:
         kept.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    out.write_text(page(results))
-    print(out)
+        out.write_text(page(results))
+
+    reproduce(results, options.rounds, folder, keep)
 
 
 ARMS = ["one", "in-tree-1e1p", "in-tree-2e1p", "epd-1e1p", "epd-2e1p"]

@@ -30,7 +30,6 @@ from sglang_epd.observability.language import (
     DecisionMetrics,
     DecodeMetrics,
     DispatchMetrics,
-    HeaderMetrics,
     ReceiverMetrics,
     weights_bytes,
 )
@@ -157,7 +156,7 @@ def metrics() -> dict[str, list[Any]]:
     emulated = CollectorRegistry()
     EmulationMetrics(emulated)
     StoreMetrics(encoder)
-    for metrics in (DispatchMetrics, DecisionMetrics, HeaderMetrics, ReceiverMetrics):
+    for metrics in (DispatchMetrics, DecisionMetrics, ReceiverMetrics):
         metrics(language)
     DecodeMetrics(decode)
     return {

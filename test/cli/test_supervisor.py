@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd.cli import supervisor as module
 from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
@@ -23,16 +22,6 @@ http.server.ThreadingHTTPServer(
     ("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler
 ).serve_forever()
 """
-# As SGLang's schedulers do, and leave it.
-SHARES = (
-    """
-import mmap, sys, tempfile
-file, name = tempfile.mkstemp(prefix="loads_", dir=sys.argv[2])
-open(file, "wb", closefd=False).write(bytes(4096))
-shared = mmap.mmap(file, 4096)
-"""
-    + SERVER
-)
 DIES = "import sys; print('no such model', flush=True); sys.exit(3)"
 # Serves once, and in its next life only dies.
 ONCE = (
@@ -66,9 +55,6 @@ class Recorder:
     def tick(self, waiting: Mapping[str, str]) -> None:
         self.waits.append(dict(waiting))
 
-    def ready(self) -> None:
-        self.when_ready()
-
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
@@ -82,8 +68,9 @@ def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> S
 
 def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:
     plan = Fleet(servers, servers[-1].url)
-    options = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20, **options}
-    return Supervisor(plan, folder, recorder, **options)
+    defaults = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20}
+    told = {"changed": lambda: None, "ready": lambda: recorder.when_ready()}
+    return Supervisor(plan, folder, recorder, **{**defaults, **told, **options})
 
 
 def alive(supervisor: Supervisor) -> list[str]:
@@ -134,31 +121,6 @@ def test_told_to_stop_while_servers_start(tmp_path):
     assert not alive(supervisor)
     assert {told["state"] for told in supervisor.describe()} == {"stopped"}
     assert all(name != "router" for name, _text in recorder.told)
-
-
-def test_shared_memory_that_servers_leave_is_removed(tmp_path, monkeypatch):
-    shared = tmp_path / "shared memory"
-    shared.mkdir()
-    (shared / "loads_of_others").touch()
-    monkeypatch.setattr(module, "_LEFT_BEHIND", f"{shared}/loads_")
-    there: list[int] = []
-
-    def act(name: str, text: str) -> None:
-        if text.startswith("ready"):
-            there.append(len(list(shared.iterdir())))
-            told = supervisor.describe()[0]
-            if told["restarts"]:
-                interrupt()
-            else:
-                os.kill(told["pid"], signal.SIGKILL)
-
-    recorder = Recorder(act)
-    recorder.when_ready = lambda: None
-    supervisor = supervise(tmp_path, recorder, server("language", "language", SHARES, str(shared)))
-    supervisor.run()
-    # Of the one that was killed nothing was there any more when the next one was ready.
-    assert there == [2, 2]
-    assert [one.name for one in shared.iterdir()] == ["loads_of_others"]
 
 
 def test_what_is_killed_is_started_again(tmp_path):

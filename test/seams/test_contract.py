@@ -295,9 +295,6 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_created_time"): [
         "self.trace_ctx.trace_req_start(convert_time_to_realtime_ns(ts))",
     ],
-    ("cli/supervisor", "managers.load_snapshot", "shm_path_for"): [
-        'return f"/dev/shm/sglang_loads_{safe_name}_{digest}.shm"',
-    ],
     ("seams/tracing", "observability.trace", "process_tracing_init"): [
         "id_generator=TraceCustomIdGenerator()",
     ],

@@ -229,11 +229,6 @@ def _run(
     run = runs.Run(runs.root())
     started_at = time.time()
 
-    class Reporter(LineReporter):
-        def ready(self) -> None:
-            self.close()
-            _show(made, supervisor, out)
-
     def write() -> None:
         run.write(
             {
@@ -246,7 +241,11 @@ def _run(
             }
         )
 
-    reporter = Reporter(out, [server.name for server in made.servers], logs=not quiet)
+    def ready() -> None:
+        reporter.close()
+        _show(made, supervisor, out)
+
+    reporter = LineReporter(out, [server.name for server in made.servers], logs=not quiet)
     supervisor = Supervisor(
         made,
         run.folder,
@@ -254,6 +253,7 @@ def _run(
         env={**env, "TMPDIR": str(run.temporary)},
         restarts=restarts,
         changed=write,
+        ready=ready,
         start_timeout_s=timeout_s,
     )
     keep = True

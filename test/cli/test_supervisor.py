@@ -69,7 +69,7 @@ def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> S
 def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:
     plan = Fleet(servers, servers[-1].url)
     defaults = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20}
-    told = {"changed": lambda: None, "ready": lambda: recorder.when_ready()}
+    told = {"changed": lambda: None, "ready": lambda: recorder.when_ready()}  # noqa: PLW0108 - set later
     return Supervisor(plan, folder, recorder, **{**defaults, **told, **options})
 
 

@@ -70,7 +70,7 @@ managers.io_struct
         need_wait_for_mm_inputs encoder_urls image_data video_data audio_data bootstrap_host
         bootstrap_port bootstrap_room stream extra_key cache_salt mm_content_hashes)
 managers.schedule_batch
-    families/names: MultimodalDataItem(offsets padding_values padding_sequence)
+    families/proof: MultimodalDataItem(offsets padding_values padding_sequence)
     language/assembly: MultimodalDataItem(modality precomputed_embeddings)
     language/assembly: MultimodalProcessorOutput(mm_items input_ids)
     modality: Modality(IMAGE VIDEO AUDIO)

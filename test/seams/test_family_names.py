@@ -9,8 +9,7 @@ import torch
 from families.conftest import Processor
 from sglang_epd.errors import ConfigError
 from sglang_epd.families import Family
-from sglang_epd.families.names import prove_names
-from sglang_epd.families.proof import adapt
+from sglang_epd.families.proof import adapt, prove_names
 from sglang_epd.seams.vision_weights import ReleasedTower
 
 ARCHITECTURE = "SomeForConditionalGeneration"

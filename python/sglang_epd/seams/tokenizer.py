@@ -44,18 +44,9 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.language import DispatchTally
-from sglang_epd.seams import (
-    adaptive,
-    bootstrap,
-    headers,
-    receiving,
-    roles,
-    rundir,
-    tracing,
-    validation,
-)
+from sglang_epd.seams import adaptive, bootstrap, headers, receiving, roles, rundir, tracing
 from sglang_epd.seams.identities import plan_without_options
-from sglang_epd.seams.large_bodies import Turns
+from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.tally import LoopLag
@@ -111,7 +102,7 @@ class TokenizerSeam:
         """
         self._live = manager.rid_to_state
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
-        validation.stop_at_the_first_error()
+        stop_at_the_first_error()
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
 

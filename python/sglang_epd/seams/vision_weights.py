@@ -24,8 +24,7 @@ from torch import nn
 from sglang_epd.device.cuda import empty_cache
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.families.names import prove_names
-from sglang_epd.families.proof import adapt
+from sglang_epd.families.proof import adapt, prove_names
 from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower
 from sglang_epd.seams import local_rate

@@ -56,16 +56,15 @@ def test_a_run_whose_logs_are_kept_leaves_no_temporary_files(tmp_path):
 
 
 def test_the_folder_is_this_users_own(tmp_path):
-    folder = runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    folder = runs.root(env)
     assert folder == tmp_path / "sglang-epd"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="remove it"):
-        runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})
-
-
-def test_a_link_in_its_place_is_refused(tmp_path):
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "sglang-epd").symlink_to(tmp_path / "elsewhere")
+        runs.root(env)
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="remove it"):
-        runs.root({"XDG_RUNTIME_DIR": str(tmp_path)})
+        runs.root(env)

@@ -139,7 +139,7 @@ def test_what_is_killed_is_started_again(tmp_path):
         server("language", "language"),
         changed=lambda: changes.append(supervisor.describe()[0]["state"]),
     )
-    recorder.when_ready = lambda: os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+    recorder.when_ready = lambda: kill_first(supervisor)
     supervisor.run()
     told = [text for name, text in recorder.told if name == "encoder"]
     assert any("killed by signal 9; starts again" in text for text in told)
@@ -151,6 +151,10 @@ def test_what_is_killed_is_started_again(tmp_path):
     assert not alive(supervisor)
 
 
+def kill_first(supervisor: Supervisor) -> None:
+    os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+
+
 def test_one_that_never_starts_ends_all_and_says_why(tmp_path):
     supervisor = supervise(
         tmp_path, Recorder(), server("encoder", "encoder", DIES), server("language", "language")
@@ -160,38 +164,28 @@ def test_one_that_never_starts_ends_all_and_says_why(tmp_path):
     assert not alive(supervisor)
 
 
-def kill_first(supervisor: Supervisor) -> None:
-    os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_that_cannot_come_back_ends_all_if_it_was_the_last_of_its_role(tmp_path, others):
+    def act(_name: str, text: str) -> None:
+        if others and "given up" in text:
+            interrupt()
 
-
-def test_the_last_of_a_role_that_cannot_come_back_ends_all(tmp_path):
-    recorder = Recorder()
-    supervisor = supervise(
-        tmp_path,
-        recorder,
-        server("encoder", "encoder", ONCE, str(tmp_path / "been")),
-        server("language", "language"),
-    )
-    recorder.when_ready = lambda: kill_first(supervisor)
-    with pytest.raises(ServerError, match="cannot any more"):
-        supervisor.run()
-    given_up = [text for name, text in recorder.told if "given up" in text]
-    assert len(given_up) == 1
-    assert supervisor.describe()[0]["restarts"] == QUICK.most
-    assert not alive(supervisor)
-
-
-def test_others_of_the_role_go_on_without_it(tmp_path):
-    recorder = Recorder(lambda name, text: interrupt() if "given up" in text else None)
+    recorder = Recorder(act)
     supervisor = supervise(
         tmp_path,
         recorder,
         server("encoder-0", "encoder", ONCE, str(tmp_path / "been")),
-        server("encoder-1", "encoder"),
+        *(server(f"encoder-{number + 1}", "encoder") for number in range(others)),
         server("language", "language"),
     )
     recorder.when_ready = lambda: kill_first(supervisor)
-    supervisor.run()
+    if others:
+        supervisor.run()
+    else:
+        with pytest.raises(ServerError, match="cannot any more"):
+            supervisor.run()
+    assert len([text for _, text in recorder.told if "given up" in text]) == 1
+    assert supervisor.describe()[0]["restarts"] == QUICK.most
     assert not alive(supervisor)
 
 

@@ -116,17 +116,17 @@ utils.video_decoder
     encoder/model/preparing: VideoDecoderWrapper(frame_shape avg_fps)
 """)
 
-# (our module, module, caller): how SGLang calls us, as its source says it.
+# (our module, module, caller): how SGLang calls us, as its source says it, and in what order.
 CALLS: dict[tuple[str, str, str], list[str]] = {
     ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): [
         "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
         "hf_config=self.model_config.hf_config, encode_urls=self.encoder_urls,",
+        "self._release_req_states_on_failure(request_states) raise",
+        "if dispatch_ready is not None:",
+        "state = self.rid_to_state[obj.rid] return self._stream_one_response(",
+        "await self._handle_abort_finish_reason( out, state, is_stream )",
         "dispatch_ready = self.mm_receiver.send_encode_request( obj, "
         "time_stats_json=time_stats_json, on_dispatch_error=",
-        "if dispatch_ready is not None:",
-        "self._release_req_states_on_failure(request_states) raise",
-        "await self._handle_abort_finish_reason( out, state, is_stream )",
-        "state = self.rid_to_state[obj.rid] return self._stream_one_response(",
     ],
     ("seams/prefix", "managers.scheduler", "Scheduler._get_new_batch_prefill_raw"): [
         "req.init_next_round_input(self.tree_cache)",
@@ -145,11 +145,11 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "managers.tokenizer_manager",
         "TokenizerManager._tokenize_one_request",
     ): [
+        'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
         "mm_inputs = await self.mm_receiver.recv_mm_data( request_obj=obj, "
         "mm_processor=self.mm_processor, prompt=mm_processor_input, "
         "need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )",
         "if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids",
-        'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
     ],
     ("seams/headers", "managers.tokenizer_manager", "TokenizerManager.generate_request"): [
         "self._init_req_state(obj, request)",
@@ -167,8 +167,8 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "else: obj.need_wait_for_mm_inputs = False",
     ],
     ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
-        'in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #',
         "if mm_inputs is None: if get_disagg().language_only:",
+        'in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #',
     ],
     ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._handle_batch_request"): [
         "tokenized_obj = await self._tokenize_one_request(tmp_obj)",
@@ -306,10 +306,10 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "managers.scheduler_components.request_receiver",
         "SchedulerRequestReceiver._apply_mm_receiver",
     ): [
+        'in ["zmq_to_scheduler", "mooncake"]',
         "recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)",
         "for req, error_msg, error_code in abort_reqs:",
         "isinstance(error_code, HTTPStatus)",
-        'in ["zmq_to_scheduler", "mooncake"]',
     ],
     (
         "seams/scheduler",
@@ -339,11 +339,11 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "audio_seq_lens=audio_feature_lens, )",
     ],
     ("families/family", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): [
+        "prefer_tokenized_input = False",
         "self._tokenizer = _tokenizer_of(self._processor)",
         "self._tokenizer_auto_adds_specials = len(self._tokenizer.encode(",
         'bos = getattr(tokenizer, "bos_token", None)',
         'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
-        "prefer_tokenized_input = False",
     ],
     ("families/family", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
         "self.inner = self._get_sgl_processor_cls(vision_type)(",
@@ -356,16 +356,16 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ],
     ("families/family", "multimodal.processors.internvl", "InternVLProcessor"): [
         'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
-        'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
-        "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
-        "input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)",
-        'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
         'VIDEO_PLACEHOLDER_TOKEN = "<video>"',
         'requested_frames = int( kwargs.get("video_num_frames", self.DEFAULT_VIDEO_NUM_FRAMES) )',
         "num_frames = self._resolve_video_num_frames( requested=requested_frames, "
         "num_videos=len(base_output.videos), "
         "text_len=self._token_len(base_output.input_text or prompt), "
         "image_tile_cnt=int(sum(num_patches_list)) if num_patches_list else 0, )",
+        'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
+        "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
+        "input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)",
+        'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
     ],
     ("families/films", "utils.common", "load_video"): [
         "if isinstance(video_file, (list, tuple, torch.Tensor, np.ndarray)): return video_file",
@@ -403,6 +403,47 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
     ],
     ("encoder/model/loading", "utils.common", "make_layers"): [
         "assert not pp_size or num_hidden_layers >= pp_size",
+    ],
+    # Requests have a place before the receiver is made, which `attach` looks for.
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.__init__"): [
+        "self.init_running_status()",
+        "self.init_disaggregation(",
+    ],
+    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.init_running_status"): [
+        "self.rid_to_state"
+    ],
+    # What waits is held back before the broadcast, and sorted out after it by every rank.
+    (
+        "seams/scheduler",
+        "managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver.recv_requests",
+    ): [
+        "recv_reqs = self._pull_raw_reqs()",
+        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)",
+        "recv_reqs = self._apply_mm_receiver(recv_reqs)",
+        "return recv_reqs",
+    ],
+    (
+        "transfer/mooncake",
+        "distributed.device_communicators.mooncake_transfer_engine",
+        "maybe_init_shared_mooncake_transfer_engine",
+    ): [
+        f'get_disagg().{side} and get_disagg().encoder_transfer_backend == "mooncake"'
+        for side in ("encoder_only", "language_only")
+    ],
+    # Schedulers' places are counted in replicas or in attention groups.
+    ("seams/receiving", "runtime_context", "num_dp_ranks_of"): ["one of the two is one"],
+    # Without that flag one batch holds the one kind or the other.
+    ("seams/adaptive", "managers.mm_utils", "prepare_mm_inputs"): [
+        "enable_adaptive_dispatch_to_encoder: # Split by precomputed"
+    ],
+    # What an HTTP request says of encoders is heard.
+    ("seams/headers", "entrypoints.openai.serving_chat", "OpenAIServingChat"): [
+        "tokenizer_manager.generate_request( adapted_request, raw_request )"
+    ],
+    ("seams/headers", "entrypoints.http_server", "serve_generate_request"): [
+        "generate_request( obj, request )",
+        "generate_request( obj, request )",
     ],
 }
 
@@ -478,7 +519,8 @@ def test_we_are_called_as_we_were(find, target):
     seam, module, path = target
     source = one_line(inspect.getsource(find(seam, f"{module}:{path}")))
     for call in CALLS[target]:
-        assert call in source, f"{seam} is no longer called as `{call}` in sglang.srt.{module}"
+        _, found, source = source.partition(call)
+        assert found, f"{seam} is no longer called as `{call}`, in this order, in {module}"
 
 
 def test_what_is_created_elsewhere_is_created_there_by_name(sglang):
@@ -486,16 +528,6 @@ def test_what_is_created_elsewhere_is_created_there_by_name(sglang):
     created = sglang("disaggregation.encoder.receiver").create_mm_receiver
     for module in ("managers.scheduler", "managers.tokenizer_manager"):
         assert sglang(module).create_mm_receiver is created
-
-
-def test_the_tokenizers_requests_have_a_place_before_its_receiver_is_made(sglang):
-    """`TokenizerSeam.attach` is called right after the second."""
-    manager = sglang("managers.tokenizer_manager").TokenizerManager
-    source = inspect.getsource(manager.__init__)
-    steps = ["self.init_running_status()", "self.init_disaggregation("]
-    assert all(step in source for step in steps)
-    assert sorted(steps, key=source.index) == steps
-    assert "self.rid_to_state" in inspect.getsource(manager.init_running_status)
 
 
 def test_sglangs_own_list_of_models_is_the_one_we_know(sglang):
@@ -509,38 +541,6 @@ def test_sglangs_own_list_of_models_is_the_one_we_know(sglang):
     assert listed == IN_TREE
     message = server_args._NOT_LISTED.format("{model_arch}")
     assert f'f"{message} "' in inspect.getsource(check)
-
-
-def test_what_waits_is_held_back_before_the_broadcast(sglang):
-    """And sorted out after it, in the same tick, so that every rank does it alike."""
-    receiver = sglang("managers.scheduler_components.request_receiver").SchedulerRequestReceiver
-    source = one_line(inspect.getsource(receiver.recv_requests))
-    steps = [
-        "recv_reqs = self._pull_raw_reqs()",
-        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)",
-        "recv_reqs = self._apply_mm_receiver(recv_reqs)",
-        "return recv_reqs",
-    ]
-    assert all(step in source for step in steps)
-    assert sorted(steps, key=source.index) == steps
-
-
-def test_the_engine_is_there_for_every_side_that_uses_it(sglang):
-    source = one_line(
-        inspect.getsource(
-            sglang(
-                "distributed.device_communicators.mooncake_transfer_engine"
-            ).maybe_init_shared_mooncake_transfer_engine
-        )
-    )
-    for side in ("encoder_only", "language_only"):
-        condition = f'get_disagg().{side} and get_disagg().encoder_transfer_backend == "mooncake"'
-        assert condition in source
-
-
-def test_replicas_and_attention_groups_do_not_come_together(sglang):
-    """The places of schedulers are counted in one or in the other."""
-    assert "one of the two is one" in (sglang("runtime_context").num_dp_ranks_of.__doc__ or "")
 
 
 def test_the_prompts_of_a_batch_do_not_carry_what_a_user_wrote_into_it(sglang):
@@ -639,22 +639,6 @@ def test_what_was_typed_is_plain_and_makes_the_same_arguments_again(sglang):
     packed = msgspec.msgpack.encode(typed)
     again = cls(**msgspec.msgpack.decode(packed))
     assert msgspec.msgpack.encode(msgspec.structs.asdict(again)) == packed
-
-
-def test_a_tower_that_may_be_used_is_run_beside_what_was_received(sglang):
-    """And only then: without the flag one batch holds the one kind or the other."""
-    source = one_line(inspect.getsource(sglang("managers.mm_utils").prepare_mm_inputs))
-    assert "enable_adaptive_dispatch_to_encoder: # Split by precomputed" in source
-
-
-def test_every_way_in_hands_its_http_request_on(sglang):
-    """Else what it says of encoders would not be heard."""
-    chat = importlib.import_module("sglang.srt.entrypoints.openai.serving_chat")
-    server = importlib.import_module("sglang.srt.entrypoints.http_server")
-    source = one_line(inspect.getsource(chat.OpenAIServingChat))
-    assert "tokenizer_manager.generate_request( adapted_request, raw_request )" in source
-    source = one_line(inspect.getsource(server.serve_generate_request))
-    assert source.count("generate_request( obj, request )") == 2
 
 
 def test_the_check_without_imports_sees_what_the_tests_above_see(tmp_path):

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
+import socket
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import uvicorn
 
 from sglang_epd import plugin
 from sglang_epd.seams import hooks
@@ -64,6 +69,40 @@ def sglang() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture
+def flags(
+    sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Sets SGLang's flags as `runtime_context` answers them, by kind: `disagg={...}`."""
+    serving = ("api_key", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+    defaults = {
+        "disagg": {"language_only": False, "encoder_only": False},
+        "serving": {"tokenizer_worker_num": 1, **dict.fromkeys(serving)},
+    }
+    defaults["disagg"]["enable_adaptive_dispatch_to_encoder"] = False
+
+    def set_flags(**kinds: dict[str, Any]) -> None:
+        for kind, given in kinds.items():
+            told = SimpleNamespace(**{**defaults.get(kind, {}), **given})
+            monkeypatch.setattr(sglang("runtime_context"), f"get_{kind}", lambda told=told: told)
+
+    return set_flags
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """An application, served as SGLang serves its own; where it is."""
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        serving = asyncio.create_task(server.serve([opened]))
+        try:
+            yield f"http://127.0.0.1:{opened.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+@pytest.fixture
 def hooked(
     sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
@@ -104,7 +143,5 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     yield write
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
-            sys.modules[name].__file__
-        ):
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

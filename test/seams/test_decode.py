@@ -100,6 +100,7 @@ def process(prefill, registry):
         default_port=1234,
         context_tokens=64,
         metrics=DecodeMetrics(registry),
+        live={},
     )
 
     async def process(request, prompt="I"):

@@ -62,7 +62,6 @@ class LineReporter:
     """Shows a run line by line: `name | text`, and a status line while servers start.
 
     Args:
-        out: where to.
         names: all servers, so that the names take one width.
         logs: whether the servers' logs are shown.
     """

@@ -26,7 +26,6 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 _POLL_S = 0.1
@@ -123,16 +122,8 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
-
-    def __repr__(self) -> str:
-        return f"ServerProcess({self.name!r}, pid={self._process and self._process.pid})"
 
     @property
     def pid(self) -> int:
@@ -233,13 +224,13 @@ class ServerProcess:
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of the log."""
-        with contextlib.suppress(OSError):
+        try:
             with self.log_path.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - 400 * lines))
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * lines))
                 text = log.read().decode(errors="replace")
-            return "\n".join(text.splitlines()[-lines:])
-        return ""
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
 
     def _begin(self) -> Process:
         with self.log_path.open("wb") as log:

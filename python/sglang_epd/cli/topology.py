@@ -41,7 +41,6 @@ class Shape:
     """The topology that was asked for.
 
     Attributes:
-        model: path or hub name.
         encoders, language, prefill, decode: how many of each. Prefill and decode go
             together and without language servers, which do both.
         host: what the server that users talk to listens on; all others stay on the
@@ -50,7 +49,8 @@ class Shape:
         flags: SGLang flags as typed, by role; "all" for every server that runs a model.
 
     Raises:
-        ConfigError: the numbers make no topology, or a flag is `up`'s own; by its name.
+        ConfigError: the numbers make no topology, a quote is not closed, or a flag is `up`'s
+            own; by its name.
     """
 
     model: str
@@ -85,11 +85,7 @@ class Shape:
                     raise ConfigError(f"--{_option(role)}: {word} is decided by `up` itself")
 
     def words(self, role: str) -> list[str]:
-        """The flags typed for a role.
-
-        Raises:
-            ConfigError: a quote is not closed.
-        """
+        """The flags typed for a role."""
         try:
             return shlex.split(self.flags.get(role, ""))
         except ValueError as error:
@@ -107,7 +103,6 @@ class Server:
     Attributes:
         name: of its role and number.
         command: the argument vector, without the prefix of its place.
-        place: the devices that it runs on.
         url: where this machine reaches it.
         ready_path: answers 200 once it takes requests.
         needs: those that have to be ready before it starts.

@@ -84,23 +84,17 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)
     release(model_runner.model)
-    _prove(model_runner)
+    config = model_runner.model_config
+    architecture = config.hf_config.architectures[0]
+    if (family := family_of(architecture)) is not None:
+        processor = load_processor(model_runner.server_args, config)
+        prove_names(model_runner.model, adapt(processor, architecture, family), architecture)
     held = held_bytes(model_runner.model)
     logger.info("Holds the language model alone: %.1f MiB", held / 2**20)
     if get_observability().enable_metrics:
         from sglang_epd.observability.language import weights_bytes
 
         weights_bytes().set(held)
-
-
-def _prove(model_runner: Any) -> None:
-    """Refuse a model that needs more than a language server has to name pictures in a prompt."""
-    config = model_runner.model_config
-    architecture = config.hf_config.architectures[0]
-    family = family_of(architecture)
-    if family is not None:
-        processor = load_processor(model_runner.server_args, config)
-        prove_names(model_runner.model, adapt(processor, architecture, family), architecture)
 
 
 def release(model: nn.Module) -> None:

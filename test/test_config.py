@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 import reference
 import sglang_epd
+from packages import folder_of
 from sglang_epd import config
 from sglang_epd.config import UNREAD, Settings, announce
 from sglang_epd.dispatch.policies import policy
@@ -234,15 +234,12 @@ def test_where_nothing_is_set_nothing_is_said(caplog, server):
 
 def test_every_variable_of_sglangs_epd_is_read_or_named():
     """Of its encoder's and receiver's source, and the section of its declarations."""
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.submodule_search_locations
-    sglang_folder = Path(found.submodule_search_locations[0])
-    declared = (sglang_folder / "srt/environ.py").read_text()
+    srt = folder_of("sglang") / "srt"
+    declared = (srt / "environ.py").read_text()
     section = declared.partition("# Encoder pipeline and disaggregation")[2].partition("# =====")
     rest = section[2].partition("    # =====")[0]
     names = set(re.findall(r"^    (SGLANG_\w+) = ", rest, re.M))
-    for path in (sglang_folder / "srt/disaggregation/encoder").glob("*.py"):
+    for path in (srt / "disaggregation/encoder").glob("*.py"):
         names |= set(re.findall(r"\bSGLANG_(?:ENCODER|EMBEDDING|VLM)_\w+", path.read_text()))
     named = {name for table in UNREAD.values() for name in table if name.startswith("SGLANG_")}
     assert len(names) > 15

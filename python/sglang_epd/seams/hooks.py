@@ -32,6 +32,9 @@ _REGISTRY = "sglang.srt.plugins.hook_registry"
 _MOST_NAMED = 3
 
 
+Kind = Literal["replace", "around", "after"]
+
+
 @dataclass(frozen=True)
 class Hook:
     """A function of ours on one of SGLang's.
@@ -45,7 +48,7 @@ class Hook:
 
     module: str
     attribute: str
-    kind: Literal["replace", "around", "after"]
+    kind: Kind
     function: Callable[..., Any]
 
     @property

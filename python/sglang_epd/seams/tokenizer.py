@@ -129,29 +129,14 @@ class TokenizerSeam:
         # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
         # once a sample; each of them waits for the same items.
         consumers = 1 if samples == 1 else samples + 1
-        slots = [self._slot(prompt) for prompt in prompts]
-        started = []
         try:
-            planned = [self._planned(prompt) for prompt in prompts]
-            reading.forget()
-            among = self._chosen()
-            for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-                parent = tracing.span_of_state(self._live.get(prompt.rid))
-                expect = self.frontend.start(
-                    prompt.rid, items, consumers, slot, among, parent=parent
-                )
-                started.append(prompt.rid)
-                prompt.need_wait_for_mm_inputs = True
-                prompt.encoder_urls = manifest.write(expect, rundir.secret())
-        except Exception as error:
-            # SGLang ends all of the request: none of its parts may be waited for.
-            for rid in started:
-                self.frontend.cancel(rid)
-            if not isinstance(error, MediaError | ProtocolError):
-                _refuse(slots, error)
-                raise
-            _refuse(slots, MediaError(error.message))
+            expected = self._start(prompts, consumers)
+        except (MediaError, ProtocolError) as error:
             raise ValueError(error.message) from None
+        reading.forget()
+        for prompt, expect in zip(prompts, expected, strict=True):
+            prompt.need_wait_for_mm_inputs = True
+            prompt.encoder_urls = manifest.write(expect, rundir.secret())
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
@@ -257,7 +242,7 @@ class TokenizerSeam:
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
         try:
-            expect = self._start(request, self._slot(request))
+            (expect,) = self._start([request], 1)
             items = await self._control.collect(expect)
             return assemble(self._processor, prompt, items)
         except EpdError as error:
@@ -271,15 +256,25 @@ class TokenizerSeam:
             self.frontend.cancel(request.rid)
             raise
 
-    def _start(self, prompt: Any, slot: Slot | None) -> Expect:
+    def _start(self, prompts: list[Any], consumers: int) -> list[Expect]:
+        """All of the prompts, or none of them."""
+        slots = [self._slot(prompt) for prompt in prompts]
+        started: list[Expect] = []
         try:
-            items = self._planned(prompt)
+            planned = [self._planned(prompt) for prompt in prompts]
             among = self._chosen()
-            parent = tracing.span_of_state(self._live.get(prompt.rid))
-            return self.frontend.start(prompt.rid, items, 1, slot, among, parent=parent)
+            for prompt, items, slot in zip(prompts, planned, slots, strict=True):
+                parent = tracing.span_of_state(self._live.get(prompt.rid))
+                started.append(
+                    self.frontend.start(prompt.rid, items, consumers, slot, among, parent=parent)
+                )
         except Exception as error:
-            _refuse([slot], error)
+            # SGLang ends all of the request: none of its parts may be waited for.
+            for prompt in prompts[: len(started)]:
+                self.frontend.cancel(prompt.rid)
+            _refuse(slots, error)
             raise
+        return started
 
     def _planned(self, prompt: Any) -> list[EncodeItem]:
         """A prompt's items, planned once."""

@@ -25,6 +25,7 @@ from sglang_epd.errors import ConfigError
 
 _SAMPLE_BYTES = 512
 _CHUNK_BYTES = 32 << 20
+_MOST_HEADER_BYTES = 100 << 20
 CONFIG = "config.json"
 # How media are made into pixels and samples.
 PROCESSOR_CONFIGS = (
@@ -149,9 +150,15 @@ def tensors(
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's entries by tensor name, and the offset of the first data byte."""
+    """A safetensors file's entries by tensor name, and the offset of the first data byte.
+
+    Raises:
+        ValueError, struct.error: it is no such file.
+    """
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
+        if header_bytes > min(path.stat().st_size, _MOST_HEADER_BYTES):
+            raise ValueError(f"{path.name}: its header cannot be read")
         entries: dict[str, Any] = json.loads(file.read(header_bytes))
     entries.pop("__metadata__", None)
     return entries, 8 + header_bytes

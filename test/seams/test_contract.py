@@ -116,336 +116,242 @@ utils.video_decoder
     encoder/model/preparing: VideoDecoderWrapper(frame_shape avg_fps)
 """)
 
-# (our module, module, caller): how SGLang calls us, as its source says it, and in what order.
-CALLS: dict[tuple[str, str, str], list[str]] = {
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager"): [
-        "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
-        "hf_config=self.model_config.hf_config, encode_urls=self.encoder_urls,",
-        "self._release_req_states_on_failure(request_states) raise",
-        "if dispatch_ready is not None:",
-        "state = self.rid_to_state[obj.rid] return self._stream_one_response(",
-        "await self._handle_abort_finish_reason( out, state, is_stream )",
-        "dispatch_ready = self.mm_receiver.send_encode_request( obj, "
-        "time_stats_json=time_stats_json, on_dispatch_error=",
-    ],
-    ("seams/prefix", "managers.scheduler", "Scheduler._get_new_batch_prefill_raw"): [
-        "req.init_next_round_input(self.tree_cache)",
-        "res = adder.add_one_req( req,",
-        "if res != AddReqResult.CONTINUE:",
-    ],
-    ("seams/prefix", "managers.schedule_policy", "PrefillAdder.add_one_req"): [
-        "self._commit_prefill_admission(req, admission, mamba_gap_reserve)",
-    ],
-    ("seams/prefix", "managers.mm_schedule", "get_embedding_chunk"): [
-        "elif extend_start_index > end: start_index += end - start + 1",
-        "embedding_chunk = embedding[start_index:end_index]",
-    ],
-    (
-        "seams/tokenizer",
-        "managers.tokenizer_manager",
-        "TokenizerManager._tokenize_one_request",
-    ): [
-        'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
-        "mm_inputs = await self.mm_receiver.recv_mm_data( request_obj=obj, "
-        "mm_processor=self.mm_processor, prompt=mm_processor_input, "
-        "need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )",
-        "if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids",
-    ],
-    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager.generate_request"): [
-        "self._init_req_state(obj, request)",
-        "try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)",
-        "tokenized_obj = await self._tokenize_one_request(obj)",
-    ],
-    (
-        "seams/adaptive",
-        "managers.tokenizer_manager",
-        "TokenizerManager._handle_epd_disaggregation_encode_request",
-    ): [
-        "if get_disagg().enable_adaptive_dispatch_to_encoder: should_dispatch = "
-        "self._should_dispatch_to_encoder(obj)",
-        "if should_dispatch: obj.need_wait_for_mm_inputs = True",
-        "else: obj.need_wait_for_mm_inputs = False",
-    ],
-    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
-        "if mm_inputs is None: if get_disagg().language_only:",
-        'in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #',
-    ],
-    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._handle_batch_request"): [
-        "tokenized_obj = await self._tokenize_one_request(tmp_obj)",
-        "*(self._tokenize_one_request(obj) for obj in objs)",
-    ],
-    ("seams/staging", "managers.mm_schedule", "_get_precomputed_embedding"): [
-        "get_embedding_chunk( item.precomputed_embeddings, prefix_length[i], extend_len, "
-        "item.offsets, )[0]",
-        "(t.device for t in precomputed_embeddings if t.is_cuda)",
-        "else torch.concat(precomputed_embeddings)",
-    ],
-    ("seams/staging", "managers.mm_utils", "embed_mm_inputs"): [
-        "embedding, mask, input_ids = get_embedding_and_mask(",
-        "multimodal_model.separate_deepstack_embeds(embedding)",
-    ],
-    ("seams/staging", "managers.scheduler", "Scheduler.run_batch"): [
-        "with self.forward_stream_ctx: self.forward_stream.wait_stream(self.schedule_stream)",
-    ],
-    ("seams/staging", "mem_cache.kv_cache_configurator", "KVCacheConfigurator"): [
-        "rest_memory = available_gpu_memory - slack_gb - mm_reservation_gb",
-    ],
-    (
-        "seams/staging",
-        "model_executor.model_runner_components.kv_pool_runtime",
-        "compute_post_capture_kv_resize",
-    ): ["int(max(0.0, free_gb - headroom_gb - mm_reservation_gb) * (1 << 30))"],
-    ("seams/adaptive", "utils.common", "load_image"): [
-        "if isinstance(image_file, Image.Image):",
-    ],
-    (
-        "encoder/model/preparing",
-        "disaggregation.encoder.preprocessor",
-        "EncoderPreprocessor._load_mm_processor",
-    ): [
-        "_audio_proc = AutoProcessor.from_pretrained(",
-        "self.audio_processor = _audio_proc",
-    ],
-    ("encoder/model/preparing", "multimodal.processors.qwen_vl", "_get_processor_video_config"): [
-        "if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS",
-    ],
-    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer.__init__"): [
-        "self.app = web.Application()",
-        "self._setup_routes()",
-        "self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()",
-    ],
-    ("seams/requests", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
-        "self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service "
-        "else None )",
-        "self.mm_receiver = create_mm_receiver(",
-    ],
-    ("seams/roles", "entrypoints.http_server", "_setup_and_run_http_server"): [
-        "app_path = envs.SGLANG_HTTP_SERVER_APP_PATH.get()",
-        "uvicorn.run(app_path, **uvicorn_options)",
-    ],
-    ("seams/roles", "managers.multi_tokenizer_mixin", "TokenizerWorker.__init__"): [
-        "start_pd_bootstrap_service=False",
-    ],
-    ("seams/bootstrap", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): [
-        "from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, ) ",
-        "self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host, "
-        "port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) "
-        "self.mm_receiver = create_mm_receiver(",
-    ],
-    # Whose token ids schedulers take for those of the text.
-    ("seams/scheduler", "managers.tokenizer_manager", "TokenizerManager._validate_one_request"): [
-        "if self.allow_auto_truncate:",
-        "del input_ids[_max_req_len:]",
-    ],
-    ("seams/scheduler", "managers.tokenizer_manager", "TokenizerManager._tokenize_texts"): [
-        "encoded = self.tokenizer(tokenizer_input, **tokenizer_kwargs)",
-    ],
-    ("seams/decode", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): [
-        "mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and "
-        "input_ids is not None else (input_text or input_ids) )",
-        "mm_inputs = await self.mm_processor.process_mm_data_async( image_data=obj.image_data, "
-        "audio_data=obj.audio_data, input_text=mm_processor_input, request_obj=obj, "
-        "max_req_input_len=self.max_req_input_len, )",
-        "input_ids = mm_inputs.input_ids",
-    ],
-    ("seams/decode", "entrypoints.openai.serving_base", "OpenAIServingBase.handle_request"): [
-        "except HTTPException as e: return self.create_error_response( message=e.detail, "
-        "err_type=str(e.status_code), status_code=e.status_code )",
-        "except ValueError as e:",
-    ],
-    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager._handle_batch_output"): [
-        "span_attrs = ( self.convert_to_span_attrs(state, recv_obj, i) if "
-        "state.time_stats.trace_ctx.tracing_enable else None )",
-        "state.time_stats.set_finished_time( ts=first_output_time, span_attrs=span_attrs )",
-    ],
-    ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_created_time"): [
-        "self.trace_ctx.trace_req_start(convert_time_to_realtime_ns(ts))",
-    ],
-    ("seams/tracing", "observability.trace", "process_tracing_init"): [
-        "id_generator=TraceCustomIdGenerator()",
-    ],
-    ("seams/tracing", "observability.req_time_stats", "APIServerReqTimeStats.set_finished_time"): [
-        "attrs = dict(span_attrs) if span_attrs else {}",
-        "self.trace_ctx.trace_req_finish( convert_time_to_realtime_ns(ts), attrs=attrs )",
-    ],
-    ("seams/identities", "managers.scheduler", "Scheduler._try_apply_padded_mm_input_ids"): [
-        "if padded_input_ids is None or recv_req.input_ids is None: return False",
-    ],
-    (
-        "seams/identities",
-        "multimodal.processors.qwen_vl",
-        "QwenVLImageProcessor.compose_image_artifacts",
-    ): ["item.set_hash(artifact.feature_hash)", "padded_input_ids=padded_input_ids,"],
-    ("seams/decode", "managers.schedule_batch", "MultimodalDataItem.set_pad_value"): [
-        "if self.pad_value is not None: return",
-    ],
-    (
-        "seams/prefix",
-        "managers.scheduler_components.batch_result_processor",
-        "SchedulerBatchResultProcessor",
-    ): [
-        "if req.multimodal_inputs is not None and req.session is None: "
-        "req.multimodal_inputs.release_features()",
-    ],
-    (
-        "seams/prefix",
-        "disaggregation.prefill",
-        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
-    ): [
-        "elif poll == KVPoll.Success:",
-        "release_kv_cache(req, self.tree_cache, checkpoint=True)",
-        "return done_reqs",
-    ],
-    ("seams/scheduler", "managers.scheduler", "Scheduler"): [
-        "self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype, "
-        "hf_config=self.model_config.hf_config, scheduler=self, )",
-        "self.mm_receiver.abort_waiting_requests(recv_req)",
-    ],
-    (
-        "seams/scheduler",
-        "managers.scheduler_components.request_receiver",
-        "SchedulerRequestReceiver._apply_mm_receiver",
-    ): [
-        'in ["zmq_to_scheduler", "mooncake"]',
-        "recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)",
-        "for req, error_msg, error_code in abort_reqs:",
-        "isinstance(error_code, HTTPStatus)",
-    ],
-    (
-        "seams/scheduler",
-        "managers.scheduler_components.request_receiver",
-        "SchedulerRequestReceiver._pull_raw_reqs",
-    ): [
-        "if get_parallel().attn_tp_rank == 0 and get_parallel().attn_cp_rank == 0: recv_reqs = []",
-        "else: recv_reqs = None",
-    ],
-    ("seams/scheduler", "managers.scheduler", "Scheduler.process_input_requests"): [
-        "for recv_req in recv_reqs:",
-        "output = self._request_dispatcher(recv_req)",
-    ],
-    ("seams/scheduler", "managers.scheduler_components.metrics_reporter", ""): [
-        "len(self.scheduler.mm_receiver.waiting_list)"
-    ],
-    (
-        "language/assembly and seams/prompt",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.get_mm_data",
-    ): [
-        'kwargs.get("img_grid_thw", None)',
-        'kwargs.get("video_grid_thw", None)',
-        'kwargs.get("audio_feature_lens", None)',
-        "input_ids, offsets, modality_list = self.build_input_ids( prompt, "
-        "img_grid_thw=img_grid_thw, video_grid_thw=video_grid_thw, "
-        "audio_seq_lens=audio_feature_lens, )",
-    ],
-    ("families/family", "multimodal.processors.base_processor", "BaseMultimodalProcessor"): [
-        "prefer_tokenized_input = False",
-        "self._tokenizer = _tokenizer_of(self._processor)",
-        "self._tokenizer_auto_adds_specials = len(self._tokenizer.encode(",
-        'bos = getattr(tokenizer, "bos_token", None)',
-        'if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)',
-    ],
-    ("families/family", "multimodal.processors.llava", "LlavaMultimodalProcessor"): [
-        "self.inner = self._get_sgl_processor_cls(vision_type)(",
-    ],
-    ("families/family", "multimodal.processors.glm4v", "Glm4vImageProcessor"): [
-        'self.IMAGE_START_TOKEN = "<|begin_of_image|>"',
-        'self.IMAGE_END_TOKEN = "<|end_of_image|>"',
-        'self.VIDEO_START_TOKEN = "<|begin_of_video|>"',
-        'self.VIDEO_END_TOKEN = "<|end_of_video|>"',
-    ],
-    ("families/family", "multimodal.processors.internvl", "InternVLProcessor"): [
-        'IMAGE_PLACEHOLDER_TOKEN = "<image>"',
-        'VIDEO_PLACEHOLDER_TOKEN = "<video>"',
-        'requested_frames = int( kwargs.get("video_num_frames", self.DEFAULT_VIDEO_NUM_FRAMES) )',
-        "num_frames = self._resolve_video_num_frames( requested=requested_frames, "
-        "num_videos=len(base_output.videos), "
-        "text_len=self._token_len(base_output.input_text or prompt), "
-        "image_tile_cnt=int(sum(num_patches_list)) if num_patches_list else 0, )",
-        'img_ph = "<<<__IMG_PLACEHOLDER__>>>"',
-        "input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)",
-        "input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)",
-        'input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[',
-    ],
-    ("families/films", "utils.common", "load_video"): [
-        "if isinstance(video_file, (list, tuple, torch.Tensor, np.ndarray)): return video_file",
-    ],
-    (
-        "families/films",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor._load_single_item",
-    ): [
-        'load_video(data, use_gpu=cls.video_preprocessing_device != "cpu")',
-    ],
-    ("encoder/model/loading", "disaggregation.encoder.server", "MMEncoder.__init__"): [
-        "self.model = load_model( model_config=self.model_config, load_config=self.load_config, "
-        "device_config=self.device_config, )",
-    ],
-    ("encoder/model/loading", "model_loader.loader", "DefaultModelLoader.load_model"): [
-        "self._get_all_weights(model_config, model)",
-    ],
-    ("encoder/model/engine", "arg_groups.serving_hook", "handle_multimodal_feature_transport"): [
-        'if cfg.encoder_only and requested_transport in ("cuda_ipc", "cuda_vmm"):',
-        'encoder outputs.", requested_transport, ) requested_transport = "cpu"',
-    ],
-    ("encoder/model/graphs", "models.qwen3_vl", "Qwen3VLMoeVisionModel"): [
-        "self.graph_runners = graph_runners_dict[self.device.type](self)",
-    ],
-    ("encoder/model/graphs", "models.qwen2_5_vl", "Qwen2_5_VisionTransformer"): [
-        "self.cuda_graph_runner = ViTCudaGraphRunner(self)",
-    ],
-    ("encoder/model/graphs", "models.internvl", "InternVisionEncoder"): [
-        "self.cuda_graph_runner = InternViTCudaGraphRunner(self)",
-    ],
-    ("encoder/model/graphs", "multimodal.vit_cuda_graph_runner", "ViTCudaGraphRunner"): [
-        "with self._capture_context(), torch.cuda.graph(graph):",
-        "out = self.block_output[graph_key]",
-    ],
-    ("encoder/model/loading", "utils.common", "make_layers"): [
-        "assert not pp_size or num_hidden_layers >= pp_size",
-    ],
-    # Requests have a place before the receiver is made, which `attach` looks for.
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.__init__"): [
-        "self.init_running_status()",
-        "self.init_disaggregation(",
-    ],
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.init_running_status"): [
-        "self.rid_to_state"
-    ],
-    # What waits is held back before the broadcast, and sorted out after it by every rank.
-    (
-        "seams/scheduler",
-        "managers.scheduler_components.request_receiver",
-        "SchedulerRequestReceiver.recv_requests",
-    ): [
-        "recv_reqs = self._pull_raw_reqs()",
-        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)",
-        "recv_reqs = self._apply_mm_receiver(recv_reqs)",
-        "return recv_reqs",
-    ],
-    (
-        "transfer/mooncake",
-        "distributed.device_communicators.mooncake_transfer_engine",
-        "maybe_init_shared_mooncake_transfer_engine",
-    ): [
-        f'get_disagg().{side} and get_disagg().encoder_transfer_backend == "mooncake"'
-        for side in ("encoder_only", "language_only")
-    ],
-    # Schedulers' places are counted in replicas or in attention groups.
-    ("seams/receiving", "runtime_context", "num_dp_ranks_of"): ["one of the two is one"],
-    # Without that flag one batch holds the one kind or the other.
-    ("seams/adaptive", "managers.mm_utils", "prepare_mm_inputs"): [
-        "enable_adaptive_dispatch_to_encoder: # Split by precomputed"
-    ],
-    # What an HTTP request says of encoders is heard.
-    ("seams/headers", "entrypoints.openai.serving_chat", "OpenAIServingChat"): [
-        "tokenizer_manager.generate_request( adapted_request, raw_request )"
-    ],
-    ("seams/headers", "entrypoints.http_server", "serve_generate_request"): [
-        "generate_request( obj, request )",
-        "generate_request( obj, request )",
-    ],
-}
+
+def _calls(table: str) -> dict[tuple[str, str, str], list[str]]:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    calls: list[str] = []
+    for line in table.splitlines():
+        if line.startswith(" " * 8):
+            calls[-1] += f" {line.strip()}"
+        elif line.startswith(" "):
+            calls.append(line.strip())
+        elif line and not line.startswith("#"):
+            ours, _, target = line.partition(": ")
+            module, _, path = target.partition(" ")
+            calls = found[ours, module, path] = []
+    return found
+
+
+# How SGLang calls us, as its source says it, and in what order: our module, and a module and a
+# function or class of SGLang's.
+CALLS = _calls("""
+seams/tokenizer: managers.tokenizer_manager TokenizerManager
+    self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype,
+        hf_config=self.model_config.hf_config, encode_urls=self.encoder_urls,
+    self._release_req_states_on_failure(request_states) raise
+    if dispatch_ready is not None:
+    state = self.rid_to_state[obj.rid] return self._stream_one_response(
+    await self._handle_abort_finish_reason( out, state, is_stream )
+    dispatch_ready = self.mm_receiver.send_encode_request( obj, time_stats_json=time_stats_json,
+        on_dispatch_error=
+seams/prefix: managers.scheduler Scheduler._get_new_batch_prefill_raw
+    req.init_next_round_input(self.tree_cache)
+    res = adder.add_one_req( req,
+    if res != AddReqResult.CONTINUE:
+seams/prefix: managers.schedule_policy PrefillAdder.add_one_req
+    self._commit_prefill_admission(req, admission, mamba_gap_reserve)
+seams/prefix: managers.mm_schedule get_embedding_chunk
+    elif extend_start_index > end: start_index += end - start + 1
+    embedding_chunk = embedding[start_index:end_index]
+seams/tokenizer: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"
+    mm_inputs = await self.mm_receiver.recv_mm_data( request_obj=obj,
+        mm_processor=self.mm_processor, prompt=mm_processor_input,
+        need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )
+    if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids
+seams/headers: managers.tokenizer_manager TokenizerManager.generate_request
+    self._init_req_state(obj, request)
+    try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)
+    tokenized_obj = await self._tokenize_one_request(obj)
+seams/adaptive: managers.tokenizer_manager TokenizerManager._handle_epd_disaggregation_encode_request
+    if get_disagg().enable_adaptive_dispatch_to_encoder: should_dispatch =
+        self._should_dispatch_to_encoder(obj)
+    if should_dispatch: obj.need_wait_for_mm_inputs = True
+    else: obj.need_wait_for_mm_inputs = False
+seams/adaptive: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    if mm_inputs is None: if get_disagg().language_only:
+    in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #
+seams/adaptive: managers.tokenizer_manager TokenizerManager._handle_batch_request
+    tokenized_obj = await self._tokenize_one_request(tmp_obj)
+    *(self._tokenize_one_request(obj) for obj in objs)
+seams/staging: managers.mm_schedule _get_precomputed_embedding
+    get_embedding_chunk( item.precomputed_embeddings, prefix_length[i], extend_len, item.offsets,
+        )[0]
+    (t.device for t in precomputed_embeddings if t.is_cuda)
+    else torch.concat(precomputed_embeddings)
+seams/staging: managers.mm_utils embed_mm_inputs
+    embedding, mask, input_ids = get_embedding_and_mask(
+    multimodal_model.separate_deepstack_embeds(embedding)
+seams/staging: managers.scheduler Scheduler.run_batch
+    with self.forward_stream_ctx: self.forward_stream.wait_stream(self.schedule_stream)
+seams/staging: mem_cache.kv_cache_configurator KVCacheConfigurator
+    rest_memory = available_gpu_memory - slack_gb - mm_reservation_gb
+seams/staging: model_executor.model_runner_components.kv_pool_runtime compute_post_capture_kv_resize
+    int(max(0.0, free_gb - headroom_gb - mm_reservation_gb) * (1 << 30))
+seams/adaptive: utils.common load_image
+    if isinstance(image_file, Image.Image):
+encoder/model/preparing: disaggregation.encoder.preprocessor EncoderPreprocessor._load_mm_processor
+    _audio_proc = AutoProcessor.from_pretrained(
+    self.audio_processor = _audio_proc
+encoder/model/preparing: multimodal.processors.qwen_vl _get_processor_video_config
+    if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS
+seams/bootstrap: disaggregation.common.conn CommonKVBootstrapServer.__init__
+    self.app = web.Application()
+    self._setup_routes()
+    self.thread = threading.Thread(target=self._run_server, daemon=True) self.run()
+seams/requests: managers.tokenizer_manager TokenizerManager.init_disaggregation
+    self.bootstrap_server = ( start_disagg_service() if start_pd_bootstrap_service else None )
+    self.mm_receiver = create_mm_receiver(
+seams/roles: entrypoints.http_server _setup_and_run_http_server
+    app_path = envs.SGLANG_HTTP_SERVER_APP_PATH.get()
+    uvicorn.run(app_path, **uvicorn_options)
+seams/roles: managers.multi_tokenizer_mixin TokenizerWorker.__init__
+    start_pd_bootstrap_service=False
+seams/bootstrap: managers.tokenizer_manager TokenizerManager.init_disaggregation
+    from sglang.srt.disaggregation.encoder.receiver import ( EncoderBootstrapServer, )
+    self.encoder_bootstrap_server = EncoderBootstrapServer( host=get_serving().host,
+        port=get_disagg().encoder_bootstrap_port, urls=self.encoder_urls, ) self.mm_receiver =
+        create_mm_receiver(
+# Whose token ids schedulers take for those of the text.
+seams/scheduler: managers.tokenizer_manager TokenizerManager._validate_one_request
+    if self.allow_auto_truncate:
+    del input_ids[_max_req_len:]
+seams/scheduler: managers.tokenizer_manager TokenizerManager._tokenize_texts
+    encoded = self.tokenizer(tokenizer_input, **tokenizer_kwargs)
+seams/decode: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and input_ids is
+        not None else (input_text or input_ids) )
+    mm_inputs = await self.mm_processor.process_mm_data_async( image_data=obj.image_data,
+        audio_data=obj.audio_data, input_text=mm_processor_input, request_obj=obj,
+        max_req_input_len=self.max_req_input_len, )
+    input_ids = mm_inputs.input_ids
+seams/decode: entrypoints.openai.serving_base OpenAIServingBase.handle_request
+    except HTTPException as e: return self.create_error_response( message=e.detail,
+        err_type=str(e.status_code), status_code=e.status_code )
+    except ValueError as e:
+seams/tracing: managers.tokenizer_manager TokenizerManager._handle_batch_output
+    span_attrs = ( self.convert_to_span_attrs(state, recv_obj, i) if
+        state.time_stats.trace_ctx.tracing_enable else None )
+    state.time_stats.set_finished_time( ts=first_output_time, span_attrs=span_attrs )
+seams/tracing: observability.req_time_stats APIServerReqTimeStats.set_created_time
+    self.trace_ctx.trace_req_start(convert_time_to_realtime_ns(ts))
+seams/tracing: observability.trace process_tracing_init
+    id_generator=TraceCustomIdGenerator()
+seams/tracing: observability.req_time_stats APIServerReqTimeStats.set_finished_time
+    attrs = dict(span_attrs) if span_attrs else {}
+    self.trace_ctx.trace_req_finish( convert_time_to_realtime_ns(ts), attrs=attrs )
+seams/identities: managers.scheduler Scheduler._try_apply_padded_mm_input_ids
+    if padded_input_ids is None or recv_req.input_ids is None: return False
+seams/identities: multimodal.processors.qwen_vl QwenVLImageProcessor.compose_image_artifacts
+    item.set_hash(artifact.feature_hash)
+    padded_input_ids=padded_input_ids,
+seams/decode: managers.schedule_batch MultimodalDataItem.set_pad_value
+    if self.pad_value is not None: return
+seams/prefix: managers.scheduler_components.batch_result_processor SchedulerBatchResultProcessor
+    if req.multimodal_inputs is not None and req.session is None:
+        req.multimodal_inputs.release_features()
+seams/prefix: disaggregation.prefill SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue
+    elif poll == KVPoll.Success:
+    release_kv_cache(req, self.tree_cache, checkpoint=True)
+    return done_reqs
+seams/scheduler: managers.scheduler Scheduler
+    self.mm_receiver = create_mm_receiver( self.server_args, dtype=self.model_config.dtype,
+        hf_config=self.model_config.hf_config, scheduler=self, )
+    self.mm_receiver.abort_waiting_requests(recv_req)
+seams/scheduler: managers.scheduler_components.request_receiver SchedulerRequestReceiver._apply_mm_receiver
+    in ["zmq_to_scheduler", "mooncake"]
+    recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)
+    for req, error_msg, error_code in abort_reqs:
+    isinstance(error_code, HTTPStatus)
+seams/scheduler: managers.scheduler_components.request_receiver SchedulerRequestReceiver._pull_raw_reqs
+    if get_parallel().attn_tp_rank == 0 and get_parallel().attn_cp_rank == 0: recv_reqs = []
+    else: recv_reqs = None
+seams/scheduler: managers.scheduler Scheduler.process_input_requests
+    for recv_req in recv_reqs:
+    output = self._request_dispatcher(recv_req)
+seams/scheduler: managers.scheduler_components.metrics_reporter
+    len(self.scheduler.mm_receiver.waiting_list)
+language/assembly and seams/prompt: multimodal.processors.base_processor BaseMultimodalProcessor.get_mm_data
+    kwargs.get("img_grid_thw", None)
+    kwargs.get("video_grid_thw", None)
+    kwargs.get("audio_feature_lens", None)
+    input_ids, offsets, modality_list = self.build_input_ids( prompt, img_grid_thw=img_grid_thw,
+        video_grid_thw=video_grid_thw, audio_seq_lens=audio_feature_lens, )
+families/family: multimodal.processors.base_processor BaseMultimodalProcessor
+    prefer_tokenized_input = False
+    self._tokenizer = _tokenizer_of(self._processor)
+    self._tokenizer_auto_adds_specials = len(self._tokenizer.encode(
+    bos = getattr(tokenizer, "bos_token", None)
+    if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)
+families/family: multimodal.processors.llava LlavaMultimodalProcessor
+    self.inner = self._get_sgl_processor_cls(vision_type)(
+families/family: multimodal.processors.glm4v Glm4vImageProcessor
+    self.IMAGE_START_TOKEN = "<|begin_of_image|>"
+    self.IMAGE_END_TOKEN = "<|end_of_image|>"
+    self.VIDEO_START_TOKEN = "<|begin_of_video|>"
+    self.VIDEO_END_TOKEN = "<|end_of_video|>"
+families/family: multimodal.processors.internvl InternVLProcessor
+    IMAGE_PLACEHOLDER_TOKEN = "<image>"
+    VIDEO_PLACEHOLDER_TOKEN = "<video>"
+    requested_frames = int( kwargs.get("video_num_frames", self.DEFAULT_VIDEO_NUM_FRAMES) )
+    num_frames = self._resolve_video_num_frames( requested=requested_frames,
+        num_videos=len(base_output.videos), text_len=self._token_len(base_output.input_text or
+        prompt), image_tile_cnt=int(sum(num_patches_list)) if num_patches_list else 0, )
+    img_ph = "<<<__IMG_PLACEHOLDER__>>>"
+    input_text_mid = input_text_mid.replace(self.IMG_CONTEXT, img_ph)
+    input_text_updated = input_text_updated.replace(img_ph, image_tokens, 1)
+    input_ids_tensor = self.tokenizer(input_text_updated, return_tensors="pt")[
+families/films: utils.common load_video
+    if isinstance(video_file, (list, tuple, torch.Tensor, np.ndarray)): return video_file
+families/films: multimodal.processors.base_processor BaseMultimodalProcessor._load_single_item
+    load_video(data, use_gpu=cls.video_preprocessing_device != "cpu")
+encoder/model/loading: disaggregation.encoder.server MMEncoder.__init__
+    self.model = load_model( model_config=self.model_config, load_config=self.load_config,
+        device_config=self.device_config, )
+encoder/model/loading: model_loader.loader DefaultModelLoader.load_model
+    self._get_all_weights(model_config, model)
+encoder/model/engine: arg_groups.serving_hook handle_multimodal_feature_transport
+    if cfg.encoder_only and requested_transport in ("cuda_ipc", "cuda_vmm"):
+    encoder outputs.", requested_transport, ) requested_transport = "cpu"
+encoder/model/graphs: models.qwen3_vl Qwen3VLMoeVisionModel
+    self.graph_runners = graph_runners_dict[self.device.type](self)
+encoder/model/graphs: models.qwen2_5_vl Qwen2_5_VisionTransformer
+    self.cuda_graph_runner = ViTCudaGraphRunner(self)
+encoder/model/graphs: models.internvl InternVisionEncoder
+    self.cuda_graph_runner = InternViTCudaGraphRunner(self)
+encoder/model/graphs: multimodal.vit_cuda_graph_runner ViTCudaGraphRunner
+    with self._capture_context(), torch.cuda.graph(graph):
+    out = self.block_output[graph_key]
+encoder/model/loading: utils.common make_layers
+    assert not pp_size or num_hidden_layers >= pp_size
+# Requests have a place before the receiver is made, which `attach` looks for.
+seams/tokenizer: managers.tokenizer_manager TokenizerManager.__init__
+    self.init_running_status()
+    self.init_disaggregation(
+seams/tokenizer: managers.tokenizer_manager TokenizerManager.init_running_status
+    self.rid_to_state
+# What waits is held back before the broadcast, and sorted out after it by every rank.
+seams/scheduler: managers.scheduler_components.request_receiver SchedulerRequestReceiver.recv_requests
+    recv_reqs = self._pull_raw_reqs()
+    recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)
+    recv_reqs = self._apply_mm_receiver(recv_reqs)
+    return recv_reqs
+transfer/mooncake: distributed.device_communicators.mooncake_transfer_engine maybe_init_shared_mooncake_transfer_engine
+    get_disagg().encoder_only and get_disagg().encoder_transfer_backend == "mooncake"
+    get_disagg().language_only and get_disagg().encoder_transfer_backend == "mooncake"
+# Schedulers' places are counted in replicas or in attention groups.
+seams/receiving: runtime_context num_dp_ranks_of
+    one of the two is one
+# Without that flag one batch holds the one kind or the other.
+seams/adaptive: managers.mm_utils prepare_mm_inputs
+    enable_adaptive_dispatch_to_encoder: # Split by precomputed
+# What an HTTP request says of encoders is heard.
+seams/headers: entrypoints.openai.serving_chat OpenAIServingChat
+    tokenizer_manager.generate_request( adapted_request, raw_request )
+seams/headers: entrypoints.http_server serve_generate_request
+    generate_request( obj, request )
+    generate_request( obj, request )
+""")  # noqa: E501 - names are as long as SGLang has them
 
 
 @pytest.fixture

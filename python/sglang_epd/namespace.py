@@ -89,12 +89,8 @@ def _fingerprints(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def embedding_key(identity: str, digest: bytes, modality: str, options: object) -> bytes:
-    """EmbeddingKey: everything that an item's embedding depends on.
-
-    Args:
-        identity: a namespace.
-        digest: of the item's bytes.
-        options: the item's own, as plain data.
+    """Everything that an item's embedding depends on: a namespace, the digest of the item's
+    bytes, its modality and its own options.
 
     Raises:
         ProtocolError: the options are not plain data.

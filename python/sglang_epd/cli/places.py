@@ -105,13 +105,9 @@ class Gpus:
 
 
 class Cores:
-    """Deals the cores of a machine without accelerators out, an equal share each.
+    """Deals the cores of a machine without accelerators out, an equal share for each server.
 
     Where there are too few for that, or `taskset` is missing, all servers share all.
-
-    Args:
-        cores: numbers of those that this process may use.
-        servers: how many will ask.
     """
 
     def __init__(self, cores: Sequence[int], servers: int) -> None:

@@ -167,12 +167,7 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
-    """Status and text of an answer.
-
-    Raises:
-        aiohttp.ClientError: there is none, or it is too long.
-        TimeoutError: not in time.
-    """
+    """Status and text of an answer that is not too long."""
     async with session.get(url, allow_redirects=False) as response:
         body = await read_body(response, _MAX_BYTES)
     if len(body) > _MAX_BYTES:

@@ -95,7 +95,6 @@ class ServerProcess:
     Use it as a context manager: entering starts it, leaving always stops it.
 
     Args:
-        name: how messages call it.
         command: the argument vector; its first element is looked up in PATH.
         log_path: file that takes its stdout and stderr, replaced at each start.
         ready_url: answers 200 to GET once the server takes requests.

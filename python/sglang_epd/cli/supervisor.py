@@ -51,11 +51,8 @@ class Supervisor:
     """Owns the processes of one plan.
 
     Args:
-        plan: the servers.
-        folder: for their logs.
-        reporter: shows the events.
+        folder: for the servers' logs.
         env: variables that every server inherits.
-        restarts: how often a dead server is started again.
         changed: called whenever the answer of `describe` has changed.
         ready: called once, when all servers have been ready.
         start_timeout_s: until all have to have been ready.

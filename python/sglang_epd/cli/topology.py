@@ -101,7 +101,6 @@ class Server:
     """One server of a topology.
 
     Attributes:
-        name: of its role and number.
         command: the argument vector, without the prefix of its place.
         url: where this machine reaches it.
         ready_path: answers 200 once it takes requests.

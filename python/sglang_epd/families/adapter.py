@@ -41,12 +41,8 @@ _LONGEST_PROMPT = 1 << 30
 
 
 class Adapter:
-    """A family's processor; safe to call from several threads at once.
-
-    Args:
-        registered: SGLang's processor of the model.
-        family: how it is driven.
-    """
+    """SGLang's registered processor of a family's model; safe to call from several threads at
+    once."""
 
     def __init__(self, registered: Any, family: Family) -> None:
         self.family = family

@@ -146,7 +146,6 @@ def seen_in(output: Any, modality: str, written: str, mark: str, tokenizer: Any)
     tokenizer's end of a text before it and behind it.
 
     Args:
-        output: the processor's.
         written: the item, as it stood in that prompt.
         mark: the part of it that stands for the item.
 

@@ -58,10 +58,8 @@ Media = Mapping[str, Sequence[Any]]
 
 
 def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
-    """The adapter of a model that is proven to be split rightly.
-
-    Args:
-        registered: SGLang's processor of the model.
+    """The adapter, of SGLang's registered processor, of a model that is proven to be split
+    rightly.
 
     Raises:
         ConfigError: it cannot be split, and why.
@@ -191,9 +189,6 @@ def _places(offsets: Any) -> list[int]:
 def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
     """Have a language server's model fill in the prompt of two pictures, and of a video before
     them.
-
-    Args:
-        adapter: as `adapt` makes it.
 
     Raises:
         ConfigError: it fails, or fills in something else.

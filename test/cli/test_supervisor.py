@@ -156,9 +156,8 @@ def kill_first(supervisor: Supervisor) -> None:
 
 
 def test_one_that_never_starts_ends_all_and_says_why(tmp_path):
-    supervisor = supervise(
-        tmp_path, Recorder(), server("encoder", "encoder", DIES), server("language", "language")
-    )
+    servers = [server("encoder-0", "encoder", DIES), server("encoder-1", "encoder")]
+    supervisor = supervise(tmp_path, Recorder(), *servers, server("language", "language"))
     with pytest.raises(ServerError, match="no such model"):
         supervisor.run()
     assert not alive(supervisor)

@@ -18,50 +18,16 @@ import uvicorn
 
 from sglang_epd import plugin
 from sglang_epd.seams import hooks
-
-# Everything of SGLang that the seams lean on; about ten seconds, once.
-_MODULES = (
-    "arg_groups.overrides",
-    "arg_groups.pd_disaggregation_hook",
-    "disaggregation.common.conn",
-    "disaggregation.encoder.http_server",
-    "disaggregation.encoder.preprocessor",
-    "disaggregation.encoder.receiver",
-    "disaggregation.encoder.server",
-    "distributed.device_communicators.mooncake_transfer_engine",
-    "distributed.parallel_state",
-    "entrypoints.http_server",
-    "entrypoints.openai.serving_base",
-    "managers.disagg_service",
-    "managers.io_struct",
-    "managers.mm_schedule",
-    "managers.schedule_batch",
-    "managers.scheduler",
-    "managers.scheduler_components.idle_sleeper",
-    "managers.scheduler_components.metrics_reporter",
-    "managers.scheduler_components.request_receiver",
-    "managers.tokenizer_manager",
-    "mem_cache.kv_cache_configurator",
-    "model_executor.model_runner",
-    "model_executor.model_runner_components.kv_pool_runtime",
-    "multimodal.processors.base_processor",
-    "multimodal.processors.internvl",
-    "multimodal.processors.qwen_vl",
-    "plugins.hook_registry",
-    "runtime_context",
-    "server_args",
-    "utils",
-    "utils.network",
-    "utils.video_decoder",
-)
+from sglang_epd.seams.contract import SIGNATURES
 
 
 @pytest.fixture(scope="session")
 def sglang() -> Callable[[str], ModuleType]:
-    """A module of `sglang.srt` by its name, imported without its warnings."""
+    """A module of `sglang.srt` by its name, when all that this package leans on has been
+    imported, without its warnings: about ten seconds, once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in _MODULES:
+        for name in sorted({"plugins.hook_registry", *(module for _, module, _ in SIGNATURES)}):
             importlib.import_module(f"sglang.srt.{name}")
     gc.collect()
     gc.freeze()  # as after the collection of tests

@@ -10,18 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import SERVER, server
 from sglang_epd.cli.lives import Restarts
-from sglang_epd.cli.processes import ServerError, free_port
+from sglang_epd.cli.processes import ServerError
 from sglang_epd.cli.supervisor import Supervisor
-from sglang_epd.cli.topology import Fleet, Role, Server
+from sglang_epd.cli.topology import Fleet, Server
 
-SERVER = """
-import http.server, sys
-print("Uvicorn running", flush=True)
-http.server.ThreadingHTTPServer(
-    ("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler
-).serve_forever()
-"""
 DIES = "import sys; print('no such model', flush=True); sys.exit(3)"
 # Serves once, and in its next life only dies.
 ONCE = (
@@ -58,12 +52,6 @@ class Recorder:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> Server:
-    port = free_port()
-    command = ("-c", code, str(port), *more)
-    return Server(name, role, command, f"http://127.0.0.1:{port}", ready_path="/", needs=needs)
 
 
 def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:

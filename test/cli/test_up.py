@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shlex
+import signal
 import socket
+import threading
+import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from cli.conftest import server
 from docs.conftest import launcher  # noqa: F401
+from sglang_epd.cli import runs
 from sglang_epd.cli import up as module
+from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.main import app
+from sglang_epd.cli.topology import Fleet
 from sglang_epd.errors import ConfigError, EpdError
 
 
@@ -163,3 +173,37 @@ def test_a_file_with_what_is_not_known_is_refused(tmp_path, text, told):
 @pytest.mark.parametrize("typed", ["token", "no_such=1", "TOKEN=x", "max_body_mb=-1"])
 def test_a_setting_that_is_none_is_refused(typed):
     assert isinstance(dry("--set", typed).exception, ConfigError)
+
+
+def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    seen = []
+
+    def stop_when_ready() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not seen:
+            time.sleep(0.05)
+            living = runs.find(runs.root())
+            seen.extend(told for told in living if told["servers"][0]["state"] == "ready")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    made = server("encoder", "encoder")
+    out = Console(file=io.StringIO(), width=200)
+    watching = threading.Thread(target=stop_when_ready)
+    watching.start()
+    module._run(
+        Fleet((made,), made.url),
+        out,
+        model="m",
+        env=os.environ,
+        quiet=False,
+        restarts=Restarts(),
+        timeout_s=20,
+    )
+    watching.join()
+    assert (seen[0]["pid"], seen[0]["model"], seen[0]["api_url"]) == (os.getpid(), "m", made.url)
+    shown = out.file.getvalue()
+    assert made.line() in shown
+    assert f"Ready. Chat requests go to {made.url}/v1/chat/completions" in shown
+    assert shown.endswith("All servers have stopped.\n")
+    assert runs.find(runs.root()) == []

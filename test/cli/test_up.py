@@ -66,14 +66,14 @@ def test_a_dry_run_for_machines():
 def test_eight_gpus_are_dealt_by_the_ranks_of_each_role(typed, wanted, launcher):  # noqa: F811
     made = json.loads(dry("--json", "--gpus", "0,1,2,3,4,5,6,7", *shlex.split(typed)).stdout)
     dealt = []
-    for server in made["servers"]:
-        if server["role"] != "router":
-            start = server["argv"].index("sglang.launch_server") + 1
-            given = launcher.parse_args(server["argv"][start:])
-            assert given.encoder_only is (server["role"] == "encoder")
-            assert given.language_only is (server["role"] in ("language", "prefill"))
-            gpus = server["env"]["CUDA_VISIBLE_DEVICES"]
-            dealt.append(f"{server['role']} tp {given.tp_size} on {gpus}")
+    for one in made["servers"]:
+        if one["role"] != "router":
+            start = one["argv"].index("sglang.launch_server") + 1
+            given = launcher.parse_args(one["argv"][start:])
+            assert given.encoder_only is (one["role"] == "encoder")
+            assert given.language_only is (one["role"] in ("language", "prefill"))
+            gpus = one["env"]["CUDA_VISIBLE_DEVICES"]
+            dealt.append(f"{one['role']} tp {given.tp_size} on {gpus}")
     assert "; ".join(dealt) == wanted
 
 

@@ -27,13 +27,18 @@ def test_without_variables_the_defaults_hold():
 
 def test_variables_are_read_by_their_types():
     env = {"TOKEN": "secret", "MAX_BODY_MB": "7", "URL_CACHE_ENTRIES": "0", "STORE_TIMEOUT_MS": "9"}
-    env |= {"ENCODE": "off", "CHECKSUM": "on", "FINGERPRINT": "full", "EMBEDDING_CACHE_MB": "2"}
+    env |= {
+        "TELL_SOURCES": "off",
+        "CHECKSUM": "on",
+        "FINGERPRINT": "full",
+        "EMBEDDING_CACHE_MB": "2",
+    }
     assert Settings.from_env({f"SGLANG_EPD_{name}": raw for name, raw in env.items()}) == Settings(
         token="secret",
         max_body_mb=7,
         url_cache_entries=0,
         store_timeout_ms=9.0,
-        encode=False,
+        tell_sources=False,
         checksum=True,
         fingerprint="full",
         embedding_cache_mb=2,
@@ -73,7 +78,7 @@ WRONG = {
     "SGLANG_ENCODER_RECV_TIMEOUT": ["0", "long"],
     "SGLANG_EPD_MAX_BODY_MB": ["1.5", "0", "-1", "2G"],
     "SGLANG_EPD_RECEIVE_BUDGET_MB": ["0", "2G"],
-    "SGLANG_EPD_MIN_PATCHES": ["-1", "few"],
+    "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
     "SGLANG_EPD_CHECKSUM": ["", "2", "maybe"],
 }
 
@@ -116,7 +121,7 @@ def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expecte
 
 
 def test_a_token_is_not_shown():
-    assert "secret" not in repr(Settings(token="secret", store="redis://:secret@cache"))
+    assert "secret" not in repr(Settings(token="secret", store="file:///secret"))
 
 
 def written(tmp_path: Path, text: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ from typing import Any
 from sglang_epd.seams import (
     bootstrap,
     contract,
-    headers,
     hooks,
     large_bodies,
     prefix,
@@ -103,9 +102,8 @@ HOOKS = (
     _manager("convert_to_span_attrs", "after", tracing.add_sources),
     # ... tokenizer process: a stream that fails before its first token has an HTTP status.
     _manager("_handle_abort_finish_reason", "around", requests.around("answer_before_streaming")),
-    # ... tokenizer process: the HTTP request, with SGLANG_EPD_ENCODER_HEADER or the flag below.
-    _manager("_init_req_state", "around", headers.note),
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
+    _manager("_init_req_state", "after", requests.after("adaptive.noted")),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
     _manager(
         "_handle_epd_disaggregation_encode_request", "around", requests.around("adaptive.handle")

@@ -159,7 +159,7 @@ seams/tokenizer: managers.tokenizer_manager TokenizerManager._tokenize_one_reque
         mm_processor=self.mm_processor, prompt=mm_processor_input,
         need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs, )
     if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids
-seams/headers: managers.tokenizer_manager TokenizerManager.generate_request
+seams/adaptive: managers.tokenizer_manager TokenizerManager.generate_request
     self._init_req_state(obj, request)
     try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)
     tokenized_obj = await self._tokenize_one_request(obj)
@@ -346,9 +346,9 @@ seams/receiving: runtime_context num_dp_ranks_of
 seams/adaptive: managers.mm_utils prepare_mm_inputs
     enable_adaptive_dispatch_to_encoder: # Split by precomputed
 # What an HTTP request says of encoders is heard.
-seams/headers: entrypoints.openai.serving_chat OpenAIServingChat
+seams/adaptive: entrypoints.openai.serving_chat OpenAIServingChat
     tokenizer_manager.generate_request( adapted_request, raw_request )
-seams/headers: entrypoints.http_server serve_generate_request
+seams/adaptive: entrypoints.http_server serve_generate_request
     generate_request( obj, request )
     generate_request( obj, request )
 """)  # noqa: E501 - names are as long as SGLang has them

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles
@@ -110,19 +109,6 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
             f"embeddings; use another backend, or {_RIVAL}"
         )
-    if args.enable_adaptive_dispatch_to_encoder:
-        return
-    settings = Settings.from_env()
-    kept = {
-        "SGLANG_EPD_ENCODE=off": not settings.encode,
-        "SGLANG_EPD_MIN_PATCHES": settings.min_patches > 0,
-    }
-    for name, given in kept.items():
-        if given:
-            yield (
-                f"{name} with --language-only needs --enable-adaptive-dispatch-to-encoder, "
-                "which keeps the vision tower"
-            )
 
 
 def _undivided_heads(hf_config: Any, ranks: int) -> Iterator[str]:

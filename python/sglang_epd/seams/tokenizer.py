@@ -44,7 +44,7 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.language import DispatchTally
-from sglang_epd.seams import adaptive, bootstrap, headers, receiving, roles, rundir, tracing
+from sglang_epd.seams import adaptive, bootstrap, receiving, roles, rundir, tracing
 from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.prompt import lays_out
@@ -65,7 +65,6 @@ class TokenizerSeam:
         frontend: Frontend,
         control: Control,
         request_timeout_s: float,
-        chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
         *,
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
@@ -82,8 +81,6 @@ class TokenizerSeam:
         self.adaptive: adaptive.Adaptive | None = None
         self._control = control
         self._timeout_s = request_timeout_s
-        # The encoders that the current request names (`headers.chooser`).
-        self._chosen = chosen
         # On a prefill server: the layouts for its decode servers (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         # Where prompts are laid out here: makes what does it of SGLang's processor.
@@ -262,11 +259,10 @@ class TokenizerSeam:
         started: list[Expect] = []
         try:
             planned = [self._planned(prompt) for prompt in prompts]
-            among = self._chosen()
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
                 parent = tracing.span_of_state(self._live.get(prompt.rid))
                 started.append(
-                    self.frontend.start(prompt.rid, items, consumers, slot, among, parent=parent)
+                    self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
                 )
         except Exception as error:
             # SGLang ends all of the request: none of its parts may be waited for.
@@ -319,7 +315,6 @@ def create_frontend(
         ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
         tally=tally,
     )
-    chosen = headers.chooser(settings.encoder_header, pool.urls)
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
     planner = plan if family_of(architecture) is None else plan_without_options
@@ -327,16 +322,13 @@ def create_frontend(
         frontend,
         control,
         timeout_s,
-        chosen,
         lays_out=lay_out,
         plan=planner,
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
     )
     control.on_again = seam.send_again
-    seam.adaptive = adaptive.create(
-        frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config
-    )
+    seam.adaptive = adaptive.create(frontend, pool, settings)
     return seam
 
 

@@ -49,8 +49,10 @@ class Prompt(SimpleNamespace):
 
 
 class Batch(Prompt):
-    def __init__(self, *prompts) -> None:
-        super().__init__(is_single=False, batch_size=len(prompts))
+    def __init__(self, *prompts, samples: int = 1) -> None:
+        rids = [prompt.rid for prompt in prompts]
+        rids += [f"{rid}-{sample}" for rid in rids for sample in range(1, samples)]
+        super().__init__(rid=rids, is_single=False, batch_size=len(prompts))
         self.prompts = prompts
 
     def __getitem__(self, index):
@@ -369,6 +371,14 @@ async def test_few_images_stay_while_no_other_request_waits(build, states, decid
     manager.rid_to_state = states
     manager.dispatch(Prompt())
     assert manager.counted() == {decided: 1}
+
+
+async def test_samples_and_prompts_of_one_request_are_no_others(build):
+    manager = build(min_items=3)
+    batch = Batch(Prompt("a"), Prompt("b"), samples=2)
+    manager.rid_to_state = {rid: live(0) for rid in batch.rid}
+    manager.dispatch(batch)
+    assert manager.counted() == {("local", "few"): 2}
 
 
 @pytest.mark.parametrize(

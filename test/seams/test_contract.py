@@ -163,6 +163,8 @@ seams/adaptive: managers.tokenizer_manager TokenizerManager.generate_request
     self._init_req_state(obj, request)
     try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)
     tokenized_obj = await self._tokenize_one_request(obj)
+seams/adaptive: managers.tokenizer_manager TokenizerManager._handle_batch_output
+    if state.time_stats.first_token_time == 0.0:
 seams/adaptive: managers.tokenizer_manager TokenizerManager._handle_epd_disaggregation_encode_request
     if get_disagg().enable_adaptive_dispatch_to_encoder: should_dispatch =
         self._should_dispatch_to_encoder(obj)

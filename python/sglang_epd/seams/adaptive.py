@@ -299,7 +299,8 @@ def _local(items: Sequence[EncodeItem]) -> bool:
 
 def _others_wait(manager: Any, obj: Any) -> bool:
     """Whether another request than this one waits for its first token."""
-    own = {prompt.rid for prompt in _prompts(obj)}
+    # Of a batch, and of several samples, a list.
+    own = {obj.rid} if isinstance(obj.rid, str) else set(obj.rid)
     states = manager.rid_to_state.items()
     return any(state.time_stats.first_token_time == 0 for rid, state in states if rid not in own)
 

@@ -32,7 +32,7 @@ def decoders() -> Iterator[Decoders]:
 
 def patches(decoders: Decoders, data: bytes, seconds: float = 300.0) -> np.ndarray:
     with decoders.begin(time.monotonic() + seconds) as item:
-        return item.patches(data, CUT)[0].copy()
+        return item.patches(data, CUT)[0]
 
 
 def outcome(decoders: Decoders, data: bytes) -> np.ndarray | EpdError:

@@ -173,12 +173,12 @@ class Decoding:
         return picture(pixels, size).copy()
 
     def patches(self, data: bytes, cut: Cut) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches, uint8 [patches, 3 * patch * patch] in the child's memory, and
-        how many there are down and across."""
+        """A picture's patches, uint8 [patches, 3 * patch * patch], and how many there are down
+        and across."""
         (width, height), pixels = self._picture(data, cut)
         across, down = (side // cut.patch for side in cut.resized(width, height))
         flat = np.frombuffer(pixels, np.uint8, 3 * cut.patch**2 * across * down, 4 * width * height)
-        return flat.reshape(across * down, -1), (down, across)
+        return flat.reshape(across * down, -1).copy(), (down, across)
 
     def _picture(self, data: bytes, cut: Cut | None) -> tuple[tuple[int, int], Any]:
         """A picture's size, and the memory that it is in."""

@@ -167,8 +167,7 @@ class Preparer:
         return self._prepared(modality, result)
 
     def _cut(self, data: bytes, decoding: Decoding, cut: Cut) -> Any:
-        """What SGLang's preprocessor says of a picture, whose patches are in a child's memory
-        yet."""
+        """What SGLang's preprocessor says of a picture, but for its patches."""
         patches, (down, across) = decoding.patches(data, cut)
         grid = torch.tensor([[1, down, across]])
         made = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grid}
@@ -178,7 +177,6 @@ class Preparer:
         sglang_modality = MODALITIES[modality].sglang
         feature = self._to_tensor(self._feature_of(result.mm_inputs, sglang_modality))
         count = len(result.grid_thw)
-        # These have memory of their own: SGLang joins the features of all rows anew.
         model_items = self._encoder._build_model_mm_items(
             feature, result, list(range(count)), sglang_modality
         )

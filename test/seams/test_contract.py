@@ -114,7 +114,7 @@ ATTRIBUTES: dict[tuple[str, str, str], str] = {
         "model model_config model_type preprocessor device gpu_id _embedding_dtype _embedding_dims"
     ),
     ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "EncoderPreprocessor"): (
-        "vision_config video_processor audio_processor"
+        "vision_config image_processor video_processor audio_processor"
     ),
     (
         "encoder/model/preparing",

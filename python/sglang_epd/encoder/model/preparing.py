@@ -4,7 +4,8 @@ preprocessing, by modality.
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
-`_load_single_item`), on `multimodal.processors.qwen_vl.smart_nframes`, and on
+`_load_single_item`) and its `EncoderPreprocessResult`, on
+`multimodal.processors.qwen_vl.smart_nframes`, and on
 `transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
 frames and samples that SGLang would make of them.
 Where SGLang's encoder prepares media otherwise than its server that does everything, the
@@ -171,7 +172,8 @@ class Preparer:
         patches, (down, across) = decoding.patches(data, cut)
         grid = torch.tensor([[1, down, across]])
         made = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grid}
-        return self._result(made, grid, [down * across // cut.merge**2])
+        tokens = down * across // cut.merge**2
+        return self._result(mm_inputs=made, grid_thw=grid, token_counts=[tokens])
 
     def _prepared(self, modality: str, result: Any) -> Prepared:
         sglang_modality = MODALITIES[modality].sglang

@@ -165,7 +165,7 @@ def _bare_loop(pipe: Connection, model: str, log: Path) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(_PLATFORM_ONLY)
     try:
-        engine = _load(model)
+        engine = load(model, "--dtype", _DTYPE)
     except Exception as error:
         pipe.send(error)
         raise
@@ -182,7 +182,8 @@ def _bare_loop(pipe: Connection, model: str, log: Path) -> None:
             pipe.send((time.monotonic() - begin, *timed))
 
 
-def _load(model: str) -> Any:
+def load(model: str, *flags: str) -> Any:
+    """The engine of an encoder server, in this process."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
@@ -192,8 +193,8 @@ def _load(model: str) -> Any:
     from sglang_epd.media import MediaLimits
 
     load_plugins()
-    args = ["--model-path", model, "--encoder-only", "--dtype", _DTYPE, "--port", str(free_port())]
-    server_args = prepare_server_args(args)
+    words = ["--model-path", model, "--encoder-only", "--port", str(free_port()), *flags]
+    server_args = prepare_server_args(words)
     server_args.resolve_once()
     publish(server_args, role="encoder")
     return Engine(server_args, MediaLimits(), decode_mb() << 20)

@@ -53,7 +53,8 @@ disaggregation.common.conn
     seams/bootstrap: CommonKVBootstrapServer(app)
 disaggregation.encoder.preprocessor
     encoder/model/preparing: EncoderPreprocessResult(mm_inputs grid_thw token_counts)
-    encoder/model/preparing: EncoderPreprocessor(vision_config video_processor audio_processor)
+    encoder/model/preparing: EncoderPreprocessor(vision_config image_processor video_processor
+        audio_processor)
 disaggregation.encoder.server
     encoder/model/engine: MMEncoder(model model_config model_type preprocessor device gpu_id
         _embedding_dtype _embedding_dims)

@@ -16,35 +16,39 @@ from sglang_epd.processes.packets import close_all, new_file
 
 
 class Canvas:
-    """A file as large as the largest picture so far."""
+    """A file as large as the largest picture so far.
+
+    Attributes:
+        pixels: the file.
+    """
 
     def __init__(self) -> None:
-        self._pixels: mmap.mmap | bytes = b""
+        self.pixels: mmap.mmap | bytes = b""
         self._untold: list[int] = []
         self._core: Any = None
 
-    def blank(self, size: tuple[int, int]) -> Image.Image:
-        """A black RGB picture, in the place of the last one."""
-        nbytes = 4 * size[0] * size[1]
-        if nbytes > len(self._pixels) or self._untold:
-            self._core, self._pixels = None, b""  # its memory is free first
+    def blank(self, size: tuple[int, int], behind: int = 0) -> Image.Image:
+        """A black RGB picture, in the place of the last one, with so many bytes behind it."""
+        nbytes = 4 * size[0] * size[1] + behind
+        if nbytes > len(self.pixels) or self._untold:
+            self._core, self.pixels = None, b""  # its memory is free first
             close_all(self._untold)
             self._untold = [new_file(nbytes)]
-            self._pixels = mmap.mmap(self._untold[0], nbytes)
-        blank = picture(self._pixels, size)
+            self.pixels = mmap.mmap(self._untold[0], nbytes)
+        blank = picture(self.pixels, size)
         self._core = blank.im
         # A decoder that leaves pixels out must not show those of another user's picture.
         blank.paste(0, (0, 0, *size))
         return blank
 
-    def hold(self, made: Image.Image) -> list[int]:
-        """Have this RGB picture here.
+    def hold(self, made: Image.Image, behind: int = 0) -> list[int]:
+        """Have this RGB picture here, with so many bytes behind it.
 
         Returns:
             The descriptor of the file, if the server does not have it yet.
         """
         if made.im is not self._core:
-            self.blank(made.size).paste(made)
+            self.blank(made.size, behind).paste(made)
         told, self._untold = self._untold, []
         return told
 

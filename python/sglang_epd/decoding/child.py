@@ -8,6 +8,7 @@ but the memory that libraries keep; the server replaces a child that has grown.
 from __future__ import annotations
 
 import io
+import math
 import os
 import resource
 import signal
@@ -121,11 +122,20 @@ class _Child:
             return more, []
         megapixel_s = _MEGAPIXEL_CPU_S.get(name, _OTHERS_MEGAPIXEL_CPU_S)
         work(_PICTURE_CPU_S + megapixel_s * image.width * image.height / 1e6)
+        # Turned round it has as many.
+        behind = 3 * math.prod(look.cut.resized(*image.size)) if look.cut else 0
         if image.mode == "RGB" and name in _PLAIN:
-            image.im = self._canvas.blank(image.size).im  # decoded there, and not copied
+            # Decoded there, and not copied.
+            image.im = self._canvas.blank(image.size, behind).im
         made = read_image(image, name, self._limits)
         del image  # its memory is free before more is taken
-        return Picture(*made.size), self._canvas.hold(made)
+        size, told = made.size, self._canvas.hold(made, behind)
+        del made
+        if look.cut:
+            from sglang_epd.decoding.patches import cut_out
+
+            cut_out(self._canvas.pixels, size, look.cut)
+        return Picture(*size), told
 
     def _allow(self, nbytes: int, cpu_s: float) -> None:
         """Let this process grow by so many bytes, and work for so many seconds, from now."""
@@ -137,19 +147,28 @@ class _Child:
 
 def _more(look: Look, size: tuple[int, int], name: str, nbytes: int) -> Needs | None:
     """The bytes that a picture takes, where they are more than the child may use."""
-    child_bytes, total_bytes = needs(size[0] * size[1], name, nbytes)
+    cut_pixels = math.prod(look.cut.resized(*size)) if look.cut else 0
+    child_bytes, total_bytes = needs(size[0] * size[1], name, nbytes, cut_pixels)
     return Needs(child_bytes, total_bytes) if child_bytes > look.allowed_bytes else None
 
 
-def needs(count: int, name: str, nbytes: int) -> tuple[int, int]:
+def needs(count: int, name: str, nbytes: int, cut_pixels: int = 0) -> tuple[int, int]:
     """Bytes that a picture takes: here, and at most anywhere at a time.
 
     Args:
         count: of its pixels.
         name: of its format.
         nbytes: of its file.
+        cut_pixels: of its patches; without, it is prepared in the server.
     """
-    here = count * _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES) + nbytes + _PICTURE_BYTES
+    pixels = count * _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES)
+    if cut_pixels:
+        # Resized first across, then down, four bytes each, when what decoding took is free.
+        resizing = 4 * (count + max(count, cut_pixels) + cut_pixels)
+        here = max(pixels, resizing) + 3 * cut_pixels + nbytes + _PICTURE_BYTES
+        # The server copies the patches, and may have them pinned.
+        return here, here + 6 * cut_pixels + nbytes
+    here = pixels + nbytes + _PICTURE_BYTES
     # The file of pixels, which is in `here`, stays beside Pillow's image of the server.
     return here, max(here + 4 * count, (4 + _PREPARED_PIXEL_BYTES) * count) + nbytes
 

@@ -25,7 +25,15 @@ from PIL import Image
 
 from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.canvas import picture
-from sglang_epd.decoding.messages import TO_SERVER, Drop, Look, Needs, NotDecoded, ReadFrames
+from sglang_epd.decoding.messages import (
+    TO_SERVER,
+    Cut,
+    Drop,
+    Look,
+    Needs,
+    NotDecoded,
+    ReadFrames,
+)
 from sglang_epd.errors import (
     DeadlineError,
     MediaError,
@@ -42,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _CHILD = "sglang_epd.decoding.child:serve"
 _PICTURES = ("sglang_epd.decoding.child",)
+_PATCHES = ("sglang_epd.decoding.patches", *_PICTURES)
 _FILMS = ("sglang_epd.decoding.video", "sglang_epd.decoding.sound", *_PICTURES)
 # Set aside for each place: 1080p, the index of an hour of video, a minute of sound.
 SMALL_BYTES = 64 << 20
@@ -82,9 +91,12 @@ class Decoders:
         budget_bytes: for all that is decoded at a time, from the first look until items
             have been prepared.
         places: items that are decoded and prepared side by side.
+        cuts: whether patches will be asked for, so that children import torch beforehand.
     """
 
-    def __init__(self, limits: MediaLimits, budget_bytes: int, places: int) -> None:
+    def __init__(
+        self, limits: MediaLimits, budget_bytes: int, places: int, *, cuts: bool = False
+    ) -> None:
         # Two: one that waits to grow must not hold the only place.
         places = max(2, places)
         self.small_bytes = min(SMALL_BYTES, budget_bytes // (2 * places))
@@ -92,7 +104,7 @@ class Decoders:
         self.budget = Budget(budget_bytes - places * self.small_bytes)
         self.limits = limits
         options = {name: getattr(limits, name) for name in _BOUNDS}
-        self.pictures = _Children(_PICTURES, options)
+        self.pictures = _Children(_PATCHES if cuts else _PICTURES, options)
         self.films = _Children(_FILMS, options)
 
     @property
@@ -157,12 +169,25 @@ class Decoding:
 
     def image(self, data: bytes) -> Image.Image:
         """A picture, RGB: the pixels of `media.decode_image`."""
-        look = Look(IMAGE, self._decoders.small_bytes + _twice(data) // 2)
-        made, fd = self._look(look, data)
-        assert self._child is not None
-        pixels = self._child.pixels(fd, 4 * made.width * made.height)
-        size = made.width, made.height
+        size, pixels = self._picture(data, None)
         return picture(pixels, size).copy()
+
+    def patches(self, data: bytes, cut: Cut) -> tuple[np.ndarray, tuple[int, int]]:
+        """A picture's patches, uint8 [patches, 3 * patch * patch], and how many there are down
+        and across."""
+        (width, height), pixels = self._picture(data, cut)
+        across, down = (side // cut.patch for side in cut.resized(width, height))
+        flat = np.frombuffer(pixels, np.uint8, 3 * cut.patch**2 * across * down, 4 * width * height)
+        return flat.reshape(across * down, -1).copy(), (down, across)
+
+    def _picture(self, data: bytes, cut: Cut | None) -> tuple[tuple[int, int], Any]:
+        """A picture's size, and the memory that it is in."""
+        allowed = self._decoders.small_bytes + _twice(data) // 2
+        made, fd = self._look(Look(IMAGE, allowed, cut=cut), data)
+        assert self._child is not None
+        size = made.width, made.height
+        behind = 3 * math.prod(cut.resized(*size)) if cut else 0
+        return size, self._child.pixels(fd, 4 * made.width * made.height + behind)
 
     def sound(self, data: bytes, rate_hz: int) -> np.ndarray:
         """Samples, float32, of one channel.

@@ -14,7 +14,51 @@ server                         child
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from sglang_epd.errors import MediaError
+
+_LONGEST = 200
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How a picture is resized and cut into patches, as `transformers` does for Qwen2-VL.
+
+    Attributes:
+        patch: a patch's side, in pixels.
+        merge: patches side by side, and one above the other, that become one embedding.
+        least, most: pixels of the picture once it is resized.
+    """
+
+    patch: int
+    merge: int
+    least: int
+    most: int
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """The width and height of a picture of this size once it is resized.
+
+        Raises:
+            MediaError: it is too long for its breadth.
+        """
+        ratio = max(width, height) / min(width, height)
+        if ratio > _LONGEST:
+            raise MediaError(
+                f"cannot be preprocessed: absolute aspect ratio must be smaller than {_LONGEST}, "
+                f"got {ratio}"
+            )
+        unit = self.patch * self.merge
+        across, down = round(width / unit), round(height / unit)
+        if across * down * unit**2 > self.most:
+            shrink = math.sqrt(width * height / self.most)
+            across = max(1, math.floor(width / shrink / unit))
+            down = max(1, math.floor(height / shrink / unit))
+        elif across * down * unit**2 < self.least:
+            grow = math.sqrt(self.least / (width * height))
+            across, down = math.ceil(width * grow / unit), math.ceil(height * grow / unit)
+        return across * unit, down * unit
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
@@ -23,11 +67,13 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
     Attributes:
         allowed_bytes: how far the child may grow for it.
         rate_hz: of samples, for sounds.
+        cut: for a picture of which patches are wanted.
     """
 
     modality: str
     allowed_bytes: int
     rate_hz: int = 0
+    cut: Cut | None = None
 
 
 class ReadFrames(msgspec.Struct, frozen=True, tag="read"):
@@ -56,7 +102,8 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
 
 
 class Picture(msgspec.Struct, frozen=True, tag="picture"):
-    """Pixels [height, width, 4] in the file that comes with this, or came last (`canvas`)."""
+    """Pixels [height, width, 4] in the file that comes with this, or came last (`canvas`);
+    behind them the patches that were wanted (`patches`)."""
 
     width: int
     height: int

@@ -9,6 +9,7 @@ with the others. Nothing of a user is ever read in this process.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import resource
@@ -136,6 +137,9 @@ def main() -> None:
     os.set_inheritable(int(fd), False)
     for module in modules:
         importlib.import_module(module)
+    # A child's collections of garbage would write to the pages of all that was imported.
+    gc.collect()
+    gc.freeze()
     _Forker(socket.socket(fileno=int(fd))).serve()
 
 

@@ -32,6 +32,7 @@ from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.features import mark, take
 from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
+from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EncodeError
@@ -122,13 +123,13 @@ class Engine:
         sys.setswitchinterval(_SWITCH_S)
         if not device.startswith("cpu"):
             keep_freed()
-        self._decoders = Decoders(limits, decode_bytes, self._threads)
-        self._decoders.start()  # while the model is loaded
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
         architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
+        self._decoders = Decoders(limits, decode_bytes, self._threads, cuts=family is None)
+        self._decoders.start()  # while the model is loaded
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
         with without_language_model(), side_by_side:
@@ -147,8 +148,10 @@ class Engine:
         # SGLang's schedulers do so; its encoder leaves it to the models.
         self._moves_features = family is not None and self._encoder.device != "cpu"
         self._preparer: Preparer | AdaptedPreparer
+        self._patches: Patches | None = None
         if family is None:
-            self._preparer = Preparer(self._encoder, self.dtype, limits)
+            self._preparer = Preparer(self._encoder, self.dtype, limits, self._device)
+            self._patches = self._preparer.patches
         else:
             self._preparer = self._adapted_preparer(architecture, family)
         self._preparing = self._threads_of("epd-prepare", self._threads + _WAITING)
@@ -279,6 +282,8 @@ class Engine:
         if self._has_graphs:
             forget(self._target, self._device)
         items = take(batch, self._device)
+        if self._patches is not None:
+            items = self._patches.finish(items)
         if self._moves_features:
             for item in items:
                 item.feature = item.feature.to(self._encoder.device)

@@ -4,7 +4,8 @@ preprocessing, by modality.
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
-`_load_single_item`), on `multimodal.processors.qwen_vl.smart_nframes`, and on
+`_load_single_item`) and its `EncoderPreprocessResult`, on
+`multimodal.processors.qwen_vl.smart_nframes`, and on
 `transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
 frames and samples that SGLang would make of them.
 Where SGLang's encoder prepares media otherwise than its server that does everything, the
@@ -23,7 +24,10 @@ import torch
 from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
+from sglang_epd.decoding.messages import Cut
+from sglang_epd.device import Device
 from sglang_epd.encoder.model.gpu_pixels import GpuPixels
+from sglang_epd.encoder.model.patches import Patches, proven
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EpdError, MediaError, MediaTypeError
 from sglang_epd.families.films import apart
@@ -48,12 +52,17 @@ class Preparer:
         encoder: SGLang's `MMEncoder`.
         dtype: of the embeddings (torch name without the prefix).
         limits: bounds on decoding.
+        device: of the tower.
+
+    Attributes:
+        patches: how its pictures are cut in decoding children; None where they are
+            preprocessed in this process.
 
     Raises:
         ConfigError: pixels are to be made on the GPU, where this model's are not.
     """
 
-    def __init__(self, encoder: Any, dtype: str, limits: MediaLimits) -> None:
+    def __init__(self, encoder: Any, dtype: str, limits: MediaLimits, device: Device) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
         from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
 
@@ -62,6 +71,7 @@ class Preparer:
         self._refused_by_sglang = server.MMError
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
+        self._result = preprocessor.EncoderPreprocessResult
         self._frames_read = smart_nframes
         self._dtype = dtype
         self._limits = limits
@@ -88,8 +98,11 @@ class Preparer:
                     "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU is not served with "
                     f"{encoder.model_type}, which prepares its media itself; unset it"
                 )
-            device = f"cuda:{encoder.gpu_id}"
-            self._gpu_pixels = GpuPixels(self._preprocessor, device, limits)
+            self._gpu_pixels = GpuPixels(self._preprocessor, str(device.name), limits)
+        self.patches: Patches | None = None
+        if self._gpu_pixels is None and self._preprocessor._model_preprocessor is None:
+            options = self._preprocessor.vision_config["image"]
+            self.patches = proven(self._preprocessor.image_processor, options, device)
         self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
 
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
@@ -106,6 +119,8 @@ class Preparer:
             pixels = None if self._gpu_pixels is None else self._gpu_pixels.decode(data)
             if pixels is not None:
                 return self._preprocess(modality, Loaded(pixels))
+            if self.patches is not None:
+                return self._prepared(modality, self._cut(data, decoding, self.patches.cut))
             return self.prepare_image(decoding.image(data))
         if modality == VIDEO:
             film = decoding.video(data)
@@ -150,6 +165,18 @@ class Preparer:
                 raise
             logger.warning("SGLang cannot decode this %s: %s", modality.lower(), error)
             raise MediaError(f"{modality.lower()} is damaged or truncated") from error
+        return self._prepared(modality, result)
+
+    def _cut(self, data: bytes, decoding: Decoding, cut: Cut) -> Any:
+        """What SGLang's preprocessor says of a picture, but for its patches."""
+        patches, (down, across) = decoding.patches(data, cut)
+        grid = torch.tensor([[1, down, across]])
+        made = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grid}
+        tokens = down * across // cut.merge**2
+        return self._result(mm_inputs=made, grid_thw=grid, token_counts=[tokens])
+
+    def _prepared(self, modality: str, result: Any) -> Prepared:
+        sglang_modality = MODALITIES[modality].sglang
         feature = self._to_tensor(self._feature_of(result.mm_inputs, sglang_modality))
         count = len(result.grid_thw)
         model_items = self._encoder._build_model_mm_items(

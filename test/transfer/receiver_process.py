@@ -76,7 +76,7 @@ def _run(control: Path, budget: int) -> None:
         counts = receiver.tally.counts
         state = {
             "held": receiver._reservations.held_bytes,
-            "quarantined": receiver._reservations.quarantined,
+            "quarantined": len(receiver._reservations.quarantined),
             "unanswered": len(receiver._held),
             "waits": counts["waits", ""],
             "internal": counts["dropped", "internal"],

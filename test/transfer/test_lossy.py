@@ -297,7 +297,7 @@ class Lossy(RuleBasedStateMachine):
             if not task.done()
         ]
         return (
-            f"{reserved.held_bytes} bytes held, {reserved.quarantined} blocks in quarantine, "
+            f"{reserved.held_bytes} bytes held, {len(reserved.quarantined)} blocks in quarantine, "
             f"no answer to {open_offers}"
         )
 

@@ -260,7 +260,7 @@ def test_memory_that_nobody_could_be_told_of_is_free_at_once(receiver, connect, 
     first.send(wire.Withdraw("a", 0, grant.grant))
     until(lambda: receiver.tally.counts["dropped", "unreachable"])
     until(lambda: not held(receiver))
-    assert receiver._reservations.quarantined == 0
+    assert not receiver._reservations.quarantined
     assert isinstance(first.offer("b"), wire.Grant), "the item is still wanted"
 
 
@@ -285,7 +285,7 @@ def test_an_encoder_is_asked_about_memory_that_it_may_write_to(
     scheduler.claims.abandon("r")
     for _ in range(2):
         assert encoder.receive() == wire.Grant("t", 0, grant.grant, 0.0, wire.Inline())
-    assert receiver._reservations.quarantined == 1
+    assert len(receiver._reservations.quarantined) == 1
     encoder.send(wire.Withdraw("t", 0, grant.grant))
     until(lambda: not held(receiver))
 
@@ -347,7 +347,7 @@ def test_a_frozen_encoder_that_thaws_gives_its_memory_back(
     # Whoever only guesses the grant's number gives nothing back.
     other.send(wire.Withdraw("b", 0, grant.grant))
     other.flush()
-    assert receiver._reservations.quarantined == 1
+    assert len(receiver._reservations.quarantined) == 1
     late = frozen.ask(wire.Payload("a", 0, grant.grant))
     assert late == wire.Ack("a", 0, grant.grant, wire.ACK_NOT_GRANTED)
     assert isinstance(other.receive(), wire.Grant)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -16,6 +21,7 @@ from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.transfer.sender import GrantLostError, Sender
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame
 
@@ -24,6 +30,9 @@ BUDGET = 1 << 20
 READERS = 3
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4)
+# Of an item that takes all of the budget.
+FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
+_TELL = "from sglang_epd.transfer import host; print(host.this_process(), flush=True); input()"
 
 
 def until(condition: Callable[[], object], message: str = "it did not come to pass") -> None:
@@ -32,6 +41,43 @@ def until(condition: Callable[[], object], message: str = "it did not come to pa
     while not condition():
         assert time.monotonic() < limit, message
         time.sleep(0.002)
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    """Wait for what nobody signals, while everything else goes on."""
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit, "it did not come to pass"
+        await asyncio.sleep(0.002)
+
+
+async def encode(
+    sender: Sender, endpoint: str, offer: wire.Offer, embedding: torch.Tensor, timeout_s: float
+) -> str:
+    """Offer an item until it is taken, as an encoder does; how it went, or why it was declined."""
+    while True:
+        async with sender.offer(endpoint, offer) as offered:
+            decision = await offered.decided
+            if isinstance(decision, wire.Decline):
+                return decision.reason
+            try:
+                return await sender.deliver(endpoint, decision, embedding, timeout_s)
+            except GrantLostError:
+                offer = msgspec.structs.replace(offer, renewal=True)
+
+
+class SlowWriter:
+    """Stands before a sender's writer into shared memory, until it may go on."""
+
+    def __init__(self, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writing, self.go_on = threading.Event(), threading.Event()
+        self._write = sender._shared.write
+        monkeypatch.setattr(sender._shared, "write", self._slowly)
+
+    def _slowly(self, landing: wire.Shared, raw: np.ndarray) -> None:
+        self.writing.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self._write(landing, raw)
 
 
 class Peer:
@@ -173,6 +219,17 @@ def start_receiver(control_path: Path) -> Iterator[Callable[..., Receiver]]:
 @pytest.fixture
 def receiver(start_receiver: Callable[..., Receiver]) -> Receiver:
     return start_receiver()
+
+
+@pytest.fixture
+def another_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The name of another process of this machine, and that process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process.stdout.readline().strip(), process
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture

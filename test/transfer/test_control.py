@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 import zmq
 
-from sglang_epd.errors import EncodeError, UnavailableError
+from sglang_epd.errors import EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import control as control_module
-from sglang_epd.transfer.control import Control
+from sglang_epd.transfer.control import Claims, Control
 from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, PATIENCE_S, until
 
@@ -91,26 +92,6 @@ async def test_a_failure_reaches_who_waits(scheduler, control):
     assert (settled.code, settled.message) == ("EncodeError", "no encoder could")
 
 
-async def test_a_cancelled_request_takes_nothing_more(scheduler, control, encoder):
-    await asyncio.to_thread(scheduler.expecting)
-    await control.cancel("t")
-    (settled,) = await asyncio.to_thread(scheduler.settle)
-    assert settled.code == "RequestCancelledError"
-    assert encoder.offer().reason == wire.DECLINE_CANCELLED
-
-
-async def test_items_can_be_claimed_here_too(receiver, control, encoder):
-    claim = asyncio.create_task(control.claim(EXPECT, 2))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
-    await deliver(encoder)
-    (item,) = (await claim).items
-    arena = await control.arena(PATIENCE_S)
-    tensor = arena.read(item, 2)
-    assert torch.equal(tensor, EMBEDDING)
-    del tensor
-    await until_free(receiver)
-
-
 async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
     claims = [
         asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0), 0))
@@ -159,7 +140,7 @@ async def test_items_that_came_after_all_are_given_back(
         with pytest.raises(asyncio.CancelledError):
             await claim
         control._reader = None
-        control._listen()
+        control._start_reading()
     await until_free(receiver)
     assert not control._claims
 
@@ -226,7 +207,7 @@ async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control,
     async def stumble(_rid, _expect):
         raise RuntimeError("a request of an unknown kind")
 
-    control.on_again = stumble
+    control.listen(stumble)
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
     say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
@@ -243,7 +224,7 @@ async def test_media_that_are_read_again_keep_no_other_message_waiting(router, c
     async def slow(_rid, _expect):
         await read.wait()
 
-    control.on_again = slow
+    control.listen(slow)
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
     say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
@@ -283,7 +264,7 @@ async def test_items_are_asked_for_again_where_they_were_announced(
             async def again(rid, expect, n=number):
                 asked.append((n, rid, expect))
 
-            control.on_again = again
+            control.listen(again)
             await control.endpoint(PATIENCE_S)
             await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
             await asyncio.to_thread(scheduler.flush)
@@ -331,3 +312,103 @@ async def test_a_second_request_for_the_same_item_needs_no_encoder(
         assert receiver._reservations.kept_bytes
     finally:
         control.close()
+
+
+# A scheduler's end.
+
+
+@pytest.fixture
+def claims(control_path):
+    claims = Claims(control_path)
+    yield claims
+    claims.close()
+
+
+def answer(router: zmq.Socket, *messages: wire.Message) -> wire.Message:
+    peer, frame = router.recv_multipart()
+    for message in messages:
+        router.send_multipart([peer, wire.encode_message(message)])
+    return wire.decode_message(frame)
+
+
+def test_taking_never_waits(receiver, claims):
+    claims.connect(PATIENCE_S)
+    claims.claim("r", EXPECT)
+    assert claims.take() == []
+
+
+def test_the_items_of_what_was_abandoned_too_late_can_be_given_back(receiver, encoder, claims):
+    arena = claims.connect(PATIENCE_S)
+    claims.claim("r", EXPECT)
+    encoder.deliver(encoder.grant())
+    claims.abandon("r")  # it has settled, though nobody has looked
+    assert claims.socket.poll(PATIENCE_S * 1e3)
+    (settled,) = claims.take()
+    for item in settled.items:
+        arena.drop(item.slot, 0)
+    until(lambda: not receiver._reservations.held_bytes)
+
+
+def test_a_claim_says_who_will_read(router, control_path):
+    claims = Claims(control_path, first_reader=3, readers=2)
+    claims.claim("r", EXPECT)
+    assert answer(router) == wire.Claim("r", EXPECT, 3, 2)
+    claims.close()
+
+
+def test_claims_made_before_there_is_a_receiver_wait_for_it(control_path, start_receiver, connect):
+    control_path.parent.mkdir()
+    claims = Claims(control_path)
+    for number in range(2000):
+        claims.claim(f"r{number}", wire.Expect("t", 1, 5000, 1e-3))
+    start_receiver()
+    settled: set[str] = set()
+    while len(settled) < 2000:
+        assert claims.socket.poll(PATIENCE_S * 1e3)
+        settled |= {message.claim for message in claims.take()}
+    claims.close()
+
+
+def test_without_a_receiver_connecting_ends_in_time(claims):
+    with pytest.raises(UnavailableError, match=r"within 0\.05 s"):
+        claims.connect(0.05)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        wire.Hello(),
+        wire.Settled("r"),
+        wire.Welcome("tcp://x", "/etc/passwd", 1, bytes(32), 1),
+    ],
+)
+def test_another_answer_than_a_welcome_is_refused(router, claims, reply):
+    # Its own question reaches the ROUTER only after it was asked; so the answer is sent ahead.
+    claims.abandon("to be known")
+    answer(router, reply)
+    with pytest.raises(ProtocolError):
+        claims.connect(PATIENCE_S)
+
+
+def test_what_is_no_outcome_is_refused(router, claims):
+    claims.claim("r", EXPECT)
+    answer(router, wire.Cancel("t"))
+    assert claims.socket.poll(PATIENCE_S * 1e3)
+    with pytest.raises(ProtocolError, match="Cancel"):
+        claims.take()
+
+
+def test_nothing_of_claims_is_left_after_close(receiver, control_path, resources):
+    def live_once():
+        claims = Claims(control_path)
+        claims.connect(PATIENCE_S)
+        claims.close()
+
+    live_once()
+    before = resources()
+    for _ in range(5):
+        live_once()
+    gc.collect()
+    after = resources()
+    assert after[1] == before[1]
+    assert after[0] - before[0] <= 5  # the receiver's ends, which close a moment later

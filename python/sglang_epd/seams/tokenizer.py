@@ -347,7 +347,7 @@ def create_frontend(
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
     )
-    control.on_again = seam.send_again
+    control.listen(seam.send_again)
     seam.adaptive = adaptive.create(
         frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config
     )

@@ -114,10 +114,8 @@ class RemoteWriter:
         if self._engine.staged:
             self._write_staged(landing, payload, time.monotonic() + timeout_s)
             return
-        source = int(payload.ctypes.data)
-        self._engine.write(
-            landing.session, source, landing.address, len(payload), timeout_s, keep=payload
-        )
+        source, size = int(payload.ctypes.data), len(payload)
+        self._engine.write(landing.session, source, landing.address, size, timeout_s, keep=payload)
 
     def _write_staged(self, landing: wire.Remote, payload: np.ndarray, deadline: float) -> None:
         try:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -202,12 +204,15 @@ def mapped_as_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_receiver(control_path: Path) -> Iterator[Callable[..., Receiver]]:
-    """Start a receiver with other settings than `receiver`'s."""
+    """Start a receiver with other settings than `receiver`'s; a list that is given gets the
+    socket at which ends of encoders' connections are told."""
     started: list[Receiver] = []
 
-    def start(**more: object) -> Receiver:
+    def start(monitored: list[zmq.Socket] | None = None, **more: object) -> Receiver:
         settings = {"budget_bytes": BUDGET, "readers": READERS, **more}
         started.append(Receiver("127.0.0.1", "127.0.0.1", control_path, **settings))
+        if monitored is not None:
+            monitored.append(started[-1]._payload.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         started[-1].start()
         return started[-1]
 
@@ -287,16 +292,26 @@ def scheduler(receiver: Receiver, connect_scheduler: Callable[..., Scheduler]) -
 
 
 @pytest.fixture
-def resources() -> Callable[[], tuple[int, list[str]]]:
-    """Open file descriptors and the names of the threads of this process."""
+def remember() -> Callable[[], Callable[[], bool]]:
+    """Note which descriptors and threads this process has; the answer says later whether it has
+    no more of them."""
 
-    def count() -> tuple[int, list[str]]:
-        return (
-            len(os.listdir("/proc/self/fd")),
-            sorted(thread.name for thread in threading.enumerate()),
-        )
+    def count() -> tuple[int, Counter[str]]:
+        names = (thread.name for thread in threading.enumerate())
+        threads = Counter(name for name in names if not name.startswith("asyncio_"))
+        return len(os.listdir("/proc/self/fd")), threads
 
-    return count
+    def start() -> Callable[[], bool]:
+        before = count()
+
+        def no_more() -> bool:
+            gc.collect()
+            now = count()
+            return now[0] <= before[0] and now[1] <= before[1]
+
+        return no_more
+
+    return start
 
 
 @pytest.fixture

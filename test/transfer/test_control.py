@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -13,7 +12,7 @@ from sglang_epd.errors import EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import control as control_module
 from sglang_epd.transfer.control import Claims, Control
 from sglang_epd.wire import messages as wire
-from transfer.conftest import EMBEDDING, PATIENCE_S, until
+from transfer.conftest import EMBEDDING, PATIENCE_S, soon, until
 
 EXPECT = wire.Expect("t", 1, 1, 60.0)
 
@@ -54,7 +53,7 @@ async def deliver(encoder) -> None:
 
 
 async def until_free(receiver) -> None:
-    await asyncio.to_thread(until, lambda: not receiver._reservations.held_bytes)
+    await soon(lambda: not receiver._reservations.held_bytes)
 
 
 async def test_the_endpoint_is_asked_once(receiver, control):
@@ -81,7 +80,7 @@ async def test_a_receiver_that_comes_later_is_found(control, request):
 async def test_an_expected_request_can_be_delivered(receiver, control, encoder):
     await control.endpoint(PATIENCE_S)
     await control.expect(EXPECT)
-    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
+    await soon(lambda: len(receiver._ledger) == 1)
     assert isinstance(encoder.offer(), wire.Grant)
 
 
@@ -97,7 +96,7 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
         asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0), 0))
         for number in range(5)
     ]
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed == 5)
+    await soon(lambda: receiver._ledger.claimed == 5)
     for number in reversed(range(5)):
         await control.fail(f"t{number}", EncodeError(f"{number}"))
     settled = await asyncio.gather(*claims)
@@ -106,14 +105,14 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
 
 async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder):
     claim = asyncio.create_task(control.claim(EXPECT, 0))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    await soon(lambda: receiver._ledger.claimed)
     claim.cancel()
     with pytest.raises(asyncio.CancelledError):
         await claim
-    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+    await soon(lambda: not len(receiver._ledger))
     assert encoder.offer().reason == wire.DECLINE_CANCELLED
     await control.expect(wire.Expect("next", 1, 1, 60.0))
-    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
+    await soon(lambda: len(receiver._ledger) == 1)
     assert not control._claims
 
 
@@ -123,7 +122,7 @@ async def test_items_that_came_after_all_are_given_back(
 ):
     """Nobody else would ever say that they were dropped."""
     claim = asyncio.create_task(control.claim(EXPECT, 1))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    await soon(lambda: receiver._ledger.claimed)
     if moment == "as it came":
         # The outcome is there and the task has not gone on yet.
         settle = control._on_settled
@@ -151,7 +150,7 @@ async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, m
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await control.claim(wire.Expect("t", 1, 1, 0.05), 0)
-    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+    await soon(lambda: not len(receiver._ledger))
 
 
 async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, monkeypatch):
@@ -233,7 +232,7 @@ async def test_media_that_are_read_again_keep_no_other_message_waiting(router, c
     read.set()
 
 
-async def test_nothing_is_left_after_close(receiver, control_path, resources):
+async def test_nothing_is_left_after_close(receiver, control_path, remember):
     async def live_once():
         control = Control(control_path)
         await control.arena(PATIENCE_S)
@@ -241,15 +240,11 @@ async def test_nothing_is_left_after_close(receiver, control_path, resources):
         await asyncio.sleep(0)
 
     await live_once()
-    tasks, before = len(asyncio.all_tasks()), resources()
+    tasks, no_more = len(asyncio.all_tasks()), remember()
     for _ in range(20):
         await live_once()
     assert len(asyncio.all_tasks()) <= tasks + 1
-    # The receiver's ends close when its thread and libzmq's come to it.
-    async with asyncio.timeout(PATIENCE_S):
-        while (left := resources())[0] > before[0]:
-            await asyncio.sleep(0.01)
-    assert left[1] == before[1]
+    await soon(no_more)
 
 
 async def test_items_are_asked_for_again_where_they_were_announced(
@@ -398,17 +393,14 @@ def test_what_is_no_outcome_is_refused(router, claims):
         claims.take()
 
 
-def test_nothing_of_claims_is_left_after_close(receiver, control_path, resources):
+def test_nothing_of_claims_is_left_after_close(receiver, control_path, remember):
     def live_once():
         claims = Claims(control_path)
         claims.connect(PATIENCE_S)
         claims.close()
 
     live_once()
-    before = resources()
+    no_more = remember()
     for _ in range(5):
         live_once()
-    gc.collect()
-    after = resources()
-    assert after[1] == before[1]
-    assert after[0] - before[0] <= 5  # the receiver's ends, which close a moment later
+    until(no_more)

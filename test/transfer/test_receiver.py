@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+import zmq
 from blake3 import blake3
 
 from sglang_epd.errors import EpdError
@@ -22,7 +23,7 @@ from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
-from transfer.conftest import BUDGET, EMBEDDING, FULL, LAYOUT, READERS, until
+from transfer.conftest import BUDGET, EMBEDDING, FULL, LAYOUT, PATIENCE_S, READERS, until
 
 FRAME = bytes(32)
 CHUNK = wire.MAX_CHUNK_BYTES
@@ -176,7 +177,11 @@ def test_an_offer_that_finds_no_room_asks_at_once_for_what_was_dropped(
         gc.collect()
 
 
-def test_memory_that_nobody_could_be_told_of_is_free_at_once(receiver, connect, scheduler):
+def test_memory_that_nobody_could_be_told_of_is_free_at_once(
+    start_receiver, connect, connect_scheduler
+):
+    ends: list[zmq.Socket] = []
+    receiver, scheduler = start_receiver(monitored=ends), connect_scheduler()
     scheduler.expecting("a", "a")
     scheduler.expecting("b", "b")
     first, gone = connect(receiver), connect(receiver)
@@ -184,8 +189,7 @@ def test_memory_that_nobody_could_be_told_of_is_free_at_once(receiver, connect, 
     waiting = gone.offer("b", layout=FULL, process=host.this_process())
     assert waiting == wire.Wait("b", 0)
     gone.socket.close()
-    first.flush()
-    time.sleep(0.1)  # until the end of its connection is known
+    assert ends[0].poll(PATIENCE_S * 1e3), "the end of its connection is not known"
     first.send(wire.Withdraw("a", 0, grant.grant))
     until(lambda: receiver.tally.counts["dropped", "unreachable"])
     until(lambda: not held(receiver))
@@ -626,20 +630,17 @@ def test_an_ipv6_address_is_bracketed(control_path):
     assert "@[::1]:" in receiver.endpoint
 
 
-def test_nothing_is_left_after_stop(control_path, resources):
+def test_nothing_is_left_after_stop(control_path, remember):
     def live_once():
         receiver = Receiver("127.0.0.1", "127.0.0.1", control_path, budget_bytes=BUDGET)
         receiver.start()
         receiver.stop()
         assert not receiver._thread.is_alive()
-        path = receiver._arena.address.path
-        del receiver
-        gc.collect()
-        return path
+        return receiver._arena.address.path
 
     path = live_once()  # what the process sets up once and keeps
     assert not os.path.lexists(path)
-    before = resources()
+    no_more = remember()
     for _ in range(3):
         live_once()
-    assert resources() == before
+    until(no_more)

@@ -200,13 +200,20 @@ async def test_what_is_no_answer_is_passed_over(router, control, caplog):
     assert "Hello from the receiver" in caplog.text
 
 
-async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control, caplog):
+@pytest.mark.parametrize(
+    ("listens", "told"),
+    [(True, "could not be sent for again"), (False, "sends for no media again")],
+)
+async def test_a_message_that_cannot_be_handled_is_not_the_last(
+    router, control, caplog, listens, told
+):
     """Every request of this server waits for the task that reads them."""
 
     async def stumble(_rid, _expect):
         raise RuntimeError("a request of an unknown kind")
 
-    control.listen(stumble)
+    if listens:
+        control.listen(stumble)
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
     say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
@@ -214,7 +221,8 @@ async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control,
     assert await asked == "tcp://here"
     _, failed = await heard(router, wire.Fail)
     assert (failed.ticket, failed.code) == ("u", "EncodeError")
-    assert "unknown kind" in caplog.text
+    assert told in failed.message
+    assert ("unknown kind" in caplog.text) == listens
 
 
 async def test_media_that_are_read_again_keep_no_other_message_waiting(router, control):

@@ -131,6 +131,21 @@ def test_what_is_kept_makes_room_least_recently_used_first():
     books.ledger.check_integrity()
 
 
+def test_what_had_to_make_room_before_it_was_used_is_needed_after_all():
+    books = keeping(pages=2)
+    serve(books, "t", "a")
+    relying = books.expect("u", "a")
+    assert books.needed() == [wire.Needed("u")], "nothing is needed"
+    books.expect("v")
+    books.grant("v", 0, "x", pages=2)
+    assert wire.Needed("u", (0,)) in books.needed()
+    assert not claimed(books, relying)
+    books.ledger.cancel("v", 0.0)
+    books.deliver("u", 0, "a")
+    assert books.settled()
+    books.ledger.check_integrity()
+
+
 def test_nothing_is_kept_without_a_capacity_and_no_more_than_it():
     books = keeping(kept_pages=0)
     serve(books, "t", "a")

@@ -340,6 +340,15 @@ def test_an_offer_of_nothing_known_is_declined_in_the_end_and_counted_once(recei
     assert receiver.tally.counts["declines", wire.DECLINE_UNKNOWN] == 1
 
 
+def test_few_offers_of_nothing_known_are_held(receiver, encoder, monkeypatch):
+    least = receiver_module._MIN_UNKNOWN_BYTES
+    monkeypatch.setattr(receiver_module, "_MAX_UNKNOWN_BYTES", 3 * least)
+    monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)
+    for number in range(3):
+        encoder.send(wire.Offer(f"t{number}", 0, bytes(32), LAYOUT, EMBEDDING.nbytes))
+    assert encoder.offer("t3") == wire.Decline("t3", 0, wire.DECLINE_UNKNOWN)
+
+
 def test_offers_of_nothing_known_cost_nothing_while_they_are_held(receiver, encoder, monkeypatch):
     """Anybody may make them; the thread that looks at them shares the scheduler's process."""
     monkeypatch.setattr(receiver_module, "_HOLD_S", 60.0)

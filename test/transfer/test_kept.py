@@ -124,9 +124,10 @@ def test_what_is_kept_makes_room_least_recently_used_first():
     for number, letter in enumerate("abcdefgh"):
         serve(books, f"t{number}", letter)
     serve(books, "again", "a")
+    books.expect("soon", "b")
     books.expect("u")
     books.deliver("u", 0, "x", pages=3)
-    assert books.kept == "aefgh", "three had to go, and not the one that was just used"
+    assert books.kept == "abfgh", "three had to go, and not those just used, or needed soon"
     assert books.tally.counts["evictions", ""] == 3
     books.ledger.check_integrity()
 

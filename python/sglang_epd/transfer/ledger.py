@@ -364,7 +364,7 @@ class Ledger:
     def _too_large(self, entry: RequestEntry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
-        return others + aligned(message.nbytes) > self.reservations.size
+        return others + aligned(message.nbytes) > self.reservations.extents.size
 
     def _prefix_first(self, entry: RequestEntry, message: wire.Offer, now: float) -> bool:
         """Whether an offer has to wait until the prefix cache was asked about its request.
@@ -418,8 +418,8 @@ class Ledger:
         still_open = entry.open_items - (entry.items[message.item].block is None)
         if not still_open:
             return self.reservations.grant(message)
-        half = self.reservations.size // 2 // ALIGNMENT * ALIGNMENT
-        upper = half, self.reservations.size
+        half = self.reservations.extents.size // 2 // ALIGNMENT * ALIGNMENT
+        upper = half, self.reservations.extents.size
         block = self.reservations.grant(message, high=True, within=upper)
         if block is not None:
             return block

@@ -441,7 +441,7 @@ class Receiver:
         self.tally.held(reserved.held_bytes, waiting, quarantined, kept=reserved.kept_bytes)
         idle = self._last_payload is not None and now > self._last_payload + _IDLE_S
         if idle and not len(self._reservations):
-            self._arena.give_back(self._reservations.free_ranges)
+            self._arena.give_back(self._reservations.extents.free_ranges)
             self._last_payload = None
 
     def _tell(self, encoder: bytes, message: wire.Message) -> bool:

@@ -35,6 +35,7 @@ class Reservations:
             no embedding is found by its key.
 
     Attributes:
+        extents: which bytes are taken.
         kept_bytes: bytes of idle blocks, kept for the next request.
         freed: grows whenever something may be taken: offers that wait are worth another look.
     """
@@ -50,7 +51,7 @@ class Reservations:
         writer_lives: Callable[[str], bool | None],
         kept_bytes: int = 0,
     ) -> None:
-        self._extents = Extents(size)
+        self.extents = Extents(size)
         self._slots = list(range(slots - 1, -1, -1))
         self._readers = readers
         self._drops = drops
@@ -72,19 +73,9 @@ class Reservations:
         self._on_evict = on_evict
 
     @property
-    def size(self) -> int:
-        """Bytes of payload that fit at most."""
-        return self._extents.size
-
-    @property
     def held_bytes(self) -> int:
         """Bytes that are granted, filled or read."""
-        return self._extents.taken_bytes - self.kept_bytes
-
-    @property
-    def free_ranges(self) -> list[tuple[int, int]]:
-        """Where nothing lies, as [begin, end)."""
-        return self._extents.free_ranges
+        return self.extents.taken_bytes - self.kept_bytes
 
     def __len__(self) -> int:
         """Blocks that are in use."""
@@ -119,15 +110,15 @@ class Reservations:
 
     def _take(self, nbytes: int, high: bool, within: tuple[int, int] | None) -> int | None:
         if self._slots:
-            offset = self._extents.take(nbytes, high=high, within=within)
+            offset = self.extents.take(nbytes, high=high, within=within)
             if offset is not None:
                 return offset
-        if aligned(nbytes) > self.size - self.held_bytes:
+        if aligned(nbytes) > self.extents.size - self.held_bytes:
             return None
-        begin, end = within or (0, self.size)
+        begin, end = within or (0, self.extents.size)
         while (victim := self._victim(begin, end)) is not None:
             self._evict(victim)
-            offset = self._extents.take(nbytes, high=high, within=within)
+            offset = self.extents.take(nbytes, high=high, within=within)
             if offset is not None:
                 return offset
         return None
@@ -207,7 +198,7 @@ class Reservations:
         self._move(block, _S.FREE)
         if self._findable(block):
             del self._by_key[block.offer.key]
-        self._extents.give(block.offset)
+        self.extents.give(block.offset)
         self._slots.append(block.slot)
         self.freed += 1
 
@@ -254,10 +245,10 @@ class Reservations:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
-        self._extents.check_integrity()
+        self.extents.check_integrity()
         blocks = [block for some in self._blocks.values() for block in some.values()]
         kept = list(self._blocks[_S.KEPT].values())
-        assert self._extents.taken_bytes == sum(aligned(block.nbytes) for block in blocks)
+        assert self.extents.taken_bytes == sum(aligned(block.nbytes) for block in blocks)
         assert self.kept_bytes == sum(aligned(block.nbytes) for block in kept)
         assert self.kept_bytes <= self._most_kept_bytes
         slots = [block.slot for block in blocks]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -136,6 +136,12 @@ class Settings(Struct, frozen=True, kw_only=True):
         content_identity [servers that encode all media themselves]: Whether inline media have the
             names in the prefix cache that they have on language servers, of their bytes and not of
             their pixels.
+        emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
+            takes the time that a profile says. The name of a profile that comes along, or the path
+            of a file. For tests and benchmarks.
+        emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: By what factor those times are stretched,
+            so that the host's real time weighs less beside them; stretch arrivals as well, and
+            divide what is measured.
         log_format [encoders, language, decode]: How this package's own log lines are written:
             `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
             is about.
@@ -181,6 +187,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"
     content_identity: Switch = False
+    emulate: Text = ""
+    emulate_dilate: Number = 1.0
     log_format: LogFormat = "text"
     media_max_mb: Mebibytes = 64.0
     media_max_pixels: Count = 100_000_000
@@ -327,11 +335,9 @@ def _read(name: str, raw: str, hint: Any) -> Any:
     except ValidationError:
         told = bounds(hint)
         limits = (("at least", told.ge), ("more than", told.gt), ("less than", told.lt))
-        allowed = [
-            told.title,
-            *(f"{word} {limit:g}" for word, limit in limits if limit is not None),
-        ]
-        raise ConfigError(f"{name}={raw!r}: expected {', '.join(map(str, allowed))}") from None
+        allowed = [str(told.title)]
+        allowed += [f"{word} {limit:g}" for word, limit in limits if limit is not None]
+        raise ConfigError(f"{name}={raw!r}: expected {', '.join(allowed)}") from None
 
 
 def announce(server: str, flags: Mapping[str, Any]) -> None:
@@ -341,11 +347,10 @@ def announce(server: str, flags: Mapping[str, Any]) -> None:
         server: "encoder" or "language".
         flags: those of `UNREAD`, with their values.
     """
-    if told := "; ".join(_set(server, flags)):
-        logger.warning("Set, but not read by sglang-epd: %s", told)
-
-
-def _set(server: str, flags: Mapping[str, Any]) -> Iterator[str]:
-    for name, instead in UNREAD[server].items():
-        if flags.get(name) or name in os.environ:
-            yield f"{name} (instead: {instead})"
+    set_ones = [
+        f"{name} (instead: {instead})"
+        for name, instead in UNREAD[server].items()
+        if flags.get(name) or name in os.environ
+    ]
+    if set_ones:
+        logger.warning("Set, but not read by sglang-epd: %s", "; ".join(set_ones))

@@ -18,7 +18,7 @@ from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.reservations import Reservations
-from sglang_epd.wire.messages import Landed, Layout, TensorSpec
+from sglang_epd.wire.messages import Landed, Layout, Offer, TensorSpec
 
 WIDTH = 32
 ROWS = ALIGNMENT // WIDTH // 4
@@ -70,16 +70,17 @@ class Rank:
         None where the arena is full."""
         self.stager.let_go()
         self.reservations.reclaim(0.0)
-        block = self.reservations.grant(ALIGNMENT)
+        layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
+        key = bytes([self.landed + 1]) * 32
+        block = self.reservations.grant(Offer("t", 0, key, layout, ALIGNMENT))
         if block is None:
             return None
         self.landed += 1
         self.arena.span(block.offset, block.nbytes).view(np.float32)[:] = self.landed
-        layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
-        self.reservations.fill(block, bytes([self.landed]) * 32, layout)
+        self.reservations.fill(block)
         self.reservations.hand(block, 0, 1)
         self.reservations.close(block)
-        item = Landed(block.key, layout, block.nbytes, block.slot, block.offset)
+        item = Landed(key, layout, block.nbytes, block.slot, block.offset)
         return block, self.arena.read(item, 0)
 
     def prefill(self, rows: torch.Tensor) -> torch.Tensor:

@@ -327,7 +327,7 @@ def create_frontend(
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
     )
-    control.on_again = seam.send_again
+    control.listen(seam.send_again)
     seam.adaptive = adaptive.create(frontend, pool, settings)
     return seam
 

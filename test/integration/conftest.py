@@ -9,7 +9,7 @@ from PIL import Image
 
 from integration import order
 from integration.client import Client
-from integration.listener import QuietHandler, listening, url_of
+from integration.listener import Site, serving
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
@@ -59,12 +59,7 @@ def photographs() -> list[Image.Image]:
 
 
 @pytest.fixture
-def media_server() -> Iterator[str]:
-    """URL of a server that answers 404 to everything."""
-
-    class NotFound(QuietHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
-
-    with listening(NotFound) as server:
-        yield url_of(server)
+def site() -> Iterator[Site]:
+    """A media server, which has nothing yet."""
+    with serving() as site:
+        yield site

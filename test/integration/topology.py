@@ -91,6 +91,12 @@ class Topology:
             self.servers["router"].start()
             self._wait(["router"])
 
+    def client(self, role: str = "language", headers: dict[str, str] | None = None) -> Client:
+        return Client(self.urls[role], headers)
+
+    def log(self, role: str) -> str:
+        return self.servers[role].log_path.read_text()
+
     def end(self, role: str) -> None:
         """Tell a server to stop, if it runs.
 
@@ -246,11 +252,19 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "audio": lambda: Topology("tiny-qwen2-audio", _TOGETHER, flags={"encoder": _CACHE}),
     "audio_apart": lambda: Topology("tiny-qwen2-audio", _APART),
-    "zmq_to_tokenizer": lambda: Topology(_TINY, _TOGETHER, flags=_backend("zmq_to_tokenizer")),
+    # One encoder serves all backends.
+    "others": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
+    ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
-    "mooncake": lambda: Topology("tiny-qwen3-vl", _TOGETHER, flags=_backend("mooncake")),
     "mooncake_apart": lambda: Topology("tiny-qwen3-vl", _APART, flags=_backend("mooncake")),
-    # Three backends at two ranks; the encoder serves them all.
+    # And at two ranks.
     "ranks": lambda: Topology(
         _TINY,
         ("encoder", "language@zmq_to_scheduler", "language@mooncake"),
@@ -277,13 +291,6 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         # SGLang's router as it is in production.
         flags={"router": "--policy round_robin", "prefill": _NO_PREFIXES},
     ),
-    "small_budget": lambda: Topology(
-        _TINY,
-        _TOGETHER,
-        # Eight images of 448 px.
-        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
-        flags={"language": "--enable-metrics"},
-    ),
     "towers": lambda: Topology(
         _TINY,
         ("encoder@replicas", "encoder@ranks", "language"),
@@ -309,12 +316,13 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
-    # Nothing is kept but in the store.
+    # Nothing is kept but in the store; and a budget of eight images of 448 px.
     "store": lambda: Topology(
         _TINY,
-        _TOGETHER,
-        _NOTHING_KEPT,
+        ("encoder", "language", "language@budget"),
+        {"SGLANG_EPD_SHARED_MEMORY": "off", **_NOTHING_KEPT},
         flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
+        own_env={"language@budget": {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1"}},
     ),
     "reuse": lambda: Topology(
         _TINY,
@@ -356,19 +364,14 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
     ),
-    # Encoders soon have too much.
-    "chaos": lambda: Topology(
-        _TINY,
-        ("encoder", "encoder@2", "language"),
-        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "4", **_NOTHING_KEPT},
-        {"language": _NO_PREFIXES},
-    ),
     "two_encoders": lambda: Topology(
         _TINY,
         ("encoder", "registering", "language"),
         {
             "SGLANG_EPD_TOKEN": TOKEN,
             "SGLANG_EPD_ENCODER_WAIT_S": "5",
+            # Encoders soon have too much.
+            "SGLANG_EPD_ENCODER_MAX_ITEMS": "4",
             "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
             **_NOTHING_KEPT,
         },
@@ -477,6 +480,18 @@ class Machine:
             server = self.colocated(at or model)
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]
+
+    def check(
+        self,
+        client: Client,
+        model: str,
+        messages: list[dict[str, Any]],
+        tokens: int = 16,
+        at: str | None = None,
+    ) -> None:
+        """A server's answer is that of one colocated server (`reference`)."""
+        expected = self.reference(model, messages, tokens, at)
+        client.generation(*messages, tokens=tokens).check(expected)
 
     def _make_room(self, topology: Topology) -> None:
         """End what is of the new one's kind, and all if there would be too many servers."""

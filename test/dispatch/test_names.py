@@ -70,13 +70,14 @@ async def test_a_name_with_one_address_stays_as_typed_until_it_has_more(pool):
     assert known(pool) == at("10.0.0.1", "10.0.0.9")
 
 
-async def test_who_is_known_before_somebody_leaves(pool):
+async def test_who_is_known_before_somebody_leaves():
     """What one has in work can be taken to the other."""
     moves: list[str] = []
+    pool = Pool("ours", on_move=lambda url, *_: moves.append(url))
     resolver = Resolver("10.0.0.1", "10.0.0.2")
     names = Names(pool, [URL], resolver)
     await names.refresh()
-    pool.on_move = lambda url, *_: moves.append(url)
+    moves.clear()
     resolver.addresses = ["10.0.0.3", "10.0.0.4"]
     await names.refresh()
     assert moves[:2] == sorted(at("10.0.0.3", "10.0.0.4"))

@@ -242,7 +242,7 @@ async def test_static_encoders_are_probed_and_doubts_heeded(watch, pool, status_
     watch(server.url, pace=Pace(steady=60.0))
     await until(lambda: pool.state(server.url) is Health.READY)
     asked = server.asked
-    pool.on_doubt(server.url)
+    pool.look(server.url)
     await until(lambda: server.asked > asked)
 
 
@@ -278,11 +278,11 @@ async def test_a_look_up_that_breaks_is_tried_again(watch, pool, until, caplog):
 async def test_a_closed_watcher_leaves_the_port_and_heeds_nothing(watch, pool, call):
     watcher = watch(NOBODY)
     await asyncio.to_thread(watcher.close)
-    pool.on_doubt(NOBODY)
+    pool.look(NOBODY)
     pool.add("http://127.0.0.1:7")
     with pytest.raises(aiohttp.ClientConnectorError):
         await call(watcher, "GET", "/health")
-    watch(port=watcher.port)
+    watch(port=watcher.port, into=Pool("ours"))
 
 
 # What cannot be

@@ -101,18 +101,6 @@ async def test_the_deadline_ends_the_question(board, serve):
     await impatient.close()
 
 
-async def test_a_question_that_its_own_deadline_cuts_off_has_met_it(monkeypatch):
-    """Not a server that knows nothing: its media would be fetched, and never be prefilled."""
-    impatient = LayoutClient("secret", 0.02)
-
-    async def cut_off(_host, _port, _room, timeout_s):
-        await asyncio.sleep(timeout_s + 0.001)
-
-    monkeypatch.setattr(impatient, "_get", cut_off)
-    with pytest.raises(DeadlineError):
-        await impatient.ask("127.0.0.1", 1, ROOM)
-
-
 @pytest.mark.parametrize("token", ["", "another"])
 async def test_without_the_token_nothing_is_told(board, serve, described, token):
     board.open(ROOM, TTL_S).learnt([described()])

@@ -135,7 +135,6 @@ class Watcher:
 
     def close(self) -> None:
         """End; registrations stay in the pool as they are."""
-        self._pool.on_doubt = lambda _url: None
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -152,7 +151,7 @@ class Watcher:
             self._started.set_exception(error)
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         resolver = SystemResolver(_RESOLVER_THREADS)
         async with contextlib.AsyncExitStack() as stack:
             self._lag.start()
@@ -163,7 +162,13 @@ class Watcher:
             await self._listen_or_follow(session)
             prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
             stack.push_async_callback(prober.close)
-            self._heed_doubts(prober)
+
+            def probe(url: str) -> None:
+                # The loop may end in this moment, and then no look-up follows.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(prober.doubt, url)
+
+            self._pool.listen(probe)
             try:
                 names = Names(self._pool, self._static_urls, self._resolve or _system(resolver))
             except ValueError as error:
@@ -175,19 +180,6 @@ class Watcher:
     async def _stop_listening(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
-
-    def _heed_doubts(self, prober: Prober) -> None:
-        loop = self._loop
-        assert loop is not None
-
-        def doubt(url: str) -> None:
-            # The loop may end in this moment, and then no look-up follows.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(prober.doubt, url)
-
-        self._pool.on_doubt = doubt
-        for url in self._pool.urls():
-            prober.doubt(url)
 
     async def _watch(self, names: Names, session: aiohttp.ClientSession) -> None:
         async def expire() -> None:

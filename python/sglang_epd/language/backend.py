@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,8 +29,11 @@ from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableE
 from sglang_epd.language import manifest
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import Arena, ReceivedItem
-from sglang_epd.transfer.control import GRACE_S
+from sglang_epd.transfer.control import GRACE_S, Claims
 from sglang_epd.wire.messages import MAX_HEADER_BYTES, AskPrefix, Expect, Settled, encode_message
+
+if TYPE_CHECKING:  # it imports this module
+    from sglang_epd.language.prefix import PrefixGate
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +43,6 @@ Assemble = Callable[[Any, Sequence[ReceivedItem]], Any]
 LayOut = Callable[[Any, Expect], Any]
 # (request, error message, status)
 Failure = tuple[Any, str, HTTPStatus]
-
-
-class ClaimsTickets(Protocol):
-    """The part of the control channel that a leader uses."""
-
-    def claim(
-        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
-    ) -> None: ...
-
-    def again(self, rid: str, expect: Expect) -> None: ...
-
-    def abandon(self, claim: str) -> None: ...
-
-    def take(self) -> list[Settled | AskPrefix]: ...
-
-
-class HoldsRequests(Protocol):
-    """What a backend needs of the requests that wait beside the prefix cache (`prefix`)."""
-
-    def holds(self, rid: str) -> bool: ...
-
-    def resolve(self, rid: str, settled: Settled) -> Failure | None: ...
-
-    def fail(self, rid: str, error: EpdError) -> Failure: ...
 
 
 @dataclass
@@ -101,7 +80,7 @@ class Leader:
 
     def __init__(
         self,
-        claims: ClaimsTickets,
+        claims: Claims,
         secret: bytes,
         *,
         prefix: bool = False,
@@ -272,7 +251,7 @@ class Backend:
         abortable: Callable[[Any], Any],
         secret: bytes,
         lay_out: LayOut | None = None,
-        gate: HoldsRequests | None = None,
+        gate: PrefixGate | None = None,
         span_of: Callable[[Any], Span] = lambda _request: OFF,
     ) -> None:
         self._span_of = span_of
@@ -306,7 +285,7 @@ class Backend:
                 failed.append(failure)
         return ready, failed
 
-    def _resolve(self, gate: HoldsRequests, request: Any) -> Failure | None:
+    def _resolve(self, gate: PrefixGate, request: Any) -> Failure | None:
         """The outcome of a request that is in the scheduler already."""
         try:
             settled = manifest.read_settled(request.encoder_urls, self._secret)

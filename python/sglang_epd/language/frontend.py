@@ -54,15 +54,7 @@ _WORD_TIMEOUT_S = 1.0
 _SCHEDULER_TIMEOUT_S = 5.0
 
 
-@dataclass
-class _Live:
-    ticket: str
-    task: asyncio.Task[EpdError | None]
-    # Whether `on_end` was called.
-    told: bool = False
-
-
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """One request on its way.
 
@@ -71,6 +63,8 @@ class _Request:
         span: of all that is done here for its media.
         unheard: whether the receiver's answer is missing yet.
         over: whether it needs nothing any more.
+        task: what serves it.
+        ended: has its error, or None when all was delivered.
     """
 
     rid: str
@@ -88,6 +82,10 @@ class _Request:
     # Where encoders had items from, by number.
     sources: dict[int, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
+    task: asyncio.Task[EpdError | None] = field(init=False)
+    ended: asyncio.Future[EpdError | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Frontend:
@@ -122,10 +120,7 @@ class Frontend:
         self._ask_prefix = ask_prefix
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
-        self._live: dict[str, _Live] = {}
-        # Called with a request's id and its error, None where all was delivered;
-        # once for each request that was started.
-        self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
+        self._live: dict[str, _Request] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -209,18 +204,12 @@ class Frontend:
         return full if len(encode_message(full)) <= MAX_HEADER_BYTES else expect
 
     def _begin(self, request: _Request) -> None:
-        rid, slot, ticket = request.rid, request.slot, request.expect.ticket
-        span = request.span
-        with logs.about(rid):
-            task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
-            # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-            task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
-        self._live[rid] = _Live(ticket, task)
-        if slot is not None:
-            # Does nothing where the task itself said how it ended.
-            task.add_done_callback(
-                lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
-            )
+        with logs.about(request.rid):
+            name = f"encode {request.rid}"
+            request.task = asyncio.get_running_loop().create_task(self._run(request), name=name)
+        # Not in `_run`, of which not a line runs if it is cancelled before it begins.
+        request.task.add_done_callback(lambda _task: self._end(request))
+        self._live[request.rid] = request
 
     def account(self, rid: str) -> dict[str, int] | None:
         """How many of a request's items came from where, once all have come.
@@ -231,36 +220,37 @@ class Frontend:
         """
         return self._accounts.get(rid)
 
+    def ended(self, rid: str) -> asyncio.Future[EpdError | None] | None:
+        """Has a live request's error when it ends, or None when all is delivered."""
+        live = self._live.get(rid)
+        return None if live is None else live.ended
+
     def encoded_here(self, items: int) -> None:
         """So many items of a request went to no encoder: this server's tower has them."""
         self._tally.add("items", "local", amount=items)
 
     def cancel(self, rid: str) -> None:
         """The request is over before its items arrived; does nothing for any other."""
-        live = self._live.get(rid)
-        if live is not None:
-            live.task.cancel()
+        if rid in self._live:
+            self._live[rid].task.cancel()
 
-    def _forget(
-        self, rid: str, ticket: str, task: asyncio.Task[EpdError | None], span: Span
-    ) -> None:
-        live = self._live.get(rid)
-        told = False
-        if live is not None and live.ticket == ticket:
-            del self._live[rid]
-            told = live.told
+    def _end(self, request: _Request) -> None:
+        if self._live.get(request.rid) is request:
+            del self._live[request.rid]
         error: EpdError | None = RequestCancelledError("the request was cancelled")
-        if not task.cancelled():
-            surprise = task.exception()
+        if not request.task.cancelled():
+            surprise = request.task.exception()
             if surprise is not None:
-                logger.error("Could not end %s", rid, exc_info=surprise)
-            error = EncodeError("its end is unknown") if surprise else task.result()
+                logger.error("Could not end %s", request.rid, exc_info=surprise)
+            error = EncodeError("its end is unknown") if surprise else request.task.result()
         if error is not None:
             self._tally.add("failures", error.code)
-            span.fail(error.code, error.message)
-        span.end()
-        if not told:
-            self.on_end(rid, error)
+            request.span.fail(error.code, error.message)
+            if request.slot is not None:
+                request.slot.failed(error)
+        request.span.end()
+        if not request.ended.done():
+            request.ended.set_result(error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
@@ -286,13 +276,15 @@ class Frontend:
             logger.info("Cancelled %d items of %s", len(request.items), request.rid)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
-        except EpdError as error:
-            logger.warning("Could not encode %s: %s (%s)", request.rid, error, error.code)
-            return await self._fail(request, error)
-        except Exception:
-            logger.exception("Could not encode %s", request.rid)
-            unknown = EncodeError("the request's media could not be dispatched")
-            return await self._fail(request, unknown)
+        except Exception as error:
+            failure = error
+            if isinstance(failure, EpdError):
+                logger.warning("Could not encode %s: %s (%s)", request.rid, failure, failure.code)
+            else:
+                logger.exception("Could not encode %s", request.rid)
+                failure = EncodeError("the request's media could not be dispatched")
+            await self._control.fail(expect.ticket, failure)
+            return failure
         finally:
             for task in request.tasks:
                 task.cancel()
@@ -387,10 +379,7 @@ class Frontend:
             "Delivered %d items of %s in %.1f ms, %d by encoders",
             *(total, request.rid, elapsed_ms, request.sent),
         )
-        live = self._live.get(request.rid)
-        if live is not None and live.ticket == request.expect.ticket:
-            live.told = True
-            self.on_end(request.rid, None)
+        request.ended.set_result(None)
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""
@@ -403,9 +392,3 @@ class Frontend:
         self._accounts[request.rid] = dict(counts)
         while len(self._accounts) > _MAX_ACCOUNTS:
             self._accounts.popitem(last=False)
-
-    async def _fail(self, request: _Request, error: EpdError) -> EpdError:
-        if request.slot is not None:
-            request.slot.failed(error)
-        await self._control.fail(request.expect.ticket, error)
-        return error

@@ -133,11 +133,8 @@ class Adaptive:
         self._clock = clock
         self._link = Link()
         self._queue = LocalQueue()
-        # By request id, from the start of a dispatch to its end.
-        self._running: dict[str, _Sent] = {}
         self._seen: set[tuple[str, str]] = set()
         self._forced = ""
-        frontend.on_end = self._ended
 
     def should_dispatch(self, _original: Any, _manager: Any, obj: Any) -> bool:
         """Around `_should_dispatch_to_encoder`: all prompts of a request go one way.
@@ -177,13 +174,11 @@ class Adaptive:
         request = _current.get()
         if request is None:
             return
-        loop = asyncio.get_running_loop()
         for prompt in _prompts(obj):
             sent = request.sent.get(prompt.rid)
-            # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
-            if sent is not None and prompt.encoder_urls:
-                sent.ended = loop.create_future()
-                self._running[prompt.rid] = sent
+            if sent is not None:
+                # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
+                sent.ended = self._frontend.ended(prompt.rid)
 
     async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
         """Around `_tokenize_one_request`: a prompt's media are encoded here, or have been
@@ -284,11 +279,6 @@ class Adaptive:
         if failure is None:
             self._learn(sent)
         return tokenized, failure
-
-    def _ended(self, rid: str, error: EpdError | None) -> None:
-        sent = self._running.pop(rid, None)
-        if sent is not None and sent.ended is not None and not sent.ended.done():
-            sent.ended.set_result(error)
 
     def _learn(self, sent: _Sent) -> None:
         """All was delivered. What fetching takes would be taken here as well, and says

@@ -162,13 +162,6 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
     assert described(pool)["why"] == ("answers HTTP 404 to /v1/status: is it a sglang-epd encoder?")
 
 
-async def test_one_of_another_identity_is_not_used(prober, pool, status_server, until):
-    server = await status_server("theirs")
-    pool.add(server.url)
-    await until(lambda: "theirs" in str(described(pool)["why"]))
-    assert not pool.snapshot().encoders
-
-
 async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
     prober, pool, status_server, until
 ):

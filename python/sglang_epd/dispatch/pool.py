@@ -131,7 +131,6 @@ class Pool:
 
     Args:
         namespace: this server's encoder identity; encoders of another are not used.
-        clock: seconds.
         on_move: told of each change of a state, with the lock held: for logs and metrics.
     """
 
@@ -227,31 +226,23 @@ class Pool:
     # How they are
 
     def heard(self, url: str, report: Report) -> None:
-        """Note an answered probe.
-
-        Args:
-            report: the encoder's own, of its queue and rate.
-        """
+        """Note an answered probe."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
-            matched = not encoder.mismatch
+            mismatch = encoder.mismatch
             differs = report.namespace != self.namespace
             encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
-            if not matched and not differs:
+            if mismatch and not differs:
                 self._tell()
                 self._take_elsewhere()
 
     def failed(self, url: str, why: str) -> None:
-        """Note a probe that found the encoder out of reach or silent.
-
-        Args:
-            why: for logs and users' messages.
-        """
+        """Note a probe that found the encoder out of reach or silent, and why."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -264,11 +255,7 @@ class Pool:
             encoder.why = why
 
     def doubt(self, url: str, why: str) -> None:
-        """Note a request that failed there: others come first until a probe has found it well.
-
-        Args:
-            why: for logs and users' messages.
-        """
+        """Note a request that failed there: others come first until a probe has found it well."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is not None and encoder.state in (_S.READY, _S.JOINING):
@@ -324,10 +311,8 @@ class Pool:
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""
         with self._lock:
-            known = list(self._encoders.values())
-            if known and all(one.mismatch for one in known):
-                return NamespaceError(known[0].mismatch)
-            return None
+            mismatches = [one.mismatch for one in self._encoders.values()]
+        return NamespaceError(mismatches[0]) if mismatches and all(mismatches) else None
 
     # Work for them
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from integration import order
-from integration.client import Client
+from integration.client import Client, data_url, image_part, text_part, user
 from integration.listener import Site, serving
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
@@ -63,3 +64,10 @@ def site() -> Iterator[Site]:
     """A media server, which has nothing yet."""
     with serving() as site:
         yield site
+
+
+@pytest.fixture(scope="session")
+def message(photographs: list[Image.Image]) -> dict[str, Any]:
+    """A question about two photographs, each there twice."""
+    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
+    return user(*parts, text_part("What are these?"))

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
-from integration.client import TOLERANCE, data_url, image_part, text_part, until, user
+from integration.client import TOLERANCE, until
 from integration.counters import delivered, status
-from integration.listener import Site
 from integration.test_parity import TOKENS, two
 from integration.topology import Machine
 
@@ -31,18 +30,6 @@ def test_every_server_takes_part_and_the_answer_is_one_servers(
         assert delivered(topology, encoder)
     for prefill in ("prefill", "prefill@2"):
         assert "Delivered 2 items" in topology.log(prefill)
-
-
-def test_a_bad_image_is_that_requests_error(
-    machine: Machine, photographs: list[Image.Image], site: Site
-) -> None:
-    topology = machine.use("two_of_each")
-    router = topology.client("router")
-    good = image_part(data_url(photographs[0]))
-    bad = router.chat(user(good, image_part(f"{site.url}/none.png"), text_part("What?")))
-    assert 400 <= bad.status_code < 500, bad.text
-    router.answer(user(good))
-    topology.check_alive()
 
 
 def test_an_encoder_told_to_stop_finishes_what_it_has(

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import TOLERANCE, data_url, image_part, text_part, until, user
+from integration.client import TOLERANCE, until
 from integration.counters import samples, total
 from integration.listener import QuietHandler, listening, url_of
 from integration.topology import TOKEN, Machine, Topology
@@ -50,12 +49,6 @@ class Detour:
 @pytest.fixture(scope="module")
 def topology(machine: Machine) -> Topology:
     return machine.use("two_encoders")
-
-
-@pytest.fixture(scope="module")
-def message(photographs: list[Image.Image]) -> dict:
-    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
-    return user(*parts, text_part("What are these?"))
 
 
 @pytest.fixture(scope="module")

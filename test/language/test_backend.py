@@ -25,6 +25,7 @@ from spans import said
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
+LAID_OUT = SimpleNamespace(input_ids=[1, 2])
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 
 
@@ -70,7 +71,7 @@ def claims():
 
 @pytest.fixture
 def leader(claims):
-    return Leader(claims, SECRET)
+    return Leader(claims, SECRET, prefix=False, resume=lambda _trace: OFF)
 
 
 @pytest.fixture
@@ -87,8 +88,30 @@ def assembled():
     return SimpleNamespace(calls=[], error=None)
 
 
+class FakeGate:
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.told: list = []
+
+    def holds(self, rid):
+        return rid in self.held
+
+    def resolve(self, rid, outcome):
+        self.told.append((rid, outcome))
+        return ("req", "no", HTTPStatus.BAD_REQUEST) if outcome.code else None
+
+    def fail(self, rid, error):
+        self.told.append((rid, error))
+        return "req", error.message, HTTPStatus.BAD_REQUEST
+
+
 @pytest.fixture
-def backend(memory, assembled):
+def gate():
+    return FakeGate()
+
+
+@pytest.fixture
+def backend(memory, assembled, gate):
     """Of a rank, the first one unless another is named."""
 
     def assemble(request, items):
@@ -98,13 +121,16 @@ def backend(memory, assembled):
         embeddings = [item.embedding for item in items]
         return SimpleNamespace(input_ids=[1, 2, 3], embeddings=embeddings)
 
-    def of_rank(reader: int = 0) -> Backend:
+    def of_rank(reader: int = 0, span_of=lambda _request: OFF) -> Backend:
         return Backend(
             memory.rank(reader),
             reader,
             assemble=assemble,
             abortable=lambda r: f"abort {r.rid}",
             secret=SECRET,
+            lay_out=lambda _request, _expect: LAID_OUT,
+            gate=gate,
+            span_of=span_of,
         )
 
     return of_rank
@@ -441,45 +467,16 @@ def test_a_request_that_was_aborted_when_its_layouts_became_known_ends(leader, c
     assert leader.pass_on([]) == []
 
 
-class FakeGate:
-    def __init__(self) -> None:
-        self.held = {"rid"}
-        self.told: list = []
-
-    def holds(self, rid):
-        return rid in self.held
-
-    def resolve(self, rid, outcome):
-        self.told.append((rid, outcome))
-        return ("req", "no", HTTPStatus.BAD_REQUEST) if outcome.code else None
-
-    def fail(self, rid, error):
-        self.told.append((rid, error))
-        return "req", error.message, HTTPStatus.BAD_REQUEST
-
-
 @pytest.mark.parametrize("error", [None, DeadlineError("too late")])
-def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
-    gate = FakeGate()
-    laid_out = SimpleNamespace(input_ids=[1, 2])
-    backend = Backend(
-        memory.rank(0),
-        0,
-        assemble=None,
-        abortable=None,
-        secret=SECRET,
-        lay_out=lambda request, expect: laid_out,
-        gate=gate,
-    )
+def test_outcomes_of_what_waits_in_the_scheduler_go_there(backend, gate, error):
+    gate.held = {"rid"}
     new = request("new", KNOWN)
-    ready, failed = backend.sort_out([new])
-    assert (ready, failed) == ([new], [])
-    assert new.mm_inputs is laid_out
-    ready, failed = backend.sort_out([request("rid", settled(error=error))])
+    assert backend().sort_out([new]) == ([new], [])
+    assert new.mm_inputs is LAID_OUT
+    ready, failed = backend().sort_out([request("rid", settled(error=error))])
     assert not ready, "SGLang has it already"
     assert bool(failed) == bool(error)
-    forged = request("rid", KNOWN)
-    assert backend.sort_out([forged])[1], "not an outcome"
+    assert backend().sort_out([request("rid", KNOWN)])[1], "not an outcome"
     assert len(gate.told) == 2
 
 
@@ -487,7 +484,9 @@ def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
 
 
 def test_the_wait_for_items_is_a_span(claims, memory, recorded):
-    leader = Leader(claims, SECRET, resume=lambda told: recorded.root if told else OFF)
+    leader = Leader(
+        claims, SECRET, prefix=False, resume=lambda told: recorded.root if told else OFF
+    )
     traced = msgspec.structs.replace(EXPECT, trace="00-told")
     leader.pass_on([request("a", traced), request("b", traced), request("c")])
     assert not recorded.ended
@@ -501,8 +500,7 @@ def test_the_wait_for_items_is_a_span(claims, memory, recorded):
 
 
 def test_laying_the_prompt_out_is_a_span(leader, claims, backend, memory, assembled, recorded):
-    rank = backend()
-    rank._span_of = lambda _request: recorded.root
+    rank = backend(span_of=lambda _request: recorded.root)
     for error in (None, MediaError("too many marks")):
         assembled.error = error
         leader.pass_on([request()])

@@ -17,7 +17,6 @@ import errno
 import ipaddress
 import logging
 import math
-import random
 import secrets
 import socket
 import threading
@@ -98,8 +97,7 @@ class Watcher:
         secret: bytes = b"",
         resolve: Resolve | None = None,
         pace: Pace | None = None,
-        rhythm: Rhythm | None = None,
-        rng: random.Random | None = None,
+        rhythm: Rhythm = Rhythm(),
         observe_lag: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self._lag = LoopLag(observe_lag)
@@ -110,9 +108,8 @@ class Watcher:
         self._trust = trust
         self._siblings = Siblings(secret) if secret else None
         self._resolve = resolve
-        self._pace = pace
-        self._rhythm = rhythm or Rhythm()
-        self._rng = rng
+        self._pace = pace or Pace()
+        self._rhythm = rhythm
         self._thread = threading.Thread(target=self._run, name="encoder watcher", daemon=True)
         self._started: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,8 +156,13 @@ class Watcher:
             stack.push_async_callback(resolver.close)
             session = await stack.enter_async_context(open_session(resolver=resolver))
             stack.push_async_callback(self._stop_listening)
-            await self._listen_or_follow(session)
-            prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
+            if not await self._listen():
+                try:
+                    await self._follow(session)
+                except UnavailableError as error:
+                    taken = f"{self._what()}: the port is in use ({error})"
+                    raise ConfigError(taken) from None
+            prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace)
             stack.push_async_callback(prober.close)
 
             def probe(url: str) -> None:
@@ -186,8 +188,13 @@ class Watcher:
             self._pool.expire()
 
         async def follow() -> None:
-            if self._runner is None:
-                await self._keep_following(session)
+            if self._runner is not None:
+                return
+            try:
+                await self._follow(session)
+            except UnavailableError as error:
+                if not await self._listen():
+                    logger.warning("%s: %s", self._what(), error)
 
         rhythm = self._rhythm
         tasks = [
@@ -203,14 +210,6 @@ class Watcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # The port, and the process that holds it.
-
-    async def _listen_or_follow(self, session: aiohttp.ClientSession) -> None:
-        if await self._listen():
-            return
-        try:
-            await self._follow(session)
-        except UnavailableError as error:
-            raise ConfigError(f"{self._what()}: the port is in use ({error})") from None
 
     async def _listen(self) -> bool:
         """Hold the port from now on; False if another process does.
@@ -233,13 +232,6 @@ class Watcher:
         self.port = runner.addresses[0][1]
         logger.info("Encoders register at %s", self._address(self._host))
         return True
-
-    async def _keep_following(self, session: aiohttp.ClientSession) -> None:
-        try:
-            await self._follow(session)
-        except UnavailableError as error:
-            if not await self._listen():
-                logger.warning("%s: %s", self._what(), error)
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Take over the encoders that the process with the port knows.

@@ -83,8 +83,8 @@ class Leader:
         claims: Claims,
         secret: bytes,
         *,
-        prefix: bool = False,
-        resume: Callable[[str], Span] = lambda _trace: OFF,
+        prefix: bool,
+        resume: Callable[[str], Span],
     ) -> None:
         self._prefix = prefix
         self._resume = resume
@@ -237,7 +237,7 @@ class Backend:
         assemble: makes `mm_inputs` of a request and its items.
         abortable: makes the object that the scheduler aborts a request by.
         lay_out: makes `mm_inputs` of a request that the prefix cache is to be asked about.
-        gate: where such requests wait; None where none do.
+        gate: where such requests wait.
         secret: the key that signs manifests.
         span_of: the span of a request.
     """
@@ -250,9 +250,9 @@ class Backend:
         assemble: Assemble,
         abortable: Callable[[Any], Any],
         secret: bytes,
-        lay_out: LayOut | None = None,
-        gate: PrefixGate | None = None,
-        span_of: Callable[[Any], Span] = lambda _request: OFF,
+        lay_out: LayOut,
+        gate: PrefixGate,
+        span_of: Callable[[Any], Span],
     ) -> None:
         self._span_of = span_of
         self._lay_out = lay_out
@@ -271,8 +271,8 @@ class Backend:
             if not getattr(request, "need_wait_for_mm_inputs", False):
                 ready.append(request)
                 continue
-            if self._gate is not None and self._gate.holds(request.rid):
-                failure = self._resolve(self._gate, request)
+            if self._gate.holds(request.rid):
+                failure = self._resolve(request)
             else:
                 span = self._span_of(request).child("epd_assemble", rank=self._reader)
                 with logs.about(request.rid), span:
@@ -285,18 +285,18 @@ class Backend:
                 failed.append(failure)
         return ready, failed
 
-    def _resolve(self, gate: PrefixGate, request: Any) -> Failure | None:
+    def _resolve(self, request: Any) -> Failure | None:
         """The outcome of a request that is in the scheduler already."""
         try:
             settled = manifest.read_settled(request.encoder_urls, self._secret)
         except EpdError as error:
-            return gate.fail(request.rid, error)
-        return gate.resolve(request.rid, settled)
+            return self._gate.fail(request.rid, error)
+        return self._gate.resolve(request.rid, settled)
 
     def _complete(self, request: Any) -> Failure | None:
         try:
             message = manifest.read(request.encoder_urls, self._secret)
-            if isinstance(message, Expect) and self._lay_out is not None:
+            if isinstance(message, Expect):
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 # Dropped at the end of this call unless the request's inputs keep them.

@@ -10,7 +10,7 @@ import pytest
 import requests
 from PIL import Image
 
-from integration.client import TOLERANCE, Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
 from integration.counters import answered, counted
 from integration.hostile import flood_the_payload_port
 from integration.listener import Site
@@ -71,7 +71,8 @@ def test_embeddings_travel_the_way_that_was_asked_for(
     new = photographs[0].rotate(len(f"{name} {role}"))
     client.answer(user(image_part(data_url(new)), text_part("What is it?")))
     used = {"remote"} if "mooncake" in f"{name} {role}" else {"shared"}
-    assert (ways() - before).keys() == used
+    # An answer may be faster than the encoder's last word.
+    assert until(lambda: ways() - before).keys() == used
 
 
 def test_what_was_sent_once_is_not_sent_again(

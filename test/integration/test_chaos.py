@@ -61,9 +61,12 @@ class Case:
 
 @pytest.fixture(scope="module")
 def started(machine: Machine, photographs: list[Image.Image]) -> Case:
-    """The servers of other tests of faults, which dispatch in turn; here as users' do."""
+    """The servers of other tests of faults, which dispatch in turn and soon give up; here by the
+    default settings."""
     topology = machine.use("two_encoders")
-    topology.restart("language", SGLANG_EPD_DISPATCH_POLICY=Settings().dispatch_policy)
+    policy, wait_s = Settings().dispatch_policy, Settings().encoder_wait_s
+    env = {"SGLANG_EPD_DISPATCH_POLICY": policy, "SGLANG_EPD_ENCODER_WAIT_S": f"{wait_s:g}"}
+    topology.restart("language", **env)
     _start_fallen(topology)
     language = topology.client()
     messages = [_message(photographs, number) for number in range(BURST)]

@@ -370,8 +370,8 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         {
             "SGLANG_EPD_TOKEN": TOKEN,
             "SGLANG_EPD_ENCODER_WAIT_S": "5",
-            # Encoders soon have too much.
-            "SGLANG_EPD_ENCODER_MAX_ITEMS": "4",
+            # Little enough for a burst to be too much.
+            "SGLANG_EPD_ENCODER_MAX_ITEMS": "16",
             "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
             **_NOTHING_KEPT,
         },

@@ -58,20 +58,16 @@ _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 @dataclass
 class _Progress:
-    """Where one item has been.
-
-    Attributes:
-        tried: encoders that have had it since it last came back to all of them.
-        faults: encoders that failed at the item itself, by their own account.
-        losses: encoders that went away while they had it.
-        returns: how often it came back to encoders that had failed it.
-        attempts: how often it was given to an encoder.
-    """
+    """Where one item has been."""
 
     work: ItemCost
+    # The encoders that have had it since it last came back to all of them.
     tried: set[str] = field(default_factory=set)
+    # The encoders that failed at the item itself, by their own account.
     faults: set[str] = field(default_factory=set)
+    # How many encoders went away while they had it.
     losses: int = 0
+    # How often it came back to encoders that had failed it, and was given to one.
     returns: int = 0
     attempts: int = 0
 

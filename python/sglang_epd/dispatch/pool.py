@@ -189,11 +189,10 @@ class Pool:
                 self._move(encoder, Health.GONE, "taken out")
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
-        """An encoder announces itself, or renews its lease.
+        """An encoder announces itself, or renews its lease (infinite: until it leaves).
 
         Args:
             namespace: its identity; empty where it does not say.
-            lease_s: from now; infinite for as long as it does not leave.
 
         Raises:
             NamespaceError: it is another encoder than this server needs.
@@ -318,12 +317,8 @@ class Pool:
 
     @contextmanager
     def attempt(self, url: str, patches: float) -> Iterator[asyncio.Event]:
-        """Around one request to an encoder, in a running event loop; the event is set when the
-        encoder is given up meanwhile.
-
-        Args:
-            patches: the expected cost of its items.
-        """
+        """Around one request of so many patches to an encoder. The event is set, in the running
+        loop, when the encoder is given up meanwhile."""
         lost, lose = _event()
         with self._lock:
             encoder = self._encoders.get(url)

@@ -93,9 +93,6 @@ def lay_out(
 
     SGLang's scheduler takes such items as long as it never extends over their rows; a
     decode server does not, because it receives the whole prompt's KV.
-
-    Raises:
-        MediaError: the prompt and the items do not match.
     """
     output, _ = _lay_out(processor, prompt, items)
     for mm_item in output.mm_items:
@@ -116,9 +113,6 @@ def lay_out_bare(
 
     Returns:
         The output, and where each of its items would have its rows from.
-
-    Raises:
-        MediaError: the prompt and the items do not match.
     """
     output, rows = _lay_out(processor, prompt, items)
     for mm_item, its in zip(output.mm_items, rows, strict=True):

@@ -47,18 +47,13 @@ Failure = tuple[Any, str, HTTPStatus]
 
 @dataclass
 class _Claim:
-    """A claim that a leader waits for.
+    """A claim that a leader waits for."""
 
-    Attributes:
-        request: None if it needs nothing; its claim settles all the same.
-        expect: how it was announced.
-        until: when waiting ends.
-        span: the wait for its items, if it is traced.
-    """
-
+    # None if it needs nothing; its claim settles all the same.
     request: Any
     expect: Expect
     until: float
+    # The wait for its items.
     span: Span = OFF
     abandoned: bool = False
 
@@ -167,12 +162,10 @@ class Leader:
     def ask(
         self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
     ) -> None:
-        """Claim the items that the prefix cache does not cover of a request.
+        """Claim the items that the prefix cache does not cover of a request, under a new ticket
+        where the announced one has been claimed (`again`).
 
         It comes back with its outcome, unless all is covered.
-
-        Args:
-            again: under a new ticket, because the announced one has been claimed.
         """
         self._undecided.pop(rid, None)
         if again:
@@ -223,7 +216,7 @@ class Leader:
         return given_up
 
     def _carry(self, request: Any, message: Settled | Expect) -> Any:
-        """Write a message for the ranks into a request; returns the request."""
+        """The request, with a message for the ranks in it."""
         request.encoder_urls = manifest.write(message, self._secret)
         return request
 
@@ -286,7 +279,6 @@ class Backend:
         return ready, failed
 
     def _resolve(self, request: Any) -> Failure | None:
-        """The outcome of a request that is in the scheduler already."""
         try:
             settled = manifest.read_settled(request.encoder_urls, self._secret)
         except EpdError as error:

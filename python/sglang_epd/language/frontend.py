@@ -212,12 +212,8 @@ class Frontend:
         self._live[request.rid] = request
 
     def account(self, rid: str) -> dict[str, int] | None:
-        """How many of a request's items came from where, once all have come.
-
-        From "kv" (the prefix cache), the "language_cache", an "encoder_cache", were
-        "coalesced" with another request's at an encoder, or "computed" there; None where it
-        is not known (yet).
-        """
+        """How many of a request's items came from where, as `DispatchMetrics.items` names it;
+        None until all have come, and when it is forgotten."""
         return self._accounts.get(rid)
 
     def ended(self, rid: str) -> asyncio.Future[EpdError | None] | None:
@@ -230,7 +226,7 @@ class Frontend:
         self._tally.add("items", "local", amount=items)
 
     def cancel(self, rid: str) -> None:
-        """The request is over before its items arrived; does nothing for any other."""
+        """The request is over, perhaps before its items arrived."""
         if rid in self._live:
             self._live[rid].task.cancel()
 

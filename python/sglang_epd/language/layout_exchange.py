@@ -135,13 +135,8 @@ class LayoutClient:
     async def ask(self, host: str, port: int, room: int) -> list[ItemLayout] | None:
         """The layouts of a request's items, in the planner's order; waits for them.
 
-        Args:
-            host, port: of the prefill's bootstrap server.
-            room: the request's bootstrap room.
-
-        Returns:
-            None where that server does not know them, does not run this package or does
-            not answer.
+        None where that bootstrap server does not know them, does not run this package or does
+        not answer.
 
         Raises:
             EpdError: the request failed there, so that it will never be prefilled.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,14 @@ def text_part(text: str) -> dict[str, Any]:
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
+
+
+def about_a_crop(photographs: list[Image.Image], number: int) -> dict[str, Any]:
+    """A question about one part of a photograph, another for each number."""
+    draw = random.Random(number)
+    left, top = draw.randrange(0, 300), draw.randrange(0, 200)
+    picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
+    return user(image_part(data_url(picture)), text_part(f"What is picture {number}?"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -21,11 +20,8 @@ from integration.client import (
     TOLERANCE,
     Client,
     Generation,
-    data_url,
-    image_part,
-    text_part,
+    about_a_crop,
     until,
-    user,
 )
 from integration.counters import delivered, status, total
 from integration.topology import START_TIMEOUT_S, Machine, Topology
@@ -69,7 +65,7 @@ def started(machine: Machine, photographs: list[Image.Image]) -> Case:
     topology.restart("language", **env)
     _start_fallen(topology)
     language = topology.client()
-    messages = [_message(photographs, number) for number in range(BURST)]
+    messages = [about_a_crop(photographs, number) for number in range(BURST)]
     with ThreadPoolExecutor(4) as pool:  # no more than encoders take
         expected = list(pool.map(lambda one: language.generation(one, tokens=TOKENS), messages))
     return Case(topology, language, messages, expected)
@@ -94,13 +90,6 @@ def case(started: Case) -> Case:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(BURST) as pool:
         yield pool
-
-
-def _message(photographs: list[Image.Image], number: int) -> dict:
-    draw = random.Random(number)
-    left, top = draw.randrange(0, 300), draw.randrange(0, 200)
-    picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
-    return user(image_part(data_url(picture)), text_part(f"What is picture {number}?"))
 
 
 def _begin_load(case: Case, pool: ThreadPoolExecutor, victim: str) -> list[Future[float]]:

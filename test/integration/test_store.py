@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import shutil
 import signal
 from collections import Counter
@@ -19,7 +18,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from integration.client import TOLERANCE, Generation, data_url, image_part, text_part, until, user
+from integration.client import (
+    TOLERANCE,
+    Generation,
+    about_a_crop,
+    text_part,
+    until,
+    user,
+)
 from integration.counters import counted, status, total
 from integration.test_forms import IMAGE
 from integration.topology import Machine, Topology
@@ -72,13 +78,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(machine: Machine, photographs: list[Image.Image]) -> Case:
-    messages = []
-    for number in range(STORED + 3 * NEW):
-        draw = random.Random(number)
-        left, top = draw.randrange(0, 300), draw.randrange(0, 200)
-        picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
-        asked = text_part(f"What is picture {number}?")
-        messages.append(user(image_part(data_url(picture)), asked))
+    messages = [about_a_crop(photographs, number) for number in range(STORED + 3 * NEW)]
     topology = machine.use("store")
     colocated = machine.colocated(topology.model)
     expected = [colocated.generation(one, tokens=TOKENS) for one in messages]

@@ -107,7 +107,6 @@ async def test_an_endless_reply_is_not_read_to_its_end(start, client, monkeypatc
         lambda: web.Response(status=401),
         lambda: web.Response(body=b"EPD" + bytes([MAJOR + 1, 0])),
         lambda: web.Response(body=b"EPD" + bytes([MAJOR, 0]) + b"\xa1\xff"),
-        lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
     ],
 )
 async def test_an_answer_that_is_not_ours_may_be_better_elsewhere(start, client, response):
@@ -115,6 +114,16 @@ async def test_an_answer_that_is_not_ours_may_be_better_elsewhere(start, client,
     encoder.answers(response)
     with pytest.raises(UnavailableError, match=encoder.url):
         await client.encode(encoder.url, asking())
+
+
+async def test_a_redirect_is_not_followed(start, client):
+    """The token is for this encoder only."""
+    encoder, other = await start(), await start()
+    elsewhere = {"Location": f"{other.url}/v1/encode"}
+    encoder.answers(lambda: web.Response(status=307, headers=elsewhere))
+    with pytest.raises(UnavailableError, match=encoder.url):
+        await client.encode(encoder.url, asking())
+    assert not other.requests
 
 
 @pytest.mark.parametrize("error", [OverloadedError("full"), NamespaceError("differs")])

@@ -117,13 +117,17 @@ async def test_an_answer_that_is_not_ours_may_be_better_elsewhere(start, client,
 
 
 async def test_a_redirect_is_not_followed(start, client):
-    """The token is for this encoder only."""
-    encoder, other = await start(), await start()
-    elsewhere = {"Location": f"{other.url}/v1/encode"}
-    encoder.answers(lambda: web.Response(status=307, headers=elsewhere))
-    with pytest.raises(UnavailableError, match=encoder.url):
-        await client.encode(encoder.url, asking())
-    assert not other.requests
+    encoder, asked = await start(), []
+
+    async def handle(http: web.Request) -> web.Response:
+        asked.append(http.method)
+        return web.Response()
+
+    async with served("*", "/", handle) as other:
+        encoder.answers(lambda: web.Response(status=302, headers={"Location": f"http://{other}/"}))
+        with pytest.raises(UnavailableError, match=encoder.url):
+            await client.encode(encoder.url, asking())
+    assert not asked
 
 
 @pytest.mark.parametrize("error", [OverloadedError("full"), NamespaceError("differs")])

@@ -274,6 +274,14 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
     ]
 
 
+async def test_a_listener_that_is_cancelled_takes_nothing_along(frontend, dispatcher, control):
+    expect = frontend.start("rid", ITEMS, 1)
+    frontend.ended("rid").cancel()
+    dispatcher.go_on.set()
+    await idle(frontend)
+    assert control.told == [("expect", expect)]
+
+
 def key_of(item: EncodeItem) -> bytes:
     return item.data[:1] * 32 if item.data else b""
 

@@ -375,7 +375,8 @@ class Frontend:
             "Delivered %d items of %s in %.1f ms, %d by encoders",
             *(total, request.rid, elapsed_ms, request.sent),
         )
-        request.ended.set_result(None)
+        if not request.ended.done():  # as it is when its listener was cancelled
+            request.ended.set_result(None)
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""

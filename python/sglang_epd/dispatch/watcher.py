@@ -160,8 +160,7 @@ class Watcher:
                 try:
                     await self._follow(session)
                 except UnavailableError as error:
-                    taken = f"{self._what()}: the port is in use ({error})"
-                    raise ConfigError(taken) from None
+                    raise ConfigError(f"{self._what()}: the port is in use ({error})") from None
             prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace)
             stack.push_async_callback(prober.close)
 

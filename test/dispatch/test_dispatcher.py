@@ -234,16 +234,6 @@ async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, d
     assert only.items == [0] * 4
 
 
-async def test_only_the_encoders_that_the_request_names_are_asked(two, dispatch):
-    named, other = two
-    named.refuses(UnavailableError("draining"))
-    with pytest.raises(UnavailableError, match="draining"):
-        await dispatch(urls(two), among={named.url})
-    assert other.items == []
-    with pytest.raises(UnavailableError, match="none of the encoders that the request names"):
-        await dispatch(urls(two), among={"http://no:1"})
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -82,9 +82,8 @@ class FakeDispatcher:
         self.layouts: dict[int, ItemLayout] = {}
         self.sources: dict[int, str] = {}
 
-    async def run(self, reply_to, items, deadline, *args, span=OFF, asker="") -> dict:
+    async def run(self, reply_to, items, deadline, note, span=OFF, asker="") -> dict:
         assert self._control.told, "the scheduler is told before any encoder is asked"
-        *_, note = args
         self.runs.append((reply_to, items, deadline))
         self.started.set()
         await self.gates.get(reply_to.ticket, self.go_on).wait()

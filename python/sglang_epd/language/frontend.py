@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -73,7 +73,6 @@ class _Request:
     layouts: dict[int, ItemLayout]
     expect: Expect
     slot: Slot | None
-    among: Collection[str] | None
     deadline: float
     span: Span = OFF
     unheard: bool = False
@@ -131,7 +130,6 @@ class Frontend:
         items: list[EncodeItem],
         consumers: int,
         slot: Slot | None = None,
-        among: Collection[str] | None = None,
         *,
         parent: Span = OFF,
     ) -> Expect:
@@ -143,7 +141,6 @@ class Frontend:
             rid: the request's id, under which it may be cancelled.
             consumers: how many scheduler requests will wait for these items.
             slot: where a decode server learns the layouts, or that there will be none.
-            among: encoders that may be asked; None for all.
             parent: the span of the request.
         """
         keys = [self._key(item) for item in items]
@@ -153,7 +150,7 @@ class Frontend:
             self._tally.observe("request_items", count, modality)
         expect = self._announcement(items, keys, layouts, consumers, span)
         deadline = time.monotonic() + self._timeout_s
-        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline, span))
+        self._begin(_Request(rid, items, keys, layouts, expect, slot, deadline, span))
         return expect
 
     def again(self, rid: str, items: list[EncodeItem], expect: Expect, parent: Span = OFF) -> None:
@@ -172,7 +169,7 @@ class Frontend:
         layouts = self._recall(items, keys)
         deadline = time.monotonic() + expect.ttl_s
         span = parent.child("epd_media", items=len(items), again=True)
-        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline, span))
+        self._begin(_Request(rid, items, keys, layouts, expect, None, deadline, span))
 
     def _announcement(
         self,
@@ -347,7 +344,6 @@ class Frontend:
             reply_to,
             items,
             request.deadline,
-            request.among,
             request.sources.__setitem__,
             span=request.span,
             asker=request.rid,

@@ -12,15 +12,15 @@ from pathlib import Path
 _USES = {
     "test_reuse": "qwen2_5",
     "test_adaptive": "adaptive",
+    "test_budget": "small_budget",
     "test_rival": "in_tree",
-    "test_budget": "store",
     "test_store": "store",
     "": "qwen3",
     # Compared with what has been asked of either by now.
     "test_backends": "backends",
+    "test_chaos": "chaos",
     "test_survival_links": "two_encoders",
     "test_survival": "two_encoders",
-    "test_chaos": "two_encoders",
     "test_trace": "trace",
     "test_hub": "hub",
     "test_towers": "towers",

@@ -12,18 +12,17 @@ from integration.counters import counted, total
 from integration.topology import Machine, Topology
 
 Photographs = list[Image.Image]
-ROLE = "language@budget"
 
 
 @pytest.fixture(scope="module")
 def topology(machine: Machine) -> Topology:
-    return machine.use("store")
+    return machine.use("small_budget")
 
 
 def test_requests_wait_for_memory_and_all_are_answered(
     machine: Machine, topology: Topology, photographs: Photographs
 ) -> None:
-    client = topology.client(ROLE)
+    client = topology.client()
     pictures = [photographs[index % 2].resize((448, 448)).rotate(7 * index) for index in range(4)]
     parts = [image_part(data_url(picture)) for picture in pictures]
     message = user(*parts, text_part("What do these have in common?"))
@@ -38,7 +37,7 @@ def test_requests_wait_for_memory_and_all_are_answered(
 def test_more_than_the_budget_fails_at_once_and_nobody_else(
     topology: Topology, photographs: Photographs
 ) -> None:
-    client = topology.client(ROLE)
+    client = topology.client()
     square = photographs[0].resize((448, 448))
     part = image_part(data_url(square))
     huge = image_part(data_url(photographs[0].resize((1920, 1344))))
@@ -53,7 +52,7 @@ def test_more_than_the_budget_fails_at_once_and_nobody_else(
 
 
 def test_every_step_is_counted(topology: Topology, photographs: Photographs) -> None:
-    client = topology.client(ROLE)
+    client = topology.client()
     steps = [f"receiver_{name}_total" for name in ("offers", "grants", "received_bytes")]
     before = [total(client.url, step) for step in steps]
     client.answer(user(image_part(data_url(photographs[0]))))

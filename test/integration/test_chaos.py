@@ -25,7 +25,6 @@ from integration.client import (
 )
 from integration.counters import delivered, status, total
 from integration.topology import START_TIMEOUT_S, Machine, Topology
-from sglang_epd.config import Settings
 
 BURST = 200
 # A load with a fault: so many requests before it, one each so often, and many at once with it.
@@ -34,7 +33,7 @@ TOKENS = 4
 # Whatever waits for what only a broken server would not do; requests may take 120 s.
 SOON_S = 60.0
 
-ENCODERS = ("encoder", "registering")
+ENCODERS = ("encoder", "encoder@2")
 
 
 @dataclass
@@ -57,13 +56,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def started(machine: Machine, photographs: list[Image.Image]) -> Case:
-    """The servers of other tests of faults, which dispatch in turn and soon give up; here by the
-    default settings."""
-    topology = machine.use("two_encoders")
-    policy, wait_s = Settings().dispatch_policy, Settings().encoder_wait_s
-    env = {"SGLANG_EPD_DISPATCH_POLICY": policy, "SGLANG_EPD_ENCODER_WAIT_S": f"{wait_s:g}"}
-    topology.restart("language", **env)
-    _start_fallen(topology)
+    topology = machine.use("chaos")
     language = topology.client()
     messages = [about_a_crop(photographs, number) for number in range(BURST)]
     with ThreadPoolExecutor(4) as pool:  # no more than encoders take
@@ -71,18 +64,15 @@ def started(machine: Machine, photographs: list[Image.Image]) -> Case:
     return Case(topology, language, messages, expected)
 
 
-def _start_fallen(topology: Topology) -> None:
-    fallen = [name for name in ENCODERS if not topology.servers[name].running]
-    for name in fallen:
-        topology.servers[name].start()
-    for name in fallen:
-        topology.servers[name].wait_ready(START_TIMEOUT_S)
-
-
 @pytest.fixture
 def case(started: Case) -> Case:
     """With both encoders up."""
-    _start_fallen(started.topology)
+    servers = started.topology.servers
+    fallen = [servers[name] for name in ENCODERS if not servers[name].running]
+    for server in fallen:
+        server.start()
+    for server in fallen:
+        server.wait_ready(START_TIMEOUT_S)
     return started
 
 
@@ -145,15 +135,15 @@ def test_more_than_the_encoders_take_is_answered_all_the_same(
 
 
 def test_what_a_frozen_encoder_has_is_taken_elsewhere(case: Case, pool: ThreadPoolExecutor) -> None:
-    pid = case.topology.servers["registering"].pid
-    asked = _begin_load(case, pool, "registering")
+    pid = case.topology.servers["encoder@2"].pid
+    asked = _begin_load(case, pool, "encoder@2")
     os.killpg(pid, signal.SIGSTOP)
     try:
         # It thaws only when all have been answered.
         _check([*asked, *_go_on(case, pool)])
     finally:
         os.killpg(pid, signal.SIGCONT)
-    _wait_until_used(case, "registering")
+    _wait_until_used(case, "encoder@2")
 
 
 def test_a_killed_encoder_costs_nothing_and_is_used_again_when_it_is_back(
@@ -170,8 +160,8 @@ def test_a_killed_encoder_costs_nothing_and_is_used_again_when_it_is_back(
 def test_an_encoder_that_is_told_to_go_finishes_and_costs_nothing(
     case: Case, pool: ThreadPoolExecutor
 ) -> None:
-    server = case.topology.servers["registering"]
-    asked = _begin_load(case, pool, "registering")
+    server = case.topology.servers["encoder@2"]
+    asked = _begin_load(case, pool, "encoder@2")
     os.kill(server.pid, signal.SIGTERM)
     _check([*asked, *_go_on(case, pool)])
     until(lambda: not server.running, SOON_S, "told to go, it stays")

@@ -315,13 +315,19 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
-    # Nothing is kept but in the store; and a budget of eight images of 448 px.
+    # Nothing is kept but in the store.
     "store": lambda: Topology(
         _TINY,
-        ("encoder", "language", "language@budget"),
-        {"SGLANG_EPD_SHARED_MEMORY": "off", **_NOTHING_KEPT},
+        _TOGETHER,
+        _NOTHING_KEPT,
         flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
-        own_env={"language@budget": {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1"}},
+    ),
+    "small_budget": lambda: Topology(
+        _TINY,
+        _TOGETHER,
+        # Eight images of 448 px.
+        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
+        flags={"language": "--enable-metrics"},
     ),
     "reuse": lambda: Topology(
         _TINY,
@@ -362,14 +368,19 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
     ),
+    # Encoders soon have too much.
+    "chaos": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language"),
+        {"SGLANG_EPD_ENCODER_MAX_ITEMS": "4", **_NOTHING_KEPT},
+        {"language": _NO_PREFIXES},
+    ),
     "two_encoders": lambda: Topology(
         _TINY,
         ("encoder", "registering", "language"),
         {
             "SGLANG_EPD_TOKEN": TOKEN,
             "SGLANG_EPD_ENCODER_WAIT_S": "5",
-            # Little enough for a burst to be too much.
-            "SGLANG_EPD_ENCODER_MAX_ITEMS": "16",
             "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
             **_NOTHING_KEPT,
         },

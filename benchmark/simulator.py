@@ -24,12 +24,12 @@ import msgspec
 from pages import machine, table
 
 from encoder import RESULTS
+from sglang_epd.profile import Profile, load_profile
+from sglang_epd.schema import convert, load
 from sglang_epd_plan import plots
 from sglang_epd_plan.goodput import goodput
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.profile import Profile, load_profile
 from sglang_epd_plan.report import Report, Slo
-from sglang_epd_plan.schema import convert, load
 from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic, Workload
 

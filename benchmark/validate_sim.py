@@ -49,13 +49,13 @@ from pictures import jpeg
 from encoder import RESULTS
 from make_checkpoint import ensure
 from sglang_epd.cli.processes import ServerProcess, free_port, stop_all
+from sglang_epd.profile import Profile
+from sglang_epd.schema import convert
 from sglang_epd_plan.clients import Demand, generators
 from sglang_epd_plan.goodput import goodput
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Request
 from sglang_epd_plan.report import Slo
-from sglang_epd_plan.schema import convert
 from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Closed, Traffic, Workload, intervals
 

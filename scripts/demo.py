@@ -5,6 +5,9 @@ photograph and then about three side by side over the OpenAI API, prints each an
 it streams in and how long each image spent in each stage of which encoder, and stops
 everything. The model is random, so its answers are words but no sense; that they depend
 on the photographs is checked by `scripts/make_checkpoint.py NAME --check`.
+
+With `--emulate PROFILE` a fleet runs on emulated accelerators instead, `bench_serving` sends it
+pictures, and one table says what it saw and how busy each accelerator was.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,11 +33,14 @@ import httpx
 import openai
 from PIL import Image
 
+import demo_emulated
 import photographs
 from checkpoints.families import SPECS
 from make_checkpoint import ensure
 from sglang_epd.cli.logs import FIRST_PHASE, PHASES
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+from sglang_epd.errors import ConfigError
+from sglang_epd.profile import load_profile
 
 _HOST = "127.0.0.1"
 
@@ -99,22 +106,22 @@ def plan_fleet(checkpoint: Path, logs: Path, *, pd: bool) -> Fleet:
 
 
 @contextlib.contextmanager
-def running(fleet: Fleet, timeout_s: float) -> Iterator[None]:
+def running(servers: list[ServerProcess], timeout_s: float) -> Iterator[None]:
     """Start all servers together, wait for all, and stop them whatever happens."""
     begin = time.monotonic()
     try:
-        for server in fleet.servers:
+        for server in servers:
             server.start()
             print(f"  {'':>7} {server.name:<9} started, pid {server.pid}", flush=True)
-        for server in fleet.servers:
+        for server in servers:
             remaining_s = timeout_s - (time.monotonic() - begin)
-            server.wait_ready(remaining_s, on_wait=_PhasePrinter(fleet.servers, begin))
+            server.wait_ready(remaining_s, on_wait=_PhasePrinter(servers, begin))
             print(f"  {_since(begin)} {server.name:<9} ready", flush=True)
         yield
     finally:
         stopping = time.monotonic()
         print("\nStopping the servers", end="", flush=True)
-        stop_all(fleet.servers)
+        stop_all(servers)
         print(f": done in {time.monotonic() - stopping:.1f} s")
 
 
@@ -225,28 +232,71 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pd", action="store_true", help="prefill and decode apart as well")
-    parser.add_argument("--checkpoint", choices=sorted(SPECS), default="tiny-qwen2_5-vl")
+    parser.add_argument("--checkpoint", choices=sorted(SPECS))
+    parser.add_argument("--emulate", metavar="PROFILE", help="on emulated accelerators")
+    parser.add_argument("--encoders", type=int, default=1, help="with --emulate")
+    parser.add_argument("--language", type=int, default=1, help="with --emulate")
+    parser.add_argument(
+        "--dilate",
+        type=float,
+        default=8.0,
+        help="with --emulate: how many times slower the emulated machines are, beside this one",
+    )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the start-up")
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
 
-    print(f"Making the checkpoint {options.checkpoint}", flush=True)
-    checkpoint = ensure(options.checkpoint)
+    if options.emulate:
+        return emulated(options)
+    name = options.checkpoint or "tiny-qwen2_5-vl"
+    print(f"Making the checkpoint {name}", flush=True)
+    checkpoint = ensure(name)
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
     fleet = plan_fleet(checkpoint, logs, pd=options.pd)
     print("Its weights are random: what it says of a picture depends on it, but means nothing")
     print(f"Starting {len(fleet.servers)} servers; their logs are in {logs}", flush=True)
     try:
-        with running(fleet, options.timeout):
-            ask(fleet, options.checkpoint, "What is in this photograph?", ["coffee"])
+        with running(fleet.servers, options.timeout):
+            ask(fleet, name, "What is in this photograph?", ["coffee"])
             side_by_side = ["astronaut", "rocket", "cat"]
-            ask(fleet, options.checkpoint, "What do these have in common?", side_by_side)
+            ask(fleet, name, "What do these have in common?", side_by_side)
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except openai.OpenAIError as error:
         print(f"\nThe request failed: {error}\nThe logs are in {logs}", file=sys.stderr)
+        return 1
+    shutil.rmtree(logs)
+    return 0
+
+
+def emulated(options: argparse.Namespace) -> int:
+    """The demo on emulated accelerators; returns its exit status."""
+    try:
+        pixels = load_profile(options.emulate).pixels
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    small = "tiny-qwen2_5-vl" if pixels.patch_px == 14 else "tiny-qwen3-vl"
+    checkpoint = ensure(options.checkpoint or small)
+    logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
+    fleet = demo_emulated.fleet_of(options, checkpoint)
+    servers = demo_emulated.processes_of(fleet, options, logs)
+    routers = [server for server in servers if server.name == "router"]
+    others = [server for server in servers if server not in routers]
+    print(f"Starting {len(servers)} servers; their logs are in {logs}", flush=True)
+    try:
+        with contextlib.ExitStack() as up:
+            up.enter_context(running(others, options.timeout))
+            if routers:  # it asks its servers about themselves as it starts
+                up.enter_context(running(routers, options.timeout))
+            demo_emulated.show(fleet, options, checkpoint, logs)
+    except ServerError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError:
+        print(f"\nbench_serving failed; the logs are in {logs}", file=sys.stderr)
         return 1
     shutil.rmtree(logs)
     return 0

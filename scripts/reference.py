@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from sglang_epd import config
 from sglang_epd.cli.main import app
 from sglang_epd.config import Settings
+from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.observability.language import (
     DecisionMetrics,
@@ -152,6 +153,8 @@ def _table(settings: Iterable[Declared]) -> str:
 def metrics() -> dict[str, list[Any]]:
     """The metrics of each kind of server, as the objects that count."""
     encoder, language, decode = EncoderMetrics().registry, CollectorRegistry(), CollectorRegistry()
+    emulated = CollectorRegistry()
+    EmulationMetrics(emulated)
     StoreMetrics(encoder)
     for metrics in (DispatchMetrics, DecisionMetrics, ReceiverMetrics):
         metrics(language)
@@ -160,6 +163,7 @@ def metrics() -> dict[str, list[Any]]:
         "Encoders": _metrics_of(encoder),
         "Language and prefill servers": [*_metrics_of(language), weights_bytes()],
         "Decode servers": _metrics_of(decode),
+        "All of them, with `SGLANG_EPD_EMULATE`": _metrics_of(emulated),
     }
 
 

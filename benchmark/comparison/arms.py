@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
-from sglang_epd_plan.schema import Data
+from sglang_epd.schema import Data
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 400.0

@@ -1,4 +1,4 @@
-"""Finds data files by their names; `sglang_epd_plan.schema` reads them."""
+"""Finds data files by their names; `sglang_epd.schema` reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sglang_epd.errors import ConfigError
-from sglang_epd_plan.schema import Data, load
+from sglang_epd.schema import Data, load
 
 _T = TypeVar("_T", bound=Data)
 

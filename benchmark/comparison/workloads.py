@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pictures import jpeg
 
-from sglang_epd_plan.schema import Data
+from sglang_epd.schema import Data
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]

@@ -136,6 +136,12 @@ class Settings(Struct, frozen=True, kw_only=True):
         content_identity [servers that encode all media themselves]: Whether inline media have the
             names in the prefix cache that they have on language servers, of their bytes and not of
             their pixels.
+        emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
+            takes the time that a profile says. The name of a profile that comes along, or the path
+            of a file. For tests and benchmarks.
+        emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: By what factor those times are stretched,
+            so that the host's real time weighs less beside them; stretch arrivals as well, and
+            divide what is measured.
         log_format [encoders, language, decode]: How this package's own log lines are written:
             `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
             is about.
@@ -181,6 +187,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"
     content_identity: Switch = False
+    emulate: Text = ""
+    emulate_dilate: Number = 1.0
     log_format: LogFormat = "text"
     media_max_mb: Mebibytes = 64.0
     media_max_pixels: Count = 100_000_000

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_epd.profile import Profile
 from sglang_epd_plan import plots
 from sglang_epd_plan.model import simulate
 from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, plan
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.report import Report, Slo
 from sglang_epd_plan.topology import parse, parse_failure
 from sglang_epd_plan.workload import Traffic, Workload

@@ -9,8 +9,8 @@ from typing import Any
 
 import simpy
 
+from sglang_epd.profile import Profile
 from sglang_epd_plan.prefixes import Chain, length
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Conversation, Item, Outcome, Request
 from sglang_epd_plan.workload import Closed, Kind, Popularity, Traffic, Workload, drawn, intervals
 

@@ -56,10 +56,10 @@ def plan(
             f"the planner needs {' and '.join(missing)}: "
             'pip install ".[plan]" in a clone of sglang-epd'
         )
+    from sglang_epd.profile import load_profile
+    from sglang_epd.schema import convert, load
     from sglang_epd_plan import answers
-    from sglang_epd_plan.profile import load_profile
     from sglang_epd_plan.report import Slo
-    from sglang_epd_plan.schema import convert, load
     from sglang_epd_plan.workload import Workload
 
     if topology and shape:

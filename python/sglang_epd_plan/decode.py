@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from sglang_epd_plan.profile import Language
+from sglang_epd.profile import LanguageCosts
 from sglang_epd_plan.records import Request
 
 
@@ -20,7 +20,7 @@ class DecodeBatch:
         context: tokens of all sequences together.
     """
 
-    def __init__(self, costs: Language) -> None:
+    def __init__(self, costs: LanguageCosts) -> None:
         self._costs = costs
         self._steps = 0
         self._ends: list[tuple[int, int, Request]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import simpy
 
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job
-from sglang_epd_plan.profile import Profile
+from sglang_epd.profile import Profile
 from sglang_epd_plan.records import Item
 from sglang_epd_plan.transfer import Port, Threads
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from sglang_epd.errors import ConfigError
+from sglang_epd.profile import Profile
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Outcome, Request
 from sglang_epd_plan.report import Report, Slo
 from sglang_epd_plan.topology import Topology

@@ -8,9 +8,9 @@ from functools import partial
 
 import simpy
 
+from sglang_epd.profile import LanguageCosts
 from sglang_epd_plan.decode import DecodeBatch
 from sglang_epd_plan.prefill import Pass, PrefillQueue
-from sglang_epd_plan.profile import Language
 from sglang_epd_plan.records import Item, Request
 from sglang_epd_plan.transfer import Port, Threads
 
@@ -33,7 +33,7 @@ class Server:
     def __init__(
         self,
         env: simpy.Environment,
-        costs: Language,
+        costs: LanguageCosts,
         *,
         encodes: bool,
         decodes: bool,

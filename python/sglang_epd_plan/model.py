@@ -13,11 +13,11 @@ import msgspec
 import simpy
 
 from sglang_epd.errors import ConfigError
+from sglang_epd.profile import Profile
 from sglang_epd_plan.clients import Clients, Demand, generators
 from sglang_epd_plan.dispatch import PROBE_S, Dispatch, Reports
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.language import Server
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.records import Item, Outcome, Request
 from sglang_epd_plan.report import Report
 from sglang_epd_plan.topology import Failure, Topology

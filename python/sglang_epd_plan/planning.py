@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_epd.errors import ConfigError
+from sglang_epd.profile import Profile
+from sglang_epd.schema import convert
 from sglang_epd_plan.goodput import Goodput, Trial, goodput, trial
-from sglang_epd_plan.profile import Profile
 from sglang_epd_plan.report import Report, Slo
-from sglang_epd_plan.schema import convert
 from sglang_epd_plan.topology import Topology
 from sglang_epd_plan.workload import Closed, Kind, Workload, mean
 
@@ -88,8 +88,7 @@ def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
         tower = profile.encoder.tower
         encode += share * items * tower.seconds([patches])
         language = profile.language
-        each = language.prefill_token_s + tokens / 2 * language.prefill_context_s
-        prefill += share * (language.prefill_launch_s + tokens * each)
+        prefill += share * language.prefill_s([(tokens, 0)])
         output = mean(kind.output_tokens)
         batch = _batch(profile, slo, tokens + output / 2)
         decode += share * output * language.step_s(batch, batch * tokens) / batch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from sglang_epd.profile import LanguageCosts
 from sglang_epd_plan.prefixes import Chain, PrefixCache, length
-from sglang_epd_plan.profile import Language
 from sglang_epd_plan.records import Item, Request
 
 
@@ -24,17 +24,14 @@ class Pass:
     items: list[Item] = field(default_factory=list)
     received: int = 0
 
-    def seconds(self, costs: Language) -> float:
+    def seconds(self, costs: LanguageCosts) -> float:
         """Time of the prefill, without the tower."""
         if not self.parts:
             return 0.0
-        seconds = costs.prefill_launch_s + self.received * costs.received_item_s
-        for request, tokens in self.parts:
-            context = request.prefilled + tokens / 2
-            seconds += tokens * (costs.prefill_token_s + context * costs.prefill_context_s)
-        return seconds
+        parts = ((tokens, request.prefilled) for request, tokens in self.parts)
+        return costs.prefill_s(parts) + self.received * costs.received_item_s
 
-    def encode_seconds(self, costs: Language) -> float:
+    def encode_seconds(self, costs: LanguageCosts) -> float:
         """Time of the tower, in batches within its bounds."""
         if not self.items:
             return 0.0
@@ -66,7 +63,7 @@ class PrefillQueue:
         decodes: requests need room for their answers, too.
     """
 
-    def __init__(self, costs: Language, *, encodes: bool, decodes: bool) -> None:
+    def __init__(self, costs: LanguageCosts, *, encodes: bool, decodes: bool) -> None:
         self._costs = costs
         self._encodes = encodes
         self._decodes = decodes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_epd_plan.profile import Profile
+from sglang_epd.profile import Profile
+from sglang_epd.schema import Data, Rate
 from sglang_epd_plan.records import Outcome, Request
-from sglang_epd_plan.schema import Data, Rate
 from sglang_epd_plan.topology import Topology
 
 if TYPE_CHECKING:

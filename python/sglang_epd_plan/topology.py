@@ -10,8 +10,8 @@ import re
 
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
-from sglang_epd_plan.profile import Profile
-from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, convert
+from sglang_epd.profile import Profile
+from sglang_epd.schema import Cost, Count, Data, Positive, Rate, convert
 
 _NOTATION = re.compile(
     r"(?P<alone>[1-9]\d*)EPD"

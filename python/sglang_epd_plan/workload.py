@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sglang_epd.errors import ConfigError
-from sglang_epd_plan.profile import Pixels
-from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text
+from sglang_epd.profile import Pixels
+from sglang_epd.schema import Cost, Count, Data, Positive, Rate, Text
 
 
 class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):

@@ -14,6 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
+    "reproduce",
     *("hostile_media", "hostile_attacks", "hostile_report"),
 )
 

@@ -14,6 +14,7 @@ _USES = {
     "test_adaptive": "adaptive",
     "test_budget": "small_budget",
     "test_rival": "in_tree",
+    "test_emulation": "emulated",
     "test_store": "store",
     "": "qwen3",
     # Compared with what has been asked of either by now.

@@ -231,6 +231,8 @@ _NO_PREFIXES = "--disable-radix-cache"
 _BFLOAT16 = "--dtype bfloat16"
 # Triton's kernels run as Python where there is no driver for them.
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
+# Of emulated accelerators: a tower's pass takes 0.4 s, a decode step an eighth.
+DILATION = 20
 
 
 def _backend(name: str) -> dict[str, str]:
@@ -313,6 +315,18 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "encoder": {"SGLANG_ENCODER_MAX_BATCH_SIZE": "8"},
             "language": {"SGLANG_ENCODER_HTTP_TIMEOUT": "1800"},
         },
+    ),
+    # A fork would be of a process that has hooked SGLang already.
+    "emulated": lambda: Topology(
+        _TINY,
+        (*_TOGETHER, "caching"),
+        {
+            "SGLANG_EPD_EMULATE": "h100-qwen2_5-vl-7b",
+            "SGLANG_EPD_EMULATE_DILATE": str(DILATION),
+            **_NOTHING_KEPT,
+        },
+        {"language": "--enable-metrics", "caching": "--enable-metrics"},
+        typed=(*_TOGETHER, "caching"),
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.

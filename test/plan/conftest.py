@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plan.machines import KIND, PROFILE
-from sglang_epd_plan.profile import Profile
-from sglang_epd_plan.schema import convert
+from sglang_epd.profile import Profile
+from sglang_epd.schema import convert
 from sglang_epd_plan.workload import Workload
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from plan.machines import KIND, PROFILE
 from sglang_epd.errors import ConfigError
+from sglang_epd.profile import Profile, load_profile
+from sglang_epd.schema import convert, load
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.profile import Profile, load_profile
 from sglang_epd_plan.records import Outcome, Request
 from sglang_epd_plan.report import Slo
-from sglang_epd_plan.schema import convert, load
 from sglang_epd_plan.topology import Failure, Topology, parse
 from sglang_epd_plan.workload import Traffic, Workload
 

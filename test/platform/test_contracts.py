@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd.platform import prefix_attention, seams
+from sglang_epd.platform import emulation, prefix_attention, seams
 
 
 def source(module: str) -> str:
@@ -100,3 +100,40 @@ def test_a_module_that_moved_does_not_go_unnoticed(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "The CPU platform changes sglang.srt.managers.moved, which this SGLang does not have"
     ]
+
+
+def test_every_batch_passes_where_an_emulated_accelerator_is_hooked():
+    scheduler = class_of("sglang.srt.managers.scheduler", "Scheduler")
+    run = method(scheduler, "run_batch")
+    assert [one.arg for one in run.args.args] == ["self", "batch", "pp_proxy_tensors"]
+    assert "self.internal_state.get_internal_state(recv_req)" in ast.unparse(
+        method(scheduler, "get_internal_state")
+    )
+    for loop in ("event_loop_normal", "event_loop_overlap"):
+        body = ast.unparse(method(scheduler, loop))
+        assert body.count("self.run_batch(") == 1 and "forward_batch" not in body
+    assert method(class_of("sglang.srt.model_executor.model_runner", "ModelRunner"), "load_model")
+
+
+def test_results_are_waited_for_by_their_event_alone():
+    """`PassDone` has what is called of it."""
+    asked = set()
+    for module in (
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "sglang.srt.managers.utils",
+        "sglang.srt.disaggregation.prefill",
+    ):
+        for node in ast.walk(ast.parse(source(module))):
+            if isinstance(node, ast.Attribute) and "copy_done" in ast.unparse(node.value):
+                asked.add(node.attr)
+    assert asked == {"synchronize", "record", "query"}
+    assert all(hasattr(emulation.PassDone, name) for name in asked)
+
+
+def test_towers_are_run_by_the_methods_that_are_priced():
+    assert 'f"get_{modality_id}_feature"' in source("sglang.srt.managers.mm_utils")
+    encoder = source("sglang.srt.disaggregation.encoder.server")
+    assert 'getattr(target, f"get_{modality_str}_feature")' in encoder
+    assert 'target = self.model.thinker if hasattr(self.model, "thinker")' in " ".join(
+        encoder.split()
+    )

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_epd.emulated import EmulatedAccelerator
 from sglang_epd.platform import defaults
+from sglang_epd.profile import load_profile
 
 UNSET = {
     "attention_backend": None,
@@ -15,6 +17,7 @@ UNSET = {
     "dtype": "auto",
     "max_running_requests": None,
     "max_total_tokens": None,
+    "chunked_prefill_size": None,
 }
 
 
@@ -74,6 +77,16 @@ def test_everything_is_chosen_for_a_user_who_chose_nothing(model_config):
     assert model_config.dtype == torch.float32
     assert args.max_running_requests == defaults.MAX_RUNNING_REQUESTS
     assert defaults.MIN_TOKENS <= args.max_total_tokens <= defaults.MAX_TOKENS
+
+
+def test_an_emulated_accelerator_schedules_as_one_does(model_config, monkeypatch):
+    emulated = EmulatedAccelerator(load_profile("a100-qwen3-vl-4b"))
+    monkeypatch.setattr(defaults, "accelerator", lambda: emulated)
+    args, chosen = arguments(), arguments(chunked_prefill_size=64)
+    for one in (args, chosen):
+        defaults.apply_defaults(one)
+        assert not one.disable_overlap_schedule
+    assert (args.chunked_prefill_size, chosen.chunked_prefill_size) == (2048, 64)
 
 
 def test_what_the_user_chose_stays(model_config):

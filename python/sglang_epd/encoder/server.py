@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from sglang_epd import logs, spans
+from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings, announce
@@ -45,6 +45,7 @@ from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingThread, MediaLimits
 from sglang_epd.namespace import namespace
+from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store
@@ -97,7 +98,7 @@ def launch(server_args: Any) -> None:
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
     registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
     name = f"{trust.scheme}://{serving.host}:{serving.port}"
-    metrics = EncoderMetrics()
+    metrics = _metrics()
     begin_span = _spans()
     store = _open_store(settings, metrics)
 
@@ -135,6 +136,7 @@ def launch(server_args: Any) -> None:
                 "dtype": towers[0].dtype,
                 "modalities": list(towers[0].modalities),
                 "encoder_only": True,
+                **emulated.mark(),
             }
             app = create_app(
                 service,
@@ -177,6 +179,13 @@ def launch(server_args: Any) -> None:
                 await registration.leave()
 
     _run(serve())
+
+
+def _metrics() -> EncoderMetrics:
+    metrics = EncoderMetrics()
+    if (accelerator := emulated.accelerator()) is not None:
+        accelerator.listen = EmulationMetrics(metrics.registry).count
+    return metrics
 
 
 def _allow_descriptors() -> None:

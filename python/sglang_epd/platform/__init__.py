@@ -2,9 +2,10 @@
 
 The two entry points are `activate`, which offers `cpu.CpuPlatform` to SGLang where
 no accelerator is found, and `register`, which asks for the seams that it needs.
-This folder works without the rest of the package and imports only `deferred` of it;
-nothing here is imported by the rest. At module level only `sglang.srt.platforms` may be
-imported: SGLang loads the platform half-way through its own imports.
+This folder works without the rest of the package, of which it imports only `deferred` and what
+an emulated accelerator needs; nothing here is imported by the rest. At module level only
+`sglang.srt.platforms` may be imported: SGLang loads the platform half-way through its own
+imports.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`: ask for this platform's seams in this process."""
+    """Entry point of `sglang.srt.plugins`: ask for this platform's seams in this process.
+
+    Raises:
+        SystemExit: an accelerator is to be emulated, and cannot be.
+    """
     if activate() is None:
+        if os.environ.get("SGLANG_EPD_EMULATE"):
+            raise SystemExit(
+                "SGLANG_EPD_EMULATE: nothing is emulated beside an accelerator, or with "
+                "SGLANG_USE_CPU_ENGINE=1"
+            )
         return
     from sglang_epd.platform.seams import install
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from sglang_epd.emulated import accelerator
+
 MAX_KV_BYTES = 2 << 30
 MAX_TOKENS = 65536
 MIN_TOKENS = 4096
@@ -34,9 +36,13 @@ def apply_defaults(server_args: Any) -> None:
         server_args.attention_backend = "torch_native"
     if asked["sampling_backend"] is None:
         server_args.sampling_backend = "pytorch"
-    # There is no device to overlap with: the CPU that would schedule ahead is the one
-    # that computes.
-    server_args.disable_overlap_schedule = True
+    emulated = accelerator()
+    if emulated is None:
+        # There is no device to overlap with: the CPU that would schedule ahead is the one
+        # that computes.
+        server_args.disable_overlap_schedule = True
+    elif asked["chunked_prefill_size"] is None:
+        server_args.chunked_prefill_size = emulated.profile.language.chunk_tokens
     # Else every idle scheduler takes a core from those at work.
     server_args.sleep_on_idle = True
     model_config = _model_config(server_args)

@@ -1,5 +1,5 @@
 """The SGLang modules that this platform changes, and the changes: here, or in `idle`,
-`prefix_attention` and `vision_attention`."""
+`prefix_attention`, `vision_attention` and, where it is asked for, `emulation`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_epd.deferred import when_imported
-from sglang_epd.platform import idle, prefix_attention, vision_attention
+from sglang_epd.platform import emulation, idle, prefix_attention, vision_attention
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ _CHANGES = {
     "sglang.srt.layers.attention.torch_native_backend": prefix_attention.install,
     "sglang.srt.multimodal.processors.qwen_vl": leave_frames,
 }
-_asked: set[str] = set()
+_asked = False
 
 
 def install() -> None:
@@ -79,13 +79,18 @@ def install() -> None:
 
     Both `register` and the platform's constructor ask: plug-ins are not loaded in
     the encoder's data-parallel children, the platform is resolved in every process.
+
+    Raises:
+        SystemExit: an accelerator is to be emulated, and cannot be.
     """
-    for name, change in _CHANGES.items():
-        if name not in _asked:
-            _asked.add(name)
-            if not _exists(name):
-                logger.warning("The CPU platform changes %s, which this SGLang does not have", name)
-            when_imported(name, change)
+    global _asked  # noqa: PLW0603
+    if _asked:
+        return
+    _asked = True
+    for name, change in (*_CHANGES.items(), *emulation.changes().items()):
+        if not _exists(name):
+            logger.warning("The CPU platform changes %s, which this SGLang does not have", name)
+        when_imported(name, change)
 
 
 def _exists(name: str) -> bool:

@@ -24,6 +24,7 @@ from PIL import Image
 from sglang_epd.decoding import Decoders
 from sglang_epd.device import device_of
 from sglang_epd.device.cuda import capture_beside_other_threads
+from sglang_epd.emulated import accelerator
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
@@ -197,8 +198,9 @@ class Engine:
     @property
     def depth(self) -> int:
         # On an accelerator the next pass is put on its stream while this one's output is
-        # copied; on a CPU it would only compete with it.
-        return 1 if self._copies is None else 2
+        # copied; on a CPU it would only compete with it. An emulated one is waited for in the
+        # tower's thread, where the next pass queues.
+        return 1 if self._copies is None and accelerator() is None else 2
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         return await self._breakage.watch(self._forward_once(batch), STUCK_S)

@@ -1,17 +1,19 @@
 """A profile: the costs of a model on a machine, measured, or reckoned from published figures.
 
-Each cost is a straight line, with a square term for attention. Other costs (kernels that change
-with the batch, clocks that throttle) have to be near a line where the profile is used.
+The planner (`sglang_epd_plan`) and emulated accelerators (`emulated`) reckon by it. Each cost is
+a straight line, with a square term for attention. Other costs (kernels that change with the
+batch, clocks that throttle) have to be near a line where the profile is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 
 from sglang_epd.errors import ConfigError
-from sglang_epd_plan.schema import Cost, Count, Data, Positive, Rate, Text, load
+from sglang_epd.schema import Cost, Count, Data, Positive, Rate, Text, load
+
+_SHIPPED = Path(__file__).parent / "profiles"
 
 
 class Pixels(Data, frozen=True):
@@ -26,7 +28,7 @@ class Pixels(Data, frozen=True):
     merge: Positive
 
 
-class Host(Data, frozen=True):
+class HostCosts(Data, frozen=True):
     """Fetching, decoding and preprocessing, in threads beside the accelerator.
 
     Attributes:
@@ -42,28 +44,29 @@ class Host(Data, frozen=True):
         return self.item_s + patches * self.patch_s
 
 
-class Tower(Data, frozen=True):
+class TowerCosts(Data, frozen=True):
     """One forward pass of the vision tower: `launch_s + sum(p patch_s + p^2 patch2_s)` over
     its items of p patches each.
 
     Attributes:
+        least_s: of a pass, however small: the host takes so long to launch it.
         batch_patches, batch_items: bounds on one pass (`SGLANG_EPD_ENCODER_BATCH_*`).
     """
 
     patch_s: Cost
     launch_s: Cost = 0.0
+    least_s: Cost = 0.0
     patch2_s: Cost = 0.0
     batch_patches: Positive = 16_384
     batch_items: Positive = 32
 
     def seconds(self, items: Iterable[float]) -> float:
         """Time of one pass over items, given by their patches."""
-        return self.launch_s + sum(
-            patches * (self.patch_s + patches * self.patch2_s) for patches in items
-        )
+        seconds = sum(patches * (self.patch_s + patches * self.patch2_s) for patches in items)
+        return max(self.least_s, self.launch_s + seconds)
 
 
-class Encoder(Data, frozen=True):
+class EncoderCosts(Data, frozen=True):
     """An encoder server.
 
     Attributes:
@@ -73,15 +76,15 @@ class Encoder(Data, frozen=True):
         max_items: items in work at a time; more are refused (`SGLANG_EPD_ENCODER_MAX_ITEMS`).
     """
 
-    tower: Tower
-    host: Host = Host()
+    tower: TowerCosts
+    host: HostCosts = HostCosts()
     gpus: Rate = 1.0
     hit_s: Cost = 0.0
     cache_mb: Count = 0
     max_items: Positive = 1024
 
 
-class Language(Data, frozen=True):
+class LanguageCosts(Data, frozen=True):
     """A server that runs prefill, decode or both.
 
     Attributes:
@@ -90,6 +93,7 @@ class Language(Data, frozen=True):
         host: preprocessing, where the server encodes.
         tower: encoding, likewise; prefill and decode wait meanwhile.
         received_item_s: the scheduler's time for each embedding from an encoder.
+        prefill_least_s: of a pass over prompts, as of a tower.
         prefill_token_s, prefill_context_s: time of each token, and of each token and token of
             context before it.
         decode_launch_s, decode_sequence_s, decode_context_s: time of a step, of each sequence
@@ -110,12 +114,13 @@ class Language(Data, frozen=True):
 
     prefill_token_s: Cost
     decode_launch_s: Cost
-    tower: Tower
-    host: Host = Host()
+    tower: TowerCosts
+    host: HostCosts = HostCosts()
     gpus: Rate = 1.0
     request_s: Cost = 0.0
     received_item_s: Cost = 0.0
     prefill_launch_s: Cost = 0.0
+    prefill_least_s: Cost = 0.0
     prefill_context_s: Cost = 0.0
     decode_sequence_s: Cost = 0.0
     decode_context_s: Cost = 0.0
@@ -126,6 +131,18 @@ class Language(Data, frozen=True):
     kv_tokens: Positive = 1_000_000
     prefix_cache: bool = True
     receive_mb: Positive = 2048
+
+    def prefill_s(self, parts: Iterable[tuple[float, float]]) -> float:
+        """Time of a pass over prompts, without the tower.
+
+        Args:
+            parts: the new tokens of each prompt, and its tokens before them.
+        """
+        seconds = sum(
+            new * (self.prefill_token_s + (before + new / 2) * self.prefill_context_s)
+            for new, before in parts
+        )
+        return max(self.prefill_least_s, self.prefill_launch_s + seconds)
 
     def step_s(self, sequences: int, context: float) -> float:
         """Time of one decode step; `context` is the tokens of all sequences together."""
@@ -162,8 +179,8 @@ class Profile(Data, frozen=True):
     hardware: Text
     model: Text
     pixels: Pixels
-    encoder: Encoder
-    language: Language
+    encoder: EncoderCosts
+    language: LanguageCosts
     links: Links
     gpu_hour_cost: Cost = 1.0
 
@@ -178,12 +195,11 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: there is no such profile, or the file is none.
     """
-    path = Path(name)
-    if path.suffix:
-        return load(path, Profile)
-    shipped = files("sglang_epd_plan") / "data"
-    names = sorted(Path(one.name).stem.removeprefix("profile-") for one in shipped.iterdir())
-    if name not in names:
-        known = ", ".join(names)
-        raise ConfigError(f"no profile is called {name!r}: give a file, or one of {known}")
-    return load(Path(str(shipped / f"profile-{name}.json")), Profile)
+    if Path(name).suffix:
+        return load(Path(name), Profile)
+    known = sorted(path.stem for path in _SHIPPED.glob("*.json"))
+    if name not in known:
+        raise ConfigError(
+            f"no profile is called {name!r}: give a file, or one of {', '.join(known)}"
+        )
+    return load(_SHIPPED / f"{name}.json", Profile)

@@ -334,14 +334,13 @@ def create_frontend(
 
 def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
-    pool = Pool(identity)
 
     def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
         tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
         level = logging.WARNING if new in (Health.SUSPECT, Health.OPEN) else logging.INFO
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
-    pool.on_move = on_move
+    pool = Pool(identity, on_move=on_move)
     bootstrap.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 

@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from make_checkpoint import ensure
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import ItemCost, Policy, policy, rendezvous
-from sglang_epd.dispatch.pool import Attempt, Pool, Report, Snapshot
+from sglang_epd.dispatch.pool import Pool, Report, Snapshot
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 IMAGES = 200
@@ -66,6 +67,8 @@ RESULTS = ROOT / "benchmark" / "results"
 SIZE = (308, 196)
 EMBEDDING_BYTES = 77 * 128 * 4
 CACHE_MB = 1
+
+Attempt = AbstractContextManager[asyncio.Event]
 
 
 @dataclass
@@ -270,7 +273,8 @@ class Replay:
         work = ItemCost(self._keys[image], self._patches(image))
         (url,) = choose([work], pool.snapshot(), self._rng)
         pool.assigned(1)
-        attempt = pool.attempt(url, work.patches).__enter__()
+        attempt = pool.attempt(url, work.patches)
+        attempt.__enter__()
         encoder = self._encoders[url]
         end = encoder.ask(work.key, work.patches, self._now)
         end = encoder.send(end, self._link_s) if self._link_s else end

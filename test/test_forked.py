@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,3 +49,11 @@ def test_what_it_was_a_fork_of_has_ended(fork: Callable[..., Fork]) -> None:
     lost = fork()
     with pytest.raises(ServerError, match="has ended"):
         lost.wait(5)
+
+
+def test_a_server_is_a_fork_whichever_test_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "one")
+    command, env = [sys.executable, "-m", fork_server.SERVER], dict(os.environ)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
+    assert ForkServer().can_be(command, env)
+    assert not ForkServer({"HF_HOME": "elsewhere"}).can_be(command, env)

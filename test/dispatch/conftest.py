@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,12 +23,7 @@ from sglang_epd.wire.http import (
 Answer = Callable[[EncodeRequest], Awaitable[web.Response]]
 
 
-def reply(request: EncodeRequest, *outcomes: ItemOutcome) -> web.Response:
-    return web.Response(body=encode_body(EncodeReply(request.request_id, "it", list(outcomes))))
-
-
-async def deliver_all(request: EncodeRequest) -> web.Response:
-    return reply(request, *(ItemOutcome(item.item, "delivered") for item in request.items))
+Start = Callable[[], Awaitable["FakeEncoder"]]
 
 
 class FakeEncoder:
@@ -35,7 +31,7 @@ class FakeEncoder:
 
     def __init__(self) -> None:
         self.url = ""
-        self.answer: Answer = deliver_all
+        self.answer: Answer = self.deliver
         self.requests: list[EncodeRequest] = []
         self.headers: list[dict[str, str]] = []
         self.peers: list[tuple[str, int]] = []
@@ -63,14 +59,25 @@ class FakeEncoder:
             self.dropped.set()
             raise
 
+    # Answers.
+
+    @staticmethod
+    def reply(request: EncodeRequest, *outcomes: ItemOutcome) -> web.Response:
+        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", list(outcomes))))
+
+    async def deliver(self, request: EncodeRequest) -> web.Response:
+        return self.reply(request, *(ItemOutcome(item.item, "delivered") for item in request.items))
+
+    @staticmethod
+    def refusal(error: EpdError, retry_after: str = "") -> web.Response:
+        body = encode_body(ErrorReply(error.code, error.message))
+        headers = {"Retry-After": retry_after} if retry_after else {}
+        return web.Response(body=body, status=error.status, headers=headers)
+
     # Behaviours.
 
     def refuses(self, error: EpdError) -> None:
-        async def answer(_request: EncodeRequest) -> web.Response:
-            body = encode_body(ErrorReply(error.code, error.message))
-            return web.Response(body=body, status=error.status)
-
-        self.answer = answer
+        self.answers(lambda: self.refusal(error))
 
     def closes(self) -> None:
         """Like a process that ends."""
@@ -85,7 +92,7 @@ class FakeEncoder:
 
     def says(self, *outcomes: ItemOutcome) -> None:
         async def answer(request: EncodeRequest) -> web.Response:
-            return reply(request, *outcomes)
+            return self.reply(request, *outcomes)
 
         self.answer = answer
 
@@ -96,25 +103,34 @@ class FakeEncoder:
         self.answer = answer
 
 
-@pytest.fixture
-async def start() -> AsyncIterator[Callable[[], Awaitable[FakeEncoder]]]:
-    """Starts one more encoder at each call."""
-    runners: list[web.AppRunner] = []
-
-    async def start() -> FakeEncoder:
-        encoder = FakeEncoder()
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/encode", encoder.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        runners.append(runner)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        encoder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return encoder
-
-    yield start
-    for runner in runners:
+@contextlib.asynccontextmanager
+async def served(
+    method: str, path: str, handle: Callable[[web.Request], Awaitable[web.StreamResponse]], **how
+) -> AsyncIterator[str]:
+    """A handler on loopback; its server's host and port."""
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route(method, path, handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, **how).start()
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
         await runner.cleanup()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts one more encoder at each call."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start() -> FakeEncoder:
+            encoder = FakeEncoder()
+            place = served("POST", "/v1/encode", encoder.handle)
+            encoder.url = f"http://{await stack.enter_async_context(place)}"
+            return encoder
+
+        yield start
 
 
 @pytest.fixture
@@ -164,23 +180,16 @@ class StatusServer:
 @pytest.fixture
 async def status_server() -> AsyncIterator[Callable[..., Awaitable[StatusServer]]]:
     """Starts one more at each call."""
-    runners: list[web.AppRunner] = []
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(namespace: str = "ours", tls: ssl.SSLContext | None = None) -> StatusServer:
-        server = StatusServer(namespace)
-        app = web.Application()
-        app.router.add_get("/v1/status", server.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        runners.append(runner)
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-        scheme = "https" if tls else "http"
-        server.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
-        return server
+        async def start(namespace: str = "ours", tls: ssl.SSLContext | None = None) -> StatusServer:
+            server = StatusServer(namespace)
+            place = served("GET", "/v1/status", server.handle, ssl_context=tls)
+            scheme = "https" if tls else "http"
+            server.url = f"{scheme}://{await stack.enter_async_context(place)}"
+            return server
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 @pytest.fixture

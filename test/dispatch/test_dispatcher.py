@@ -23,15 +23,7 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
-from sglang_epd.wire.http import (
-    EncodeItem,
-    EncodeReply,
-    ErrorReply,
-    ItemLayout,
-    ItemOutcome,
-    ReplyTo,
-    encode_body,
-)
+from sglang_epd.wire.http import EncodeItem, ItemLayout, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import (
     DECLINE_CANCELLED,
     DECLINE_DUPLICATE,
@@ -42,9 +34,8 @@ from sglang_epd.wire.messages import (
 )
 
 REPLY_TO = ReplyTo("tcp://127.0.0.1:1", "the-secret-ticket")
-
-
 PATIENCE = Patience(0.3, 5.0)
+FOREIGN = NamespaceError("the language server has A, this encoder B")
 
 
 def in_turn(items, snapshot, _rng):
@@ -62,109 +53,109 @@ def ready(*urls: str) -> Pool:
     return pool
 
 
-def dispatcher(client, pool, policy=in_turn, patience=PATIENCE) -> Dispatcher:
-    return Dispatcher(
-        client,
-        pool,
-        policy,
-        describe=lambda items: [ItemCost(b"", 1.0) for _ in items],
-        patience=patience,
-        rng=random.Random(0),
-    )
+def costs(items):
+    return [ItemCost(b"", 1.0) for _ in items]
 
 
 def some_items(count: int) -> list[EncodeItem]:
     return [EncodeItem(n, "IMAGE", f"image {n + 1} of {count}", data=b"png") for n in range(count)]
 
 
-def has_room_for(requests: int):
-    """An encoder's answers, that takes 10 ms for each and only so many at a time."""
-    live = 0
-
-    async def answer(request):
-        nonlocal live
-        if live >= requests:
-            body = encode_body(ErrorReply("OverloadedError", "full"))
-            return web.Response(body=body, status=503, headers={"Retry-After": "1"})
-        live += 1
-        await asyncio.sleep(0.01)
-        live -= 1
-        outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
-        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
-
-    return answer
-
-
 @pytest.fixture
-def dispatch(client):
-    """Run so many items over these URLs."""
+def run(client):
+    """Run so many items over the encoders of a pool."""
 
-    async def run(urls, count=2, *, policy=in_turn, seconds=5.0):
-        one = dispatcher(client, ready(*urls), policy)
-        return await one.run(REPLY_TO, some_items(count), time.monotonic() + seconds)
+    async def run(
+        pool, count=2, *, policy=in_turn, patience=PATIENCE, seconds=5.0, describe=costs, **options
+    ):
+        rng = random.Random(0)
+        one = Dispatcher(client, pool, policy, describe=describe, patience=patience, rng=rng)
+        return await one.run(REPLY_TO, some_items(count), time.monotonic() + seconds, **options)
 
     return run
 
 
-async def test_items_are_spread_with_all_that_an_encoder_needs(start, dispatch):
-    encoders = [await start(), await start()]
-    await dispatch([encoder.url for encoder in encoders], 5)
-    assert [encoder.items for encoder in encoders] == [[0, 2, 4], [1, 3]]
-    for encoder in encoders:
+@pytest.fixture
+def dispatch(run):
+    """The same over these URLs."""
+    return lambda urls, count=2, **options: run(ready(*urls), count, **options)
+
+
+@pytest.fixture
+async def two(start):
+    return await start(), await start()
+
+
+def urls(encoders) -> list[str]:
+    return [encoder.url for encoder in encoders]
+
+
+async def test_items_are_spread_with_all_that_an_encoder_needs(two, dispatch):
+    await dispatch(urls(two), 5)
+    assert [encoder.items for encoder in two] == [[0, 2, 4], [1, 3]]
+    for encoder in two:
         (request,) = encoder.requests
         assert (request.reply_to, request.namespace) == (REPLY_TO, "ns")
         assert 4 < request.ttl_s <= 5
         assert all(item.data == b"png" for item in request.items)
 
 
-async def test_the_request_id_does_not_give_the_ticket_away(start, dispatch):
-    encoders = [await start(), await start()]
+async def test_the_request_id_does_not_give_the_ticket_away(two, dispatch):
     for _ in range(2):
-        await dispatch([encoder.url for encoder in encoders], 2)
-    ids = [request.request_id for encoder in encoders for request in encoder.requests]
+        await dispatch(urls(two), 2)
+    ids = [request.request_id for encoder in two for request in encoder.requests]
     assert all(REPLY_TO.ticket not in request_id for request_id in ids)
-    assert all(len({r.request_id for r in encoder.requests}) == 2 for encoder in encoders)
+    assert all(len({r.request_id for r in encoder.requests}) == 2 for encoder in two)
 
 
 async def test_items_of_a_dead_encoder_go_to_another_and_only_those(start, dispatch, dead_url):
     encoder = await start()
     await dispatch([dead_url, encoder.url], 4)
     assert encoder.items == [1, 3, 0, 2]
-    assert len(encoder.requests) == 2
     assert len({request.request_id for request in encoder.requests}) == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda first: first.refuses(OverloadedError("full")),
+        lambda first: first.refuses(UnavailableError("draining")),
+        lambda first: first.refuses(FOREIGN),
+        lambda first: first.closes(),
+        lambda first: first.answers(lambda: web.Response(text="It works!")),
+        lambda first: first.says(ItemOutcome(7, "delivered")),
+    ],
+    ids=["full", "draining", "of another model", "dying", "a stranger", "forgetful"],
+)
+async def test_what_one_encoder_cannot_do_another_does(two, dispatch, fault):
+    first, second = two
+    fault(first)
+    await dispatch(urls(two), 4)
+    assert first.items == [0, 2]
+    assert second.items == [1, 3, 0, 2]
+
+
+async def test_one_failed_item_is_tried_elsewhere_alone(two, dispatch):
+    first, second = two
+    failed = ItemOutcome(0, "failed", EncodeError.__name__, "out of memory")
+    first.says(failed, ItemOutcome(2, "delivered"))
+    await dispatch(urls(two), 4)
+    assert second.items == [1, 3, 0]
 
 
 async def test_a_retry_does_not_wait_for_the_other_shares(start, dispatch, dead_url):
     slow = await start()
-    deliver, retried = slow.answer, asyncio.Event()
+    retried = asyncio.Event()
 
     async def only_after_the_retry(request):
         if request.items[0].item == 0:
             retried.set()
         await retried.wait()
-        return await deliver(request)
+        return await slow.deliver(request)
 
     slow.answer = only_after_the_retry
     await dispatch([dead_url, slow.url], 2)
     assert sorted(slow.items) == [0, 1]
-
-
-@pytest.mark.parametrize("error", [OverloadedError("full"), UnavailableError("draining")])
-async def test_a_refusal_of_the_moment_is_tried_elsewhere(start, dispatch, error):
-    full, free = await start(), await start()
-    full.refuses(error)
-    await dispatch([full.url, free.url], 3)
-    assert full.items == [0, 2]
-    assert free.items == [1, 0, 2]
-
-
-async def test_one_failed_item_is_tried_elsewhere_alone(start, dispatch):
-    first, second = await start(), await start()
-    first.says(
-        ItemOutcome(0, "failed", EncodeError.__name__, "out of memory"), ItemOutcome(2, "delivered")
-    )
-    await dispatch([first.url, second.url], 4)
-    assert second.items == [1, 3, 0]
 
 
 async def test_an_item_goes_round_before_it_returns_to_an_encoder(start, dispatch):
@@ -172,13 +163,13 @@ async def test_an_item_goes_round_before_it_returns_to_an_encoder(start, dispatc
     for encoder in encoders:
         encoder.refuses(OverloadedError("full"))
     with pytest.raises(OverloadedError, match="full"):
-        await dispatch([encoder.url for encoder in encoders], 4, seconds=1.0)
+        await dispatch(urls(encoders), 4, seconds=1.0)
     counts = [encoder.items.count(0) for encoder in encoders]
     assert max(counts) - min(counts) <= 1 and min(counts) >= 1
 
 
-async def test_an_encoder_that_joins_meanwhile_helps(start, client):
-    full, late = await start(), await start()
+async def test_an_encoder_that_joins_meanwhile_helps(two, run):
+    full, late = two
     pool = ready(full.url)
 
     async def refuse_and_let_join(_request):
@@ -186,14 +177,18 @@ async def test_an_encoder_that_joins_meanwhile_helps(start, client):
         return web.Response(status=503)
 
     full.answer = refuse_and_let_join
-    await dispatcher(client, pool).run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    await run(pool, 1)
     assert late.items == [0]
 
 
-async def test_without_an_encoder_one_is_waited_for(start, client):
-    late, pool = await start(), ready()
-    one = dispatcher(client, pool, patience=Patience(4.0, 5.0))
-    running = asyncio.create_task(one.run(REPLY_TO, some_items(2), time.monotonic() + 5))
+@pytest.mark.parametrize("dead", [False, True])
+async def test_where_no_encoder_is_left_one_is_waited_for(start, run, dead_url, dead):
+    late, pool = await start(), ready(*[dead_url] * dead)
+    running = asyncio.create_task(run(pool, patience=Patience(4.0, 5.0)))
+    if dead:
+        while pool.state(dead_url) is not Health.SUSPECT:
+            await asyncio.sleep(0.01)
+        pool.failed(dead_url, "no")
     await asyncio.sleep(0.05)
     assert not running.done()
     pool.add(late.url)
@@ -201,27 +196,11 @@ async def test_without_an_encoder_one_is_waited_for(start, client):
     assert late.items == [0, 1]
 
 
-async def test_when_all_have_failed_the_one_that_recovers_is_used(start, client, dead_url):
-    late, pool = await start(), ready(dead_url)
-    one = dispatcher(client, pool, patience=Patience(4.0, 5.0))
-    running = asyncio.create_task(one.run(REPLY_TO, some_items(1), time.monotonic() + 5))
-    while pool.state(dead_url) is not Health.SUSPECT:
-        await asyncio.sleep(0.01)
-    pool.failed(dead_url, "no")
-    await asyncio.sleep(0.05)
-    assert not running.done()
-    pool.add(late.url)
-    await running
-    assert late.items == [0]
-
-
-async def test_what_a_silent_encoder_has_goes_elsewhere_once_it_is_given_up(start, client):
-    frozen, other = await start(), await start()
+async def test_what_a_silent_encoder_has_goes_elsewhere_once_it_is_given_up(two, run):
+    frozen, other = two
     frozen.hangs()
-    pool = ready(frozen.url, other.url)
-    running = asyncio.create_task(
-        dispatcher(client, pool).run(REPLY_TO, some_items(2), time.monotonic() + 5)
-    )
+    pool = ready(*urls(two))
+    running = asyncio.create_task(run(pool))
     await frozen.asked.wait()
     pool.failed(frozen.url, "silent")
     await asyncio.sleep(0.05)
@@ -233,138 +212,137 @@ async def test_what_a_silent_encoder_has_goes_elsewhere_once_it_is_given_up(star
     assert all(one["requests"] == one["patches"] == 0 for one in pool.describe())
 
 
-async def test_an_encoder_that_takes_too_long_is_not_the_only_one(start, client):
-    slow, other = await start(), await start()
+async def test_an_encoder_that_takes_too_long_is_not_the_only_one(two, dispatch):
+    slow, other = two
     slow.hangs()
-    one = dispatcher(client, ready(slow.url, other.url), patience=Patience(1.0, 0.1))
-    await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    await dispatch(urls(two), 1, patience=Patience(1.0, 0.1))
     assert other.items == [0]
 
 
-async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, client):
+async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, dispatch):
     only = await start()
-    deliver, refusals = only.answer, 3
+    refusals = 3
 
     async def refuse_at_first(request):
         nonlocal refusals
         refusals -= 1
-        if refusals >= 0:
-            body = encode_body(ErrorReply("OverloadedError", "full"))
-            return web.Response(body=body, status=503)
-        return await deliver(request)
+        return await only.deliver(request) if refusals < 0 else only.refusal(OverloadedError("x"))
 
     only.answer = refuse_at_first
     # Being full is no failure: the patience for encoders that are gone does not end it.
-    one = dispatcher(client, ready(only.url), patience=Patience(0.01, 5.0))
-    await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
+    await dispatch([only.url], 1, patience=Patience(0.01, 5.0))
     assert only.items == [0] * 4
 
 
-async def test_an_item_that_every_encoder_fails_at_is_given_up(start, dispatch):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda one: one.says(ItemOutcome(0, "failed", "EncodeError", "NaN")), "NaN"),
+        (lambda one: one.closes(), "^image 1 of 1: 3 encoders ended while they had it$"),
+        (
+            lambda one: one.says(ItemOutcome(0, "failed", EncoderLostError.__name__, "broken")),
+            "3 encoders ended while they had it",
+        ),
+    ],
+    ids=["fails", "ends", "breaks"],
+)
+async def test_an_item_that_no_encoder_can_do_does_not_have_them_all(
+    start, dispatch, fault, message
+):
     encoders = [await start() for _ in range(5)]
     for encoder in encoders:
-        encoder.says(ItemOutcome(0, "failed", EncodeError.__name__, "NaN"))
-    with pytest.raises(EncodeError, match="NaN"):
-        await dispatch([encoder.url for encoder in encoders], 1)
+        fault(encoder)
+    with pytest.raises(EncodeError, match=message):
+        await dispatch(urls(encoders), 1)
     assert sum(len(encoder.items) for encoder in encoders) == 3
 
 
-async def test_an_item_that_ends_encoders_does_not_have_them_all(start, client):
-    encoders = [await start() for _ in range(5)]
+async def test_a_hundred_requests_on_small_encoders_all_come_through(two, run):
+    for encoder in two:
+        room = asyncio.Semaphore(4)
 
-    for encoder in encoders:
-        encoder.closes()
-    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)))
-    with pytest.raises(EncodeError, match=r"^image 1 of 1: 3 encoders ended while they had it$"):
-        await one.run(REPLY_TO, some_items(1), time.monotonic() + 5)
-    assert sum(len(encoder.items) for encoder in encoders) == 3
+        async def answer(request, encoder=encoder, room=room):
+            if room.locked():
+                return encoder.refusal(OverloadedError("full"), "1")
+            async with room:
+                await asyncio.sleep(0.01)
+                return await encoder.deliver(request)
 
-
-async def test_an_item_that_breaks_encoders_does_not_have_them_all(start, dispatch):
-    encoders = [await start() for _ in range(5)]
-    for encoder in encoders:
-        encoder.says(ItemOutcome(0, "failed", EncoderLostError.__name__, "its tower is broken"))
-    with pytest.raises(EncodeError, match="3 encoders ended while they had it"):
-        await dispatch([encoder.url for encoder in encoders], 1)
-    assert sum(len(encoder.items) for encoder in encoders) == 3
+        encoder.answer = answer
+    pool = ready(*urls(two))
+    await asyncio.gather(*(run(pool, policy=shuffle, seconds=20) for _ in range(100)))
+    assert min(len(encoder.items) for encoder in two) > 0
 
 
-async def test_a_hundred_requests_on_small_encoders_all_come_through(start, client):
-    encoders = [await start() for _ in range(2)]
-    for encoder in encoders:
-        encoder.answer = has_room_for(4)
-    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)), shuffle)
-    deadline = time.monotonic() + 20
-    await asyncio.gather(*(one.run(REPLY_TO, some_items(2), deadline) for _ in range(100)))
-    assert min(len(encoder.items) for encoder in encoders) > 0
-
-
-async def test_a_url_that_is_listed_twice_counts_once(start, dispatch):
-    twice, once = await start(), await start()
+async def test_a_url_that_is_listed_twice_counts_once(two, dispatch):
+    twice, once = two
     await dispatch([twice.url, twice.url, once.url], 4)
     assert (twice.items, once.items) == ([0, 2], [1, 3])
 
 
-@pytest.mark.parametrize("error", [MediaError, MediaTypeError, MediaTooLargeError])
-async def test_what_the_media_did_wrong_is_not_tried_elsewhere(start, dispatch, error):
-    first, second = await start(), await start()
-    first.says(ItemOutcome(0, "failed", error.__name__, "cannot be decoded"))
-    with pytest.raises(error, match=r"^image 1 of 1: cannot be decoded$") as raised:
-        await dispatch([first.url, second.url], 1)
+@pytest.mark.parametrize(
+    ("outcome", "error", "message"),
+    [
+        *(
+            (ItemOutcome(0, "failed", kind.__name__, "cannot be"), kind, "cannot be")
+            for kind in (MediaError, MediaTypeError, MediaTooLargeError)
+        ),
+        (ItemOutcome(0, "declined", DECLINE_TOO_LARGE), MediaTooLargeError, "its embedding .*"),
+    ],
+)
+async def test_what_the_media_did_wrong_is_not_tried_elsewhere(
+    two, dispatch, outcome, error, message
+):
+    first, second = two
+    first.says(outcome)
+    with pytest.raises(error, match=rf"^image 1 of 1: {message}$") as raised:
+        await dispatch(urls(two), 1)
     assert type(raised.value) is error
     assert second.items == []
 
 
-async def test_a_hopeless_item_cancels_the_other_shares_at_once(start, dispatch):
-    broken, slow = await start(), await start()
+async def test_a_hopeless_item_cancels_the_other_shares_at_once(two, dispatch):
+    broken, slow = two
     slow.hangs()
 
     async def fail_once_the_other_works(request):
         await slow.asked.wait()
-        outcome = ItemOutcome(0, "failed", "MediaError", "broken")
-        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", [outcome])))
+        return broken.reply(request, ItemOutcome(0, "failed", "MediaError", "broken"))
 
     broken.answer = fail_once_the_other_works
     started = time.monotonic()
     with pytest.raises(MediaError, match="broken"):
-        await dispatch([broken.url, slow.url], 2, seconds=60.0)
+        await dispatch(urls(two), 2, seconds=60.0)
     await asyncio.wait_for(slow.dropped.wait(), 5)
     assert time.monotonic() - started < 5
 
 
-async def test_an_encoder_of_another_model_is_passed_over(start, dispatch):
-    foreign, ours = await start(), await start()
-    foreign.refuses(NamespaceError("the language server has A, this encoder B"))
-    await dispatch([foreign.url, ours.url], 1)
-    assert ours.items == [0]
-
-
 async def test_only_encoders_of_another_model_are_an_error_that_shows_both(start, dispatch):
     foreign = await start()
-    foreign.refuses(NamespaceError("the language server has A, this encoder B"))
+    foreign.refuses(FOREIGN)
     with pytest.raises(NamespaceError, match="has A, this encoder B"):
         await dispatch([foreign.url], 1)
 
 
-async def test_a_hanging_encoder_ends_the_request_at_its_deadline(start, dispatch):
-    hanging, other = await start(), await start()
+async def test_a_hanging_encoder_ends_the_request_at_its_deadline(two, dispatch):
+    hanging, _ = two
     hanging.hangs()
     started = time.monotonic()
     with pytest.raises(DeadlineError):
-        await dispatch([hanging.url, other.url], 2, seconds=0.3)
+        await dispatch(urls(two), 2, seconds=0.3)
     assert 0.29 <= time.monotonic() - started < 2
     await asyncio.wait_for(hanging.dropped.wait(), 5)
 
 
-async def test_a_retry_has_only_what_is_left_of_the_deadline(start, dispatch):
-    slow, second = await start(), await start()
+async def test_a_retry_has_only_what_is_left_of_the_deadline(two, dispatch):
+    slow, second = two
 
     async def refuse_late(_request):
         await asyncio.sleep(0.2)
         return web.Response(status=503)
 
     slow.answer = refuse_late
-    await dispatch([slow.url, second.url], 1, seconds=1.0)
+    await dispatch(urls(two), 1, seconds=1.0)
     assert second.requests[0].ttl_s < 0.85
 
 
@@ -375,30 +353,17 @@ async def test_a_deadline_that_has_passed_asks_nobody(start, dispatch):
     assert encoder.items == []
 
 
-async def test_without_encoders_the_request_is_unavailable(dispatch):
+async def test_without_encoders_the_request_is_unavailable_and_nothing_is_done(dispatch):
+    await dispatch([], 0)
     with pytest.raises(UnavailableError, match="no encoder is known"):
         await dispatch([], 2)
 
 
-async def test_a_reply_that_is_not_ours_is_tried_elsewhere(start, dispatch):
-    stranger, encoder = await start(), await start()
-    stranger.answers(lambda: web.Response(text="It works!"))
-    await dispatch([stranger.url, encoder.url], 2)
-    assert encoder.items == [1, 0]
-
-
-async def test_an_item_without_an_outcome_is_tried_elsewhere(start, dispatch):
-    forgetful, encoder = await start(), await start()
-    forgetful.says(ItemOutcome(7, "delivered"))
-    await dispatch([forgetful.url, encoder.url], 2)
-    assert encoder.items == [1, 0]
-
-
 @pytest.mark.parametrize("reason", [DECLINE_CANCELLED, DECLINE_DUPLICATE])
-async def test_what_our_receiver_declined_needs_nothing_more(start, dispatch, reason):
-    first, second = await start(), await start()
+async def test_what_our_receiver_declined_needs_nothing_more(two, dispatch, reason):
+    first, second = two
     first.says(ItemOutcome(0, "declined", reason))
-    await dispatch([first.url, second.url], 1)
+    await dispatch(urls(two), 1)
     assert second.items == []
 
 
@@ -409,33 +374,20 @@ async def test_a_request_that_our_receiver_forgot_is_not_left_waiting(start, dis
         await dispatch([encoder.url], 1)
 
 
-async def test_an_embedding_larger_than_our_receiver_takes_is_an_error(start, dispatch):
-    first, second = await start(), await start()
-    first.says(ItemOutcome(0, "declined", DECLINE_TOO_LARGE))
-    with pytest.raises(MediaTooLargeError, match="image 1 of 1"):
-        await dispatch([first.url, second.url], 1)
-    assert second.items == []
-
-
-async def test_cancelling_closes_every_connection(start, dispatch):
-    encoders = [await start(), await start()]
-    for encoder in encoders:
+async def test_cancelling_closes_every_connection(two, dispatch):
+    for encoder in two:
         encoder.hangs()
     before = asyncio.all_tasks()
-    run = asyncio.create_task(dispatch([encoder.url for encoder in encoders], 2))
-    for encoder in encoders:
+    run = asyncio.create_task(dispatch(urls(two)))
+    for encoder in two:
         await asyncio.wait_for(encoder.asked.wait(), 5)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    for encoder in encoders:
+    for encoder in two:
         await asyncio.wait_for(encoder.dropped.wait(), 5)
-    left = [task for task in asyncio.all_tasks() - before if "_send" in repr(task.get_coro())]
+    left = [task for task in asyncio.all_tasks() - before if "_serve" in repr(task.get_coro())]
     assert not left
-
-
-async def test_nothing_to_do_is_done(dispatch):
-    await dispatch([], 0)
 
 
 def layout(rows: int = 6, modality: str = "IMAGE") -> Layout:
@@ -446,23 +398,24 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-async def test_it_returns_the_layouts_that_were_told(start, dispatch):
-    first, second = await start(), await start()
+async def test_it_returns_the_layouts_that_were_told(two, dispatch):
+    first, second = two
     first.says(
-        ItemOutcome(0, "delivered", layout=layout(1), key=key(0)), ItemOutcome(2, "delivered")
+        ItemOutcome(0, "delivered", layout=layout(1), key=key(0)),
+        ItemOutcome(2, "delivered"),
+        # Of an item that goes to the second encoder.
+        ItemOutcome(4, "failed", EncodeError.__name__, "x", layout=layout(9), key=key(9)),
     )
-    second.says(ItemOutcome(1, "declined", DECLINE_DUPLICATE, layout=layout(2), key=key(1)))
-    assert await dispatch([first.url, second.url], 3) == {
+    second.says(
+        ItemOutcome(1, "declined", DECLINE_DUPLICATE, layout=layout(2), key=key(1)),
+        ItemOutcome(3, "delivered"),
+        ItemOutcome(4, "delivered", layout=layout(3), key=key(4)),
+    )
+    assert await dispatch(urls(two), 5) == {
         0: ItemLayout(key(0), layout(1)),
         1: ItemLayout(key(1), layout(2)),
+        4: ItemLayout(key(4), layout(3)),
     }
-
-
-async def test_a_layout_may_come_from_the_second_encoder(start, dispatch):
-    first, second = await start(), await start()
-    first.says(ItemOutcome(0, "failed", EncodeError.__name__, "x", layout=layout(9), key=key(9)))
-    second.says(ItemOutcome(0, "delivered", layout=layout(1), key=key(0)))
-    assert await dispatch([first.url, second.url], 1) == {0: ItemLayout(key(0), layout(1))}
 
 
 @pytest.mark.parametrize(
@@ -475,31 +428,27 @@ async def test_a_layout_that_cannot_be_is_no_layout(start, dispatch, told, told_
     assert await dispatch([encoder.url], 1) == {}
 
 
-async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(start, client):
+async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(two, dispatch):
     """One picture, over a thousand times in a request: a policy sends it to one encoder."""
-    encoders = [await start(), await start()]
-    for encoder in encoders:
+    for encoder in two:
         admission = Admission(1024, 1 << 30)
 
-        async def answer(request, admission=admission):
+        async def answer(request, encoder=encoder, admission=admission):
             try:
                 admission.admit(request.request_id, len(request.items), 1.0)
             except EpdError as error:
-                body = encode_body(ErrorReply(error.code, error.message))
-                return web.Response(body=body, status=error.status, headers={"Retry-After": "1"})
+                return encoder.refusal(error, "1")
             await asyncio.sleep(0.05)
             admission.leave(request.request_id)
-            outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
-            return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
+            return await encoder.deliver(request)
 
         encoder.answer = answer
-    one = dispatcher(client, ready(*(encoder.url for encoder in encoders)), Affinity())
-    await one.run(REPLY_TO, some_items(1500), time.monotonic() + 30)
-    assert {number for encoder in encoders for number in encoder.items} == set(range(1500))
+    await dispatch(urls(two), 1500, policy=Affinity(), seconds=30)
+    assert {number for encoder in two for number in encoder.items} == set(range(1500))
 
 
 @pytest.mark.parametrize("encoders", [1, 2])
-async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, client, encoders):
+async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, dispatch, encoders):
     several = [await start() for _ in range(encoders)]
     live, most, described = 0, 0, []
 
@@ -509,18 +458,15 @@ async def test_a_large_request_has_only_so_much_at_an_encoder_at_a_time(start, c
         most = max(most, live)
         await asyncio.sleep(0.01)
         live -= len(request.items)
-        outcomes = [ItemOutcome(item.item, "delivered") for item in request.items]
-        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", outcomes)))
+        return await several[0].deliver(request)
 
     def describe(items):
         described.append(len(items))
-        return [ItemCost(b"", 1.0) for _ in items]
+        return costs(items)
 
     for one in several:
         one.answer = answer
-    pool = ready(*(one.url for one in several))
-    sending = Dispatcher(client, pool, in_turn, describe=describe, patience=PATIENCE)
-    await sending.run(REPLY_TO, some_items(768), time.monotonic() + 30)
+    await dispatch(urls(several), 768, describe=describe, seconds=30)
     assert sorted(item for one in several for item in one.items) == list(range(768))
     # As many as fill batches, and no more.
     assert 64 * encoders < most <= 128 * encoders
@@ -534,8 +480,7 @@ async def test_after_a_hopeless_item_nothing_more_is_sent(start, dispatch, caplo
         if request.items[0].item:
             await asyncio.Event().wait()
         # It says nothing of those that it gave up for this one.
-        outcome = ItemOutcome(5, "failed", "MediaError", "cannot be decoded")
-        return web.Response(body=encode_body(EncodeReply(request.request_id, "it", [outcome])))
+        return encoder.reply(request, ItemOutcome(5, "failed", "MediaError", "cannot be decoded"))
 
     encoder.answer = answer
     with pytest.raises(MediaError, match=r"^image 6 of 4096: cannot be decoded$"):

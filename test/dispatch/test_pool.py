@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,22 +14,22 @@ from sglang_epd.errors import NamespaceError, OverloadedError, UnavailableError
 A, B = "http://a:1", "http://b:1"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SimpleNamespace:
+    """The pool's; it stands still, at `now`."""
+    return SimpleNamespace(now=100.0)
 
 
 @pytest.fixture
 def pool(clock) -> Pool:
-    return Pool("ns", clock)
+    return Pool("ns", lambda: clock.now)
+
+
+def join(pool: Pool, *urls: str) -> None:
+    """Encoders that have answered."""
+    for url in urls:
+        pool.add(url)
+        pool.heard(url, Report("ns"))
 
 
 def urls(pool: Pool) -> list[str]:
@@ -37,13 +38,14 @@ def urls(pool: Pool) -> list[str]:
 
 def test_a_failed_request_is_a_suspicion_however_often_it_happens(pool):
     asked = []
-    pool.add(A)
-    pool.heard(A, Report("ns"))
-    pool.on_doubt = asked.append
+    join(pool, A)
+    pool.listen(asked.append)
     for _ in range(5):
         pool.doubt(A, "reset")
+    with pytest.raises(RuntimeError, match="already"):
+        pool.listen(asked.append)
     assert pool.state(A) is Health.SUSPECT
-    assert asked == [A] * 5, "it is probed at once"
+    assert asked == [A] * 6, "it is probed at once"
 
 
 def test_the_end_of_a_lease_leaves_who_is_named_by_a_flag_too(pool, clock):
@@ -81,9 +83,7 @@ async def test_load_is_what_it_told_and_what_was_sent_since(pool):
 
 
 async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
-    for url in (A, B):
-        pool.add(url)
-        pool.heard(url, Report("ns"))
+    join(pool, A, B)
     with pytest.raises(OverloadedError), pool.attempt(A, 1):
         raise OverloadedError("full", retry_after_s=3)
     assert pool.state(A) is Health.READY, "full is not ill"
@@ -93,50 +93,46 @@ async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
 
 
 async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
-    pool.add(A)
-    pool.heard(A, Report("ns"))
-    with pool.attempt(A, 1) as attempt:
+    join(pool, A)
+    with pool.attempt(A, 1) as lost:
         for _ in range(3):
             pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.OPEN and not attempt.lost.is_set()
+        assert pool.state(A) is Health.OPEN and not lost.is_set()
         pool.add(B)
         pool.heard(B, Report("another model"))
         await asyncio.sleep(0)
-        assert not attempt.lost.is_set(), "that is no elsewhere"
+        assert not lost.is_set(), "that is no elsewhere"
         pool.heard(B, Report("ns"))
-        await asyncio.wait_for(attempt.lost.wait(), 2)
+        await asyncio.wait_for(lost.wait(), 2)
 
 
 async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
     for url in (A, B):
         pool.register(url, "ns", 10)
         pool.heard(url, Report("ns"))
-    with pool.attempt(A, 1) as attempt:
+    with pool.attempt(A, 1) as lost:
         pool.remove(A, LEASE)
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.GONE and not attempt.lost.is_set()
+        assert pool.state(A) is Health.GONE and not lost.is_set()
 
 
 async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
-    for url in (A, B):
-        pool.add(url)
-        pool.heard(url, Report("ns"))
-    with pool.attempt(A, 1) as attempt:
+    join(pool, A, B)
+    with pool.attempt(A, 1) as lost:
         pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert not attempt.lost.is_set()
+        assert not lost.is_set()
         thread = threading.Thread(target=pool.failed, args=(A, "silent"))
         thread.start()
-        await asyncio.wait_for(attempt.lost.wait(), 2)
+        await asyncio.wait_for(lost.wait(), 2)
         thread.join()
     with pool.attempt(A, 1) as late:
-        assert late.lost.is_set(), "nothing is sent to one that is given up"
+        assert late.is_set(), "nothing is sent to one that is given up"
 
 
 async def test_those_who_wait_are_told_of_a_change_and_one_of_them_of_room(pool):
-    pool.add(A)
-    pool.heard(A, Report("ns"))
+    join(pool, A)
     waiting = [asyncio.create_task(pool.changed(30)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pool.attempt(A, 1):
@@ -172,8 +168,7 @@ async def test_who_stops_waiting_is_not_woken(pool):
     )
 )
 def test_no_order_of_events_breaks_the_table(events):
-    clock = Clock()
-    pool = Pool("ns", clock)
+    now = 0.0
     known: dict[str, Health] = {}
 
     def on_move(url: str, old: Health | None, new: Health, _why: str) -> None:
@@ -182,7 +177,7 @@ def test_no_order_of_events_breaks_the_table(events):
         if new is Health.GONE:
             del known[url]
 
-    pool.on_move = on_move
+    pool = Pool("ns", lambda: now, on_move)
     for url, event, seconds in events:
         match event:
             case "add":
@@ -196,7 +191,7 @@ def test_no_order_of_events_breaks_the_table(events):
             case "doubt":
                 pool.doubt(url, "no")
             case "expire":
-                clock.now += seconds
+                now += seconds
                 pool.expire()
                 pool.remove(url, STATIC)
         assert set(known) == set(pool.urls())

@@ -15,8 +15,14 @@ PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.1, doubtful_timeo
 
 
 @pytest.fixture
-def pool() -> Pool:
-    return Pool("ours")
+def seen() -> list[Health]:
+    """The states that encoders have been in."""
+    return []
+
+
+@pytest.fixture
+def pool(seen) -> Pool:
+    return Pool("ours", on_move=lambda _url, _old, new, _why: seen.append(new))
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ async def session():
 @pytest.fixture
 async def prober(pool, session):
     prober = Prober(pool, session, Trust().client_ssl(), PACE)
-    pool.on_doubt = prober.doubt
+    pool.listen(prober.doubt)
     yield prober
     await prober.close()
 
@@ -36,14 +42,6 @@ async def prober(pool, session):
 def described(pool: Pool) -> dict:
     (one,) = pool.describe()
     return one
-
-
-@pytest.fixture
-def seen(pool):
-    """The states that encoders have been in."""
-    states: list[Health] = []
-    pool.on_move = lambda _url, _old, new, _why: states.append(new)
-    return states
 
 
 async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, status_server, until):
@@ -111,11 +109,11 @@ async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, unti
 async def test_a_doubt_is_looked_into_at_once(pool, session, status_server, until):
     server = await status_server()
     prober = Prober(pool, session, Trust().client_ssl(), Pace(steady=60.0, timeout=0.2))
-    pool.on_doubt = prober.doubt
     pool.add(server.url)
+    pool.listen(prober.doubt)
     await until(lambda: pool.state(server.url) is Health.READY)
     asked = server.asked
-    pool.on_doubt(server.url)
+    pool.look(server.url)
     await until(lambda: server.asked > asked, seconds=1.0)
     for _ in range(1000):
         prober.doubt(server.url)
@@ -164,13 +162,6 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
     assert described(pool)["why"] == ("answers HTTP 404 to /v1/status: is it a sglang-epd encoder?")
 
 
-async def test_one_of_another_identity_is_not_used(prober, pool, status_server, until):
-    server = await status_server("theirs")
-    pool.add(server.url)
-    await until(lambda: "theirs" in str(described(pool)["why"]))
-    assert not pool.snapshot().encoders
-
-
 async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
     prober, pool, status_server, until
 ):
@@ -188,8 +179,8 @@ async def test_a_certificate_has_to_be_believed(pool, session, status_server, un
     made = certificates.make(tmp_path)
     server = await status_server(tls=Trust((), made.certfile, made.keyfile).server_ssl())
     stranger = Prober(pool, session, Trust().client_ssl(), PACE)
-    pool.on_doubt = stranger.doubt
     pool.add(server.url)
+    stranger.doubt(server.url)
     await until(lambda: pool.state(server.url) is Health.OPEN)
     assert "TLS" in described(pool)["why"]
     await stranger.close()

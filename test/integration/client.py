@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import base64
 import io
+import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import requests
 from PIL import Image
 
 TIMEOUT_S = 120.0
+# Of log-probabilities that are computed in another order.
+TOLERANCE = 1e-3
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], seconds: float = 60.0, why: object = "") -> T:
+    """Wait for a condition that nobody signals; returns what made it true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, why or "it did not happen in time"
+        time.sleep(0.1)
+    return found
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def data_url(image: Image.Image | bytes, media_type: str = "image/png") -> str:
     """A data URL of an image (as PNG) or of raw bytes."""
-    if isinstance(image, Image.Image):
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        image = file.getvalue()
+    image = png(image) if isinstance(image, Image.Image) else image
     return f"data:{media_type};base64,{base64.b64encode(image).decode()}"
 
 
@@ -42,6 +60,14 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+def about_a_crop(photographs: list[Image.Image], number: int) -> dict[str, Any]:
+    """A question about one part of a photograph, another for each number."""
+    draw = random.Random(number)
+    left, top = draw.randrange(0, 300), draw.randrange(0, 200)
+    picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
+    return user(image_part(data_url(picture)), text_part(f"What is picture {number}?"))
+
+
 @dataclass(frozen=True)
 class Generation:
     """Generated tokens and, for each, the log-probabilities of the likeliest ones."""
@@ -60,6 +86,18 @@ class Generation:
         ]
         assert len(gaps) >= 15 * len(self.top), "the two list different tokens"
         return max(gaps)
+
+    def check(self, expected: Generation) -> None:
+        """It is the same answer to the same prompt."""
+        assert self.prompt_tokens == expected.prompt_tokens
+        assert self.tokens == expected.tokens
+        assert self.distance(expected) < TOLERANCE
+
+    def change(self, other: Generation) -> float:
+        """By how much the likeliest first tokens differ; the two may even share none."""
+        shared = self.top[0].keys() & other.top[0].keys()
+        gaps = [abs(self.top[0][token] - other.top[0][token]) for token in shared]
+        return max(gaps, default=float("inf"))
 
 
 class Client:

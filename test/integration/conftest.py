@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from integration import order
-from integration.client import Client
-from integration.listener import QuietHandler, listening, url_of
+from integration.client import Client, data_url, image_part, text_part, user
+from integration.listener import Site, serving
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
 
@@ -59,12 +60,14 @@ def photographs() -> list[Image.Image]:
 
 
 @pytest.fixture
-def media_server() -> Iterator[str]:
-    """URL of a server that answers 404 to everything."""
+def site() -> Iterator[Site]:
+    """A media server, which has nothing yet."""
+    with serving() as site:
+        yield site
 
-    class NotFound(QuietHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
 
-    with listening(NotFound) as server:
-        yield url_of(server)
+@pytest.fixture(scope="session")
+def message(photographs: list[Image.Image]) -> dict[str, Any]:
+    """A question about two photographs, each there twice."""
+    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
+    return user(*parts, text_part("What are these?"))

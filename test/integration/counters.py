@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
+from integration.client import until
 from integration.topology import Topology
 
 
-def counted(url: str, name: str, label: str) -> dict[str, float]:
-    """A counter of a server's /metrics, by the values of one of its labels."""
+def samples(url: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    """The labels and values of a metric of ours at a server's /metrics; `name` is without
+    `sglang:epd_`."""
     text = requests.get(f"{url}/metrics", timeout=20).text
-    found: dict[str, float] = {}
-    for labels, value in re.findall(rf"^{name}_total(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
-        kind = re.search(rf'{label}="([^"]*)"', labels) if label else None
-        key = kind.group(1) if kind else ""
-        found[key] = found.get(key, 0.0) + float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"sglang:epd_{name}":
+                yield sample.labels, sample.value
+
+
+def total(url: str, name: str, **labels: str) -> float:
+    """The sum of the samples that have these labels."""
+    return sum(value for has, value in samples(url, name) if labels.items() <= has.items())
+
+
+def counted(url: str, name: str, label: str) -> Counter[str]:
+    """The same by the values of one label."""
+    found: Counter[str] = Counter()
+    for labels, value in samples(url, name):
+        found[labels[label]] += int(value)
     return found
+
+
+def status(topology: Topology, role: str = "encoder") -> dict[str, Any]:
+    """An encoder's `/v1/status`, which needs no token."""
+    found: dict[str, Any] = requests.get(f"{topology.urls[role]}/v1/status", timeout=20).json()
+    return found
+
+
+def delivered(topology: Topology, role: str = "encoder") -> int:
+    """Items that an encoder has delivered since it started."""
+    return int(total(topology.urls[role], "encoder_items_total", outcome="delivered"))
 
 
 def answered(topology: Topology) -> int:
     """Requests that an encoder has answered, when it has no other."""
-    end = time.monotonic() + 60
-    while True:
-        status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
-        if not status["requests"]:
-            break
-        assert time.monotonic() < end, status
-        time.sleep(0.05)
+    until(lambda: not status(topology)["requests"])
     # It counts, and then it says so to who has asked.
     time.sleep(0.3)
-    return int(status["finished"])
+    return int(status(topology)["finished"])

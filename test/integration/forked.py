@@ -25,6 +25,8 @@ _READ_LATE = (
     "SGLANG_VLM_CACHE_SIZE_MB",
     "SGLANG_RADIX_FORCE_MISS",
     fork_server.BREAKS,
+    # Another one in each test.
+    "PYTEST_CURRENT_TEST",
 )
 # A dozen processor seconds, beside others' starts.
 _IMPORT_TIMEOUT_S = 400.0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import copy
+import hashlib
 import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class QuietHandler(http.server.BaseHTTPRequestHandler):
@@ -18,10 +23,9 @@ class QuietHandler(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def listening(
     handler: type[http.server.BaseHTTPRequestHandler],
-    kind: type[http.server.HTTPServer] = http.server.ThreadingHTTPServer,
 ) -> Iterator[http.server.HTTPServer]:
     """A server on a free port of the loopback interface, until the context is left."""
-    with kind(("127.0.0.1", 0), handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         # Seconds after which it sees that it is to end; half of one by itself.
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
@@ -34,3 +38,77 @@ def listening(
 
 def url_of(server: http.server.HTTPServer) -> str:
     return f"http://127.0.0.1:{server.server_port}"
+
+
+class Site:
+    """A media server's files, and what it is asked for.
+
+    Attributes:
+        files: bodies by path; any other path is a 404.
+        headers: sent with each body.
+        etag: of each body, if not empty; to a request on this condition a 304 is sent.
+        slow_s: how long each answer takes, at most until `released`.
+        asked: path and condition of each request, in order.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.files: dict[str, bytes] = {}
+        self.headers: dict[str, str] = {}
+        self.etag = ""
+        self.slow_s = 0.0
+        self.released = threading.Event()
+        self.asked: list[tuple[str, str]] = []
+
+    def linked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same messages, their pictures behind addresses of this site."""
+        moved = copy.deepcopy(messages)
+        for message in moved:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image_url":
+                    data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+                    path = f"/{hashlib.sha256(data).hexdigest()}.png"
+                    self.files[path] = data
+                    part["image_url"]["url"] = f"{self.url}{path}"
+        return moved
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    def take(self) -> list[str]:
+        """The conditions of the requests since the last time."""
+        taken, self.asked = self.asked, []
+        return [condition for _, condition in taken]
+
+
+@contextmanager
+def serving() -> Iterator[Site]:
+    """A site, until the context is left."""
+    site = Site()
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            condition = self.headers.get("If-None-Match", "")
+            site.asked.append((self.path, condition))
+            site.released.wait(site.slow_s)
+            if self.path not in site.files:
+                self.send_error(404)
+                return
+            known = bool(site.etag) and condition == site.etag
+            body = b"" if known else site.files[self.path]
+            self.send_response(304 if known else 200)
+            etag = {"ETag": site.etag} if site.etag else {}
+            for name, value in {**site.headers, **etag, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+        do_POST = do_GET
+
+    with listening(Handler) as server:
+        site.url = url_of(server)
+        try:
+            yield site
+        finally:
+            site.released.set()

@@ -4,10 +4,8 @@ everything here when that dies. The answers are one server's throughout."""
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import os
-import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +14,11 @@ import pytest
 import requests
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
-from integration.listener import QuietHandler, listening, url_of
-from integration.test_parity import TOKENS, TOLERANCE
+from integration.client import TOLERANCE, Client, data_url, image_part, text_part, user
+from integration.counters import delivered, samples
+from integration.listener import Site
+from integration.test_parity import TOKENS, Messages
 from integration.topology import Machine, Topology
-
-Messages = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +47,8 @@ def many(photographs: list[Image.Image]) -> Messages:
 
 def decisions(topology: Topology) -> dict[tuple[str, str], int]:
     """Prompts by where they were encoded, and why."""
-    text = requests.get(f"{topology.urls['language']}/metrics", timeout=20).text
-    name = "sglang:epd_dispatch_decisions_total"
-    found: dict[tuple[str, str], int] = {}
-    for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
-        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        found[label["where"], label["why"]] = int(float(value))
-    return found
+    found = samples(topology.urls["language"], "dispatch_decisions_total")
+    return {(labels["where"], labels["why"]): int(value) for labels, value in found}
 
 
 Check = Callable[[Messages, str, str], None]
@@ -64,25 +56,16 @@ Check = Callable[[Messages, str, str], None]
 
 @pytest.fixture
 def check(machine: Machine, topology: Topology) -> Check:
-    return lambda messages, where, why: _check(machine, topology, messages, where, why)
-
-
-def _check(machine: Machine, topology: Topology, messages: Messages, where: str, why: str) -> None:
     """The answer is one server's, and was come by in this way."""
-    before = decisions(topology)
-    actual = Client(topology.urls["language"]).generation(*messages, tokens=TOKENS)
-    expected = machine.reference(topology.model, messages, TOKENS)
-    assert actual.tokens == expected.tokens
-    assert actual.prompt_tokens == expected.prompt_tokens
-    assert actual.distance(expected) < TOLERANCE
-    after = decisions(topology)
-    changed = {key: count - before.get(key, 0) for key, count in after.items()}
-    assert {key: count for key, count in changed.items() if count} == {(where, why): 1}
 
+    def check(messages: Messages, where: str, why: str) -> None:
+        before = decisions(topology)
+        machine.check(topology.client(), topology.model, messages, TOKENS)
+        after = decisions(topology)
+        changed = {key: count - before.get(key, 0) for key, count in after.items()}
+        assert {key: count for key, count in changed.items() if count} == {(where, why): 1}
 
-def delivered(topology: Topology) -> int:
-    status = requests.get(f"{topology.urls['encoder']}/v1/status", timeout=20).json()
-    return sum(item["state"] == "delivered" for item in status["recent"])
+    return check
 
 
 def test_few_images_stay_and_many_go(
@@ -97,7 +80,7 @@ def test_few_images_stay_and_many_go(
 
 
 def test_samples_and_streams_of_what_stays(topology: Topology, few: Messages) -> None:
-    client = Client(topology.urls["language"])
+    client = topology.client()
     # SGLang takes no more than one image with n > 1.
     one = [user(*few[0]["content"][1:])]
     answer = client.answer(*one)
@@ -106,11 +89,9 @@ def test_samples_and_streams_of_what_stays(topology: Topology, few: Messages) ->
     assert "data: [DONE]" in client.chat(*few, stream=True).text
 
 
-def test_what_stays_is_read_by_the_encoders_rules(
-    topology: Topology, few: Messages, media_server: str
-) -> None:
+def test_what_stays_is_read_by_the_encoders_rules(topology: Topology, few: Messages) -> None:
     """Not by SGLang's, which fetches from anywhere and reads any file."""
-    client = Client(topology.urls["language"])
+    client = topology.client()
     good = few[0]["content"][0]
     for url, status, said in (
         ("file:///etc/passwd", 403, "image 2 of 2"),
@@ -129,7 +110,7 @@ def test_a_picture_is_compared_with_its_content_hash(
 ) -> None:
     """Few here, many at the encoder."""
     (message,) = request.getfixturevalue(way)
-    client = Client(topology.urls["language"])
+    client = topology.client()
     plain = client.answer(message)
     hashes = [f"sha256:{hashlib.sha256(media).hexdigest()}" for media in _media(message)]
     assert client.answer(_hashed(message, hashes)) == plain
@@ -154,55 +135,36 @@ def _hashed(message: dict[str, Any], hashes: list[str]) -> dict[str, Any]:
     return user(*parts, message["content"][-1])
 
 
-def _check_urls(client: Client, picture: bytes) -> None:
+def _check_urls(client: Client, site: Site, picture: bytes) -> None:
     """What this server reads itself is bounded by SGLang's flags."""
+    site.files |= {"/small": picture, "/large": picture + bytes(1 << 20)}
     given = f"sha256:{hashlib.sha256(picture).hexdigest()}"
-
-    class Site(QuietHandler):
-        def do_GET(self) -> None:
-            body = picture if self.path == "/small" else picture + bytes(1 << 20)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):
-                self.wfile.write(body)
 
     def ask(url: str, content_hash: str | None = None) -> requests.Response:
         image = {"url": url, "content_hash": content_hash}
         return client.chat(user({"type": "image_url", "image_url": image}, text_part("What?")))
 
-    with listening(Site) as server:
-        url = url_of(server)
-        assert ask(f"{url}/small").status_code == 200
-        assert ask(f"{url}/small", given).status_code == 200
-        other = f"sha256:{'0' * 64}"
-        for bad, status, said in (
-            (ask(f"{url}/small", other), 400, "the content hash does not match"),
-            (ask(f"{url}/large"), 413, "over the limit of 1048576 bytes"),
-            (
-                ask(url.replace("127.0.0.1", "localhost") + "/small"),
-                *(403, "localhost is not in the allowed domains"),
-            ),
-        ):
-            assert bad.status_code == status, bad.text
-            assert said in bad.text
+    assert ask(f"{site.url}/small").status_code == 200
+    assert ask(f"{site.url}/small", given).status_code == 200
+    other, named = f"sha256:{'0' * 64}", site.url.replace("127.0.0.1", "localhost")
+    for bad, status, said in (
+        (ask(f"{site.url}/small", other), 400, "the content hash does not match"),
+        (ask(f"{site.url}/large"), 413, "over the limit of 1048576 bytes"),
+        (ask(f"{named}/small"), 403, "localhost is not in the allowed domains"),
+    ):
+        assert bad.status_code == status, bad.text
+        assert said in bad.text
 
 
-@pytest.mark.parametrize(
-    ("role", "said"),
-    [
-        ("language", "SGLANG_ENCODER_HTTP_TIMEOUT (instead: SGLANG_EPD_ENCODER_TIMEOUT_S)"),
-        (
-            "encoder",
-            "SGLANG_ENCODER_MAX_BATCH_SIZE (instead: SGLANG_EPD_ENCODER_BATCH_ITEMS and "
-            "SGLANG_EPD_ENCODER_BATCH_PATCHES)",
-        ),
-    ],
-)
-def test_what_is_set_and_not_read_is_named_once(topology: Topology, role: str, said: str) -> None:
-    log = topology.servers[role].log_path.read_text()
-    (line,) = [line for line in log.splitlines() if "Set, but not read by sglang-epd" in line]
-    assert line.endswith(f": {said}")
+def test_what_is_set_and_not_read_is_named_once(topology: Topology) -> None:
+    set_and_not_read = {
+        "language": "SGLANG_ENCODER_HTTP_TIMEOUT",
+        "encoder": "SGLANG_ENCODER_MAX_BATCH_SIZE",
+    }
+    for role, name in set_and_not_read.items():
+        lines = topology.log(role).splitlines()
+        (line,) = [line for line in lines if "Set, but not read by sglang-epd" in line]
+        assert f": {name} (instead: " in line
 
 
 def test_what_an_encoder_that_freezes_has_is_taken_back(
@@ -210,7 +172,7 @@ def test_what_an_encoder_that_freezes_has_is_taken_back(
 ) -> None:
     expected = machine.reference(topology.model, many, TOKENS)
     pid, before = topology.servers["encoder"].pid, decisions(topology)
-    language = Client(topology.urls["language"])
+    language = topology.client()
     os.kill(pid, signal.SIGSTOP)
     try:
         assert language.generation(*many, tokens=TOKENS).distance(expected) < TOLERANCE
@@ -222,21 +184,19 @@ def test_what_an_encoder_that_freezes_has_is_taken_back(
 
 
 def test_without_an_encoder_everything_is_encoded_here(
-    machine: Machine, topology: Topology, check: Check, many: Messages
+    machine: Machine, topology: Topology, check: Check, many: Messages, site: Site
 ) -> None:
     """The last test of these servers."""
     topology.servers["encoder"].kill()
     before = decisions(topology)
-    language = Client(topology.urls["language"])
+    language = topology.client()
     expected = machine.reference(topology.model, many, TOKENS)
     for _ in range(3):
         assert language.generation(*many, tokens=TOKENS).distance(expected) < TOLERANCE
     check(many, "local", "no_encoder")
     after = decisions(topology)
-    _check_urls(language, _media(many[0])[0])
+    _check_urls(language, site, _media(many[0])[0])
     # The first may have been sent before the server knew.
     here = ("failed", "no_encoder")
     assert sum(after.get(("local", why), 0) - before.get(("local", why), 0) for why in here) == 4
-    assert (
-        "Encoding of media: local (no_encoder)" in topology.servers["language"].log_path.read_text()
-    )
+    assert "Encoding of media: local (no_encoder)" in topology.log("language")

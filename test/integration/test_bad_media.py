@@ -14,6 +14,8 @@ from PIL import Image
 from decoding import attacks
 from decoding.trees import Watch
 from integration.client import Client, data_url, image_part, text_part, user, video_part
+from integration.listener import Site
+from integration.test_forms import IMAGE
 from integration.topology import Topology
 from sglang_epd.machine import decode_mb
 
@@ -22,61 +24,45 @@ LIMIT_S = 10.0
 
 def _png_header(width: int, height: int) -> bytes:
     """A PNG that claims a size and has no pixels to show for it."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0"))
-        + chunk(b"IEND", b"")
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
     )
 
 
-def _truncated_jpeg(photo: Image.Image) -> bytes:
+def _truncated_jpeg() -> bytes:
     file = io.BytesIO()
-    photo.save(file, "JPEG")
+    Image.effect_noise((600, 400), 50).save(file, "JPEG")
     return file.getvalue()[: file.tell() // 2]
 
 
+# URL, status, and a part of the message.
 BAD = {
-    "404": (400, "HTTP 404"),
-    "truncated": (400, "truncated"),
-    "text named png": (400, "not an image"),
-    "empty data URL": (400, "empty"),
-    "30,000 px bomb": (413, "900 megapixels"),
-    "local file": (403, "local files"),
-    "link-local address": (403, "not at a public address"),
-    "too thin": (400, "aspect ratio"),
+    "404": ("/missing.png", 400, "HTTP 404"),
+    "truncated": (data_url(_truncated_jpeg(), "image/jpeg"), 400, "truncated"),
+    "text named png": (data_url(b"This is a text."), 400, "not an image"),
+    "empty data URL": ("data:image/png;base64,", 400, "empty"),
+    "30,000 px bomb": (data_url(_png_header(30_000, 30_000)), 413, "900 megapixels"),
+    "local file": ("file:///etc/hostname", 403, "local files"),
+    "link-local": ("http://169.254.169.254/latest/", 403, "not at a public address"),
+    "too thin": (data_url(Image.new("RGB", (4000, 10))), 400, "aspect ratio"),
 }
+
+
+@pytest.fixture(scope="module")
+def good(photographs: list[Image.Image]) -> str:
+    return data_url(photographs[0].resize((112, 112)))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_image_is_a_4xx_that_names_it(
-    qwen2_5: Topology,
-    language: Client,
-    photographs: list[Image.Image],
-    media_server: str,
-    kind: str,
-    stream: bool,
+    qwen2_5: Topology, language: Client, good: str, site: Site, kind: str, stream: bool
 ) -> None:
-    status, reason = BAD[kind]
-    good = data_url(photographs[0].resize((112, 112)))
-    bad = {
-        "404": f"{media_server}/missing.png",
-        "truncated": data_url(_truncated_jpeg(photographs[0]), "image/jpeg"),
-        "text named png": data_url(b"This is a text."),
-        "empty data URL": "data:image/png;base64,",
-        "30,000 px bomb": data_url(_png_header(30_000, 30_000)),
-        "local file": "file:///etc/hostname",
-        "link-local address": "http://169.254.169.254/latest/meta-data/",
-        "too thin": data_url(Image.new("RGB", (4000, 10))),
-    }[kind]
+    bad, status, reason = BAD[kind]
+    bad = f"{site.url}{bad}" if bad.startswith("/") else bad
     message = user(image_part(good), image_part(bad), text_part("What is this?"))
 
     begin = time.monotonic()
@@ -93,13 +79,9 @@ def test_a_bad_image_is_a_4xx_that_names_it(
     qwen2_5.check_alive()
 
 
-def test_a_batch_with_one_bad_image_fails_alone(
-    language: Client, photographs: list[Image.Image]
-) -> None:
-    good = data_url(photographs[0].resize((112, 112)))
-    prompt = "<|vision_start|><|image_pad|><|vision_end|>What is it?"
+def test_a_batch_with_one_bad_image_fails_alone(language: Client, good: str) -> None:
     response = language.generate(
-        text=[prompt, prompt],
+        text=[f"{IMAGE}What is it?"] * 2,
         image_data=[[good], [data_url(b"no picture")]],
         sampling_params={"max_new_tokens": 4, "temperature": 0},
     )
@@ -109,13 +91,9 @@ def test_a_batch_with_one_bad_image_fails_alone(
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_placeholders_and_images_must_match(
-    language: Client, photographs: list[Image.Image], count: int
-) -> None:
-    good = data_url(photographs[0].resize((112, 112)))
-    prompt = "<|vision_start|><|image_pad|><|vision_end|>" * count
+def test_placeholders_and_images_must_match(language: Client, good: str, count: int) -> None:
     response = language.generate(
-        text=f"{prompt}What is it?",
+        text=f"{IMAGE * count}What is it?",
         image_data=[good],
         sampling_params={"max_new_tokens": 4, "temperature": 0},
     )
@@ -124,10 +102,9 @@ def test_placeholders_and_images_must_match(
 
 
 def test_memory_of_hostile_media_stays_within_the_budget(
-    qwen2_5: Topology, language: Client, photographs: list[Image.Image]
+    qwen2_5: Topology, language: Client, good: str
 ) -> None:
     """All at once at a real encoder; an honest picture beside them is answered."""
-    good = data_url(photographs[0].resize((112, 112)))
     pictures = [
         attacks.tiff_tile(20_000),
         attacks.picture("RGBA", "JPEG2000", 3000, 2500),

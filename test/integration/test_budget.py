@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
-from integration.counters import counted
-from integration.test_parity import TOLERANCE
+from integration.client import TOLERANCE, data_url, image_part, text_part, user
+from integration.counters import counted, total
 from integration.topology import Machine, Topology
 
 Photographs = list[Image.Image]
@@ -23,8 +22,7 @@ def topology(machine: Machine) -> Topology:
 def test_requests_wait_for_memory_and_all_are_answered(
     machine: Machine, topology: Topology, photographs: Photographs
 ) -> None:
-    url = topology.urls["language"]
-    client = Client(url)
+    client = topology.client()
     pictures = [photographs[index % 2].resize((448, 448)).rotate(7 * index) for index in range(4)]
     parts = [image_part(data_url(picture)) for picture in pictures]
     message = user(*parts, text_part("What do these have in common?"))
@@ -32,14 +30,14 @@ def test_requests_wait_for_memory_and_all_are_answered(
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: client.generation(message), range(24)))
     assert max(answer.distance(expected) for answer in answers) < TOLERANCE
-    assert counted(url, "sglang:epd_receiver_waits", "")[""] > 0
-    assert counted(url, "sglang:epd_receiver_payloads", "landing").keys() == {"inline"}
+    assert total(client.url, "receiver_waits_total") > 0
+    assert counted(client.url, "receiver_payloads_total", "landing").keys() == {"inline"}
 
 
 def test_more_than_the_budget_fails_at_once_and_nobody_else(
     topology: Topology, photographs: Photographs
 ) -> None:
-    client = Client(topology.urls["language"])
+    client = topology.client()
     square = photographs[0].resize((448, 448))
     part = image_part(data_url(square))
     huge = image_part(data_url(photographs[0].resize((1920, 1344))))
@@ -54,9 +52,9 @@ def test_more_than_the_budget_fails_at_once_and_nobody_else(
 
 
 def test_every_step_is_counted(topology: Topology, photographs: Photographs) -> None:
-    url = topology.urls["language"]
-    steps = [f"sglang:epd_receiver_{name}" for name in ("offers", "grants", "received_bytes")]
-    before = [counted(url, step, "")[""] for step in steps]
-    Client(url).answer(user(image_part(data_url(photographs[0]))))
-    assert all(counted(url, step, "")[""] > was for step, was in zip(steps, before, strict=True))
-    assert counted(url, "sglang:epd_receiver_declines", "reason").keys() >= {"too_large"}
+    client = topology.client()
+    steps = [f"receiver_{name}_total" for name in ("offers", "grants", "received_bytes")]
+    before = [total(client.url, step) for step in steps]
+    client.answer(user(image_part(data_url(photographs[0]))))
+    assert all(total(client.url, step) > was for step, was in zip(steps, before, strict=True))
+    assert counted(client.url, "receiver_declines_total", "reason").keys() >= {"too_large"}

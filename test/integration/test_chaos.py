@@ -5,8 +5,8 @@ Whatever happens to an encoder, each request is answered, as it is in peace.
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -14,18 +14,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-import requests
 from PIL import Image
 
-from integration.client import Client, Generation, data_url, image_part, text_part, user
+from integration.client import (
+    TOLERANCE,
+    Client,
+    Generation,
+    about_a_crop,
+    until,
+)
+from integration.counters import delivered, status, total
 from integration.topology import START_TIMEOUT_S, Machine, Topology
 
 BURST = 200
 # A load with a fault: so many requests before it, one each so often, and many at once with it.
 STEADY, EVERY_S, AT_ONCE = 30, 0.05, 50
 TOKENS = 4
-# How far log-probabilities may be from those in peace.
-SAME = 1e-3
 # Whatever waits for what only a broken server would not do; requests may take 120 s.
 SOON_S = 60.0
 
@@ -49,29 +53,12 @@ class Case:
         answer = self.language.generation(self.messages[number], tokens=TOKENS)
         return answer.distance(self.expected[number])
 
-    def delivered(self, name: str) -> int:
-        """Items that an encoder has delivered since it started."""
-        return self._count(name, "sglang:epd_encoder_items_total", 'outcome="delivered"')
-
-    def refused(self, name: str) -> int:
-        """Requests that an encoder has refused for being full since it started."""
-        return self._count(name, "sglang:epd_encoder_refusals_total", 'code="OverloadedError"')
-
-    def _count(self, name: str, metric: str, label: str) -> int:
-        lines = requests.get(f"{self.topology.urls[name]}/metrics", timeout=10).text.splitlines()
-        found = [line for line in lines if line.startswith(metric + "{") and label in line]
-        return sum(int(float(line.rpartition(" ")[2])) for line in found)
-
-    def in_work(self, name: str) -> int:
-        status = requests.get(f"{self.topology.urls[name]}/v1/status", timeout=10).json()
-        return int(status["items"])
-
 
 @pytest.fixture(scope="module")
 def started(machine: Machine, photographs: list[Image.Image]) -> Case:
     topology = machine.use("chaos")
-    language = Client(topology.urls["language"])
-    messages = [_message(photographs, number) for number in range(BURST)]
+    language = topology.client()
+    messages = [about_a_crop(photographs, number) for number in range(BURST)]
     with ThreadPoolExecutor(4) as pool:  # no more than encoders take
         expected = list(pool.map(lambda one: language.generation(one, tokens=TOKENS), messages))
     return Case(topology, language, messages, expected)
@@ -80,11 +67,12 @@ def started(machine: Machine, photographs: list[Image.Image]) -> Case:
 @pytest.fixture
 def case(started: Case) -> Case:
     """With both encoders up."""
-    fallen = [name for name in ENCODERS if not started.topology.servers[name].running]
-    for name in fallen:
-        started.topology.servers[name].start()
-    for name in fallen:
-        started.topology.servers[name].wait_ready(START_TIMEOUT_S)
+    servers = started.topology.servers
+    fallen = [servers[name] for name in ENCODERS if not servers[name].running]
+    for server in fallen:
+        server.start()
+    for server in fallen:
+        server.wait_ready(START_TIMEOUT_S)
     return started
 
 
@@ -94,28 +82,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def _message(photographs: list[Image.Image], number: int) -> dict:
-    draw = random.Random(number)
-    left, top = draw.randrange(0, 300), draw.randrange(0, 200)
-    picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
-    return user(image_part(data_url(picture)), text_part(f"What is picture {number}?"))
-
-
 def _begin_load(case: Case, pool: ThreadPoolExecutor, victim: str) -> list[Future[float]]:
     """Requests in work on both encoders; returns as soon as the victim has some."""
-    asked = []
-    for number in range(STEADY):
-        asked.append(pool.submit(case.ask, number))
-        time.sleep(EVERY_S)
+    asked = _go_on(case, pool)
     asked += [pool.submit(case.ask, STEADY + number) for number in range(AT_ONCE)]
     end = time.monotonic() + SOON_S
-    while not case.in_work(victim):
+    while not status(case.topology, victim)["items"]:
         assert time.monotonic() < end, f"{victim} gets no work"
     return asked
 
 
 def _go_on(case: Case, pool: ThreadPoolExecutor) -> list[Future[float]]:
-    """Requests after a fault."""
+    """One request after the other, as before and after a fault."""
     asked = []
     for number in range(STEADY):
         asked.append(pool.submit(case.ask, number))
@@ -127,25 +105,33 @@ def _check(asked: list[Future[float]]) -> None:
     """All were answered, and as in peace."""
     end = time.monotonic() + SOON_S
     distances = [one.result(max(0.0, end - time.monotonic())) for one in asked]
-    assert max(distances) < SAME
+    assert max(distances) < TOLERANCE
 
 
 def _wait_until_used(case: Case, name: str) -> None:
-    before, end, number = case.delivered(name), time.monotonic() + SOON_S, 0
-    while case.delivered(name) == before:
-        assert time.monotonic() < end, f"{name} is up but not used"
-        assert case.ask(number) < SAME
-        number += 1
+    before, numbers = delivered(case.topology, name), itertools.count()
+
+    def used() -> bool:
+        assert case.ask(next(numbers)) < TOLERANCE
+        return delivered(case.topology, name) > before
+
+    until(used, SOON_S, f"{name} is up but not used")
+
+
+def _refused(case: Case) -> float:
+    """Requests that encoders have refused for being full."""
+    name, kind = "encoder_refusals_total", "OverloadedError"
+    return sum(total(case.topology.urls[one], name, code=kind) for one in ENCODERS)
 
 
 def test_more_than_the_encoders_take_is_answered_all_the_same(
     case: Case, pool: ThreadPoolExecutor
 ) -> None:
-    before = sum(case.refused(name) for name in ENCODERS)
+    before = _refused(case)
     asked = [pool.submit(case.ask, number) for number in range(BURST)]
     _check(asked)
     # Otherwise this has shown nothing.
-    assert sum(case.refused(name) for name in ENCODERS) > before
+    assert _refused(case) > before
 
 
 def test_what_a_frozen_encoder_has_is_taken_elsewhere(case: Case, pool: ThreadPoolExecutor) -> None:
@@ -178,8 +164,5 @@ def test_an_encoder_that_is_told_to_go_finishes_and_costs_nothing(
     asked = _begin_load(case, pool, "encoder@2")
     os.kill(server.pid, signal.SIGTERM)
     _check([*asked, *_go_on(case, pool)])
-    end = time.monotonic() + SOON_S
-    while server.running:
-        assert time.monotonic() < end, "told to go, it stays"
-        time.sleep(0.1)
-    assert case.ask(0) < SAME
+    until(lambda: not server.running, SOON_S, "told to go, it stays")
+    assert case.ask(0) < TOLERANCE

@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import Client
 from integration.topology import START_TIMEOUT_S, Machine, checkpoint
 from sglang_epd.cli.processes import free_port
 
@@ -108,13 +107,7 @@ def up(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def message(photographs: list[Image.Image]) -> dict[str, Any]:
-    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
-    return user(*parts, text_part("What are these?"))
-
-
-def test_a_life_of_up(up: Up, message: dict[str, Any]) -> None:
+def test_a_life_of_up(up: Up, message: dict) -> None:
     told = up.until(lambda code, _told: code == 0)
     assert [server["role"] for server in told["servers"]] == ROLES
     assert {server["state"] for server in told["servers"]} == {"ready"}

@@ -7,32 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import data_url
 from integration.test_forms import IMAGE
+from integration.test_parity import Messages, Photographs, equal_blocks
 from integration.test_reuse import TOKENS, Server, conversation
 from integration.topology import Machine, Topology
-
-Photographs = list[Image.Image]
-Messages = list[dict[str, Any]]
 
 _MODEL = "tiny-qwen3-vl"
 
 pytestmark = pytest.mark.extended
-
-
-def equal_blocks() -> list[Messages]:
-    """A picture of twelve blocks in a row, and one of the same in a column."""
-    side = 32
-    row, column = Image.new("RGB", (12 * side, side)), Image.new("RGB", (side, 12 * side))
-    for number in range(12):
-        block = Image.new("RGB", (side, side), (20 * number, 255 - 20 * number, 128))
-        row.paste(block, (number * side, 0))
-        column.paste(block, (0, number * side))
-    return [
-        [user(image_part(data_url(picture)), text_part("What is it?"))] for picture in (row, column)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +28,7 @@ def expected(machine: Machine) -> Callable[[Messages], Any]:
 def topology(
     machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
 ) -> Topology:
-    for messages in (*equal_blocks(), *(conversation(photographs, turns) for turns in (1, 2, 3))):
+    for messages in (*equal_blocks(32), *(conversation(photographs, turns) for turns in (1, 2, 3))):
         expected(messages)
     return machine.use("content")
 
@@ -59,7 +43,7 @@ def server(
 
 def test_pictures_of_equal_blocks_are_two(server: Server) -> None:
     for which in (0, 1, 0, 1):
-        server.check(equal_blocks()[which])
+        server.check(equal_blocks(32)[which])
 
 
 def test_a_conversation_finds_its_pictures_again(server: Server, photographs: Photographs) -> None:
@@ -71,7 +55,7 @@ def test_a_conversation_finds_its_pictures_again(server: Server, photographs: Ph
 
 def test_it_is_one_picture_whoever_encodes_it(topology: Topology, photographs: Photographs) -> None:
     """Encoded here, then with three others by the encoder: the prefix is the same."""
-    client = Client(topology.urls["language"])
+    client = topology.client()
     pictures = [data_url(photographs[0].rotate(angle)) for angle in (40, 50, 60, 70)]
     told = []
     for count in (1, 4):

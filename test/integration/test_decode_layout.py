@@ -4,91 +4,30 @@ that of one server."""
 from __future__ import annotations
 
 import contextlib
-import io
-import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
-from integration.listener import QuietHandler, listening, url_of
+from integration.client import Client, data_url, image_part, text_part, until, user
+from integration.counters import total
+from integration.listener import Site
+from integration.test_forms import IMAGE
+from integration.test_parity import (
+    TOKENS,
+    Messages,
+    Photographs,
+    one,
+    side_by_side,
+    two,
+    two_turns,
+)
 from integration.topology import Machine, Topology
 
-TOLERANCE = 1e-3
 LIMIT_S = 20.0
-Urls = list[str]
-
-
-class MediaServer:
-    """Serves PNGs on loopback and counts how often each was asked for."""
-
-    def __init__(self, photographs: list[Image.Image]) -> None:
-        self.asked: Counter[str] = Counter()
-        files: dict[str, bytes] = {}
-        for index, photo in enumerate(photographs):
-            file = io.BytesIO()
-            photo.resize((320, 224)).save(file, "PNG")
-            files[f"/{index}.png"] = file.getvalue()
-        self.slow_s = 0.0
-        self.released = threading.Event()
-        owner, asked = self, self.asked
-
-        class Handler(QuietHandler):
-            def do_GET(self) -> None:
-                asked[self.path] += 1
-                owner.released.wait(owner.slow_s)
-                body = files.get(self.path)
-                if body is None:
-                    self.send_error(404)
-                    return
-                self.send_response(200)
-                self.send_header("Content-Type", "image/png")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        self.handler = Handler
-        self.url = ""
-
-
-@pytest.fixture
-def media(photographs: list[Image.Image]) -> Iterator[MediaServer]:
-    site = MediaServer(photographs)
-    with listening(site.handler) as server:
-        site.url = url_of(server)
-        yield site
-        site.released.set()
-
-
-def one(urls: Urls) -> list[dict[str, Any]]:
-    return [user(image_part(urls[0]), text_part("What is in this picture?"))]
-
-
-def two(urls: Urls) -> list[dict[str, Any]]:
-    first, second = (image_part(url) for url in urls)
-    return [user(text_part("First"), first, text_part("and second"), second, text_part("compare"))]
-
-
-def side_by_side(urls: Urls) -> list[dict[str, Any]]:
-    return [user(*(image_part(url) for url in urls))]
-
-
-def two_turns(urls: Urls) -> list[dict[str, Any]]:
-    return [
-        user(image_part(urls[0]), text_part("What is this?")),
-        {"role": "assistant", "content": "A temple."},
-        user(text_part("And this one"), image_part(urls[1]), text_part("beside it?")),
-    ]
-
-
-CASES = [one, two, side_by_side, two_turns]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
@@ -98,7 +37,7 @@ def topology(machine: Machine, request: pytest.FixtureRequest) -> Topology:
 
 @pytest.fixture
 def router(topology: Topology) -> Client:
-    return Client(topology.urls["router"])
+    return topology.client("router")
 
 
 @pytest.fixture
@@ -110,61 +49,48 @@ def _laid_out(topology: Topology) -> Callable[[str], float]:
     """How many prompts the decode server has laid out in a way, since this was called."""
 
     def count(way: str) -> float:
-        text = requests.get(f"{topology.urls['decode']}/metrics", timeout=20).text
-        pattern = rf'^sglang:epd_decode_prompts_total{{.*layout="{way}".*}} (\S+)$'
-        return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
+        return total(topology.urls["decode"], "decode_prompts_total", layout=way)
 
     before = {way: count(way) for way in ("known", "own", "failed")}
     return lambda way: count(way) - before[way]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [one, two, side_by_side, two_turns], ids=lambda one: one.__name__)
 def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
     machine: Machine,
     topology: Topology,
     router: Client,
-    media: MediaServer,
+    site: Site,
+    photographs: Photographs,
     laid_out: Callable[[str], float],
-    case: Callable[[Urls], Any],
+    case: Callable[[Photographs], Messages],
 ) -> None:
-    messages = case([f"{media.url}/0.png", f"{media.url}/1.png"])
-    expected = machine.colocated(topology.model).generation(*messages)
-    named = set(media.asked)
-    media.asked.clear()
-
-    actual = router.generation(*messages)
-
-    assert media.asked == dict.fromkeys(named, 1)
-    assert actual.prompt_tokens == expected.prompt_tokens
-    assert actual.tokens == expected.tokens
+    expected = machine.reference(topology.model, case(photographs), TOKENS)
+    router.generation(*site.linked(case(photographs)), tokens=TOKENS).check(expected)
+    assert sorted(site.paths()) == sorted(site.files)
     assert (laid_out("known"), laid_out("own"), laid_out("failed")) == (1, 0, 0)
-    assert actual.distance(expected) < TOLERANCE
 
 
 def test_an_image_named_twice_is_laid_out_twice(
-    machine: Machine, topology: Topology, router: Client, media: MediaServer
+    machine: Machine, topology: Topology, router: Client, site: Site, photographs: Photographs
 ) -> None:
-    messages = side_by_side([f"{media.url}/0.png"] * 2)
-    expected = machine.colocated(topology.model).generation(*messages)
-    media.asked.clear()
-    actual = router.generation(*messages)
+    messages = side_by_side(photographs[:1] * 2)
+    expected = machine.reference(topology.model, messages, TOKENS)
+    router.generation(*site.linked(messages), tokens=TOKENS).check(expected)
     # Two items, for all that the language server knows; encoders share one answer between
     # those who wait for it.
-    assert media.asked in ({"/0.png": 1}, {"/0.png": 2})
-    assert actual.prompt_tokens == expected.prompt_tokens
-    assert actual.distance(expected) < TOLERANCE
+    assert site.paths() in ([*site.files], [*site.files] * 2)
 
 
 def test_each_prompt_of_a_batch_has_its_own_layouts(
     machine: Machine,
     topology: Topology,
     router: Client,
-    photographs: list[Image.Image],
+    photographs: Photographs,
     laid_out: Callable[[str], float],
 ) -> None:
-    mark = "<|vision_start|><|image_pad|><|vision_end|>"
     body = {
-        "text": [f"{mark}What is it?", "No picture here.", f"{mark}{mark}And these?"],
+        "text": [f"{IMAGE}What is it?", "No picture here.", f"{IMAGE}{IMAGE}And these?"],
         "image_data": [
             [data_url(photographs[0].resize((112, 112)))],
             None,
@@ -184,29 +110,31 @@ def test_each_prompt_of_a_batch_has_its_own_layouts(
 
 
 def test_a_burst_is_answered_without_a_second_download(
-    qwen2_5: Topology, media: MediaServer
+    qwen2_5: Topology, site: Site, photographs: Photographs
 ) -> None:
-    router, laid_out = Client(qwen2_5.urls["router"]), _laid_out(qwen2_5)
-    messages = [one([f"{media.url}/0.png"]), two([f"{media.url}/0.png", f"{media.url}/1.png"])]
+    router, laid_out = qwen2_5.client("router"), _laid_out(qwen2_5)
+    messages = [site.linked(case(photographs)) for case in (one, two)]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda n: router.answer(*messages[n % 2]), range(16)))
     # Once an item at most: encoders share one answer between those who wait for it.
-    assert set(media.asked) == {"/0.png", "/1.png"}
-    assert media.asked["/0.png"] <= 16
-    assert media.asked["/1.png"] <= 8
+    asked = Counter(site.paths())
+    first, second = site.files
+    assert asked.keys() == site.files.keys()
+    assert asked[first] <= 16
+    assert asked[second] <= 8
     assert (laid_out("known"), laid_out("own")) == (16, 0)
 
 
 def test_who_leaves_both_servers_is_waited_for_by_neither(
-    qwen2_5: Topology, media: MediaServer
+    qwen2_5: Topology, site: Site, photographs: Photographs
 ) -> None:
     """As a router does that gives a request up; the image would take longer than that."""
-    router, laid_out = Client(qwen2_5.urls["router"]), _laid_out(qwen2_5)
-    media.slow_s = 60.0
+    router, laid_out = qwen2_5.client("router"), _laid_out(qwen2_5)
+    site.slow_s = 60.0
     begin = time.monotonic()
     body = {
         "model": "default",
-        "messages": one([f"{media.url}/0.png"]),
+        "messages": site.linked(one(photographs)),
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": qwen2_5.ports["prefill bootstrap"],
         "bootstrap_room": 4711,
@@ -219,11 +147,9 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(ask_and_leave, ("prefill", "decode")))
-    while not laid_out("failed"):
-        assert time.monotonic() < begin + 8, "the encoder's own limit on fetching is 10 s"
-        time.sleep(0.2)
-    media.slow_s = 0.0
-    assert router.answer(*one([f"{media.url}/1.png"]))
+    until(lambda: laid_out("failed"), begin + 8 - time.monotonic(), "fetching itself has 10 s")
+    site.slow_s = 0.0
+    assert router.answer(*site.linked(one(photographs[1:])))
     qwen2_5.check_alive()
 
 
@@ -239,26 +165,25 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
 )
 def test_a_bad_image_ends_on_both_servers(
     qwen2_5: Topology,
-    media: MediaServer,
+    site: Site,
+    photographs: Photographs,
     bad: str,
     status: int,
     reason: str,
     stream: bool,
 ) -> None:
-    router = Client(qwen2_5.urls["router"])
-    good = f"{media.url}/0.png"
-    url = f"{media.url}{bad}" if bad.startswith("/") else bad
+    router = qwen2_5.client("router")
+    (good,) = site.linked([user(image_part(data_url(photographs[0])))])[0]["content"]
+    url = f"{site.url}{bad}" if bad.startswith("/") else bad
     begin = time.monotonic()
 
-    response = router.chat(
-        user(image_part(good), image_part(url), text_part("What is this?")), stream=stream
-    )
+    response = router.chat(user(good, image_part(url), text_part("What is this?")), stream=stream)
 
     assert time.monotonic() - begin < LIMIT_S
     # The mini-lb answers a stream before its servers have.
     assert response.status_code == (200 if stream else status), response.text
     assert "image 2 of 2" in response.text
     assert reason in response.text
-    assert media.asked["/0.png"] <= 1
-    assert router.answer(user(image_part(good), text_part("And this?")))
+    assert Counter(site.paths())[next(iter(site.files))] <= 1
+    assert router.answer(user(good, text_part("And this?")))
     qwen2_5.check_alive()

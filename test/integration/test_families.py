@@ -15,8 +15,8 @@ import photographs
 from checkpoints.families import FAMILIES
 from checkpoints.family import AUDIO, IMAGE, VIDEO, Family
 from integration.client import (
+    TOLERANCE,
     Client,
-    Generation,
     audio_part,
     data_url,
     image_part,
@@ -29,7 +29,6 @@ from sglang_epd.cli.processes import ServerError
 
 pytestmark = pytest.mark.extended
 
-TOLERANCE = 1e-3
 TOKENS = 16
 # The server that receives with each, and the topology that has it.
 BACKENDS = {
@@ -131,8 +130,7 @@ def test_log_probabilities_equal_one_servers(
     actual = _server(machine, family, backend).generation(*messages, tokens=TOKENS)
     assert actual.prompt_tokens == expected.prompt_tokens
     record_property("distance", actual.distance(expected))
-    assert actual.tokens == expected.tokens
-    assert actual.distance(expected) < TOLERANCE
+    actual.check(expected)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_the_answer_depends_on_the_media(
         server.generation(user(part(), QUESTION), tokens=1) for part in PAIRS[modality]
     )
     assert first.prompt_tokens == second.prompt_tokens
-    change = _change(first, second)
+    change = first.change(second)
     record_property("change", change)
     assert change > 10 * TOLERANCE
 
@@ -175,11 +173,4 @@ def test_what_cannot_run_here_is_stopped_where_we_say(
 
 def _server(machine: Machine, family: Family, backend: str) -> Client:
     topology, role = BACKENDS[backend]
-    return Client(machine.use(topology.format(family.name)).urls[role])
-
-
-def _change(first: Generation, second: Generation) -> float:
-    """By how much the likeliest first tokens differ; they may even share none."""
-    shared = first.top[0].keys() & second.top[0].keys()
-    gaps = [abs(first.top[0][token] - second.top[0][token]) for token in shared]
-    return max(gaps, default=float("inf"))
+    return machine.use(topology.format(family.name)).client(role)

@@ -34,14 +34,6 @@ def test_streaming_gives_the_same_text(language: Client, urls: list[str]) -> Non
     assert "".join(pieces) == language.answer(message)
 
 
-def test_parallel_samples_share_one_encode(language: Client, urls: list[str]) -> None:
-    message = user(image_part(urls[0]), text_part("Describe it."))
-    response = language.chat(message, n=3)
-    assert response.status_code == 200, response.text
-    texts = [choice["message"]["content"] for choice in response.json()["choices"]]
-    assert texts == [language.answer(message)] * 3
-
-
 def test_a_batch_of_prompts(language: Client, colocated: Client, urls: list[str]) -> None:
     body = {
         "text": [f"{IMAGE}What?", "No picture here.", f"{IMAGE}{IMAGE}Both?"],

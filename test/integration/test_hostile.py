@@ -12,8 +12,9 @@ import pytest
 import requests
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
-from integration.hostile import dear_to_read, flood_the_payload_port
+from integration.client import Client, data_url, image_part, text_part, until, user
+from integration.counters import counted, status
+from integration.hostile import dear_to_read
 from integration.topology import Topology
 from sglang_epd.language import manifest
 from sglang_epd.wire.messages import Expect
@@ -24,30 +25,6 @@ Photographs = list[Image.Image]
 @pytest.fixture(scope="module")
 def message(photographs: Photographs) -> dict:
     return user(image_part(data_url(photographs[0].resize((224, 168)))), text_part("What?"))
-
-
-def _status(topology: Topology) -> dict:
-    return requests.get(f"{topology.urls['encoder']}/v1/status", timeout=10).json()
-
-
-def _moves(language: Client) -> list[str]:
-    """How often the language server's encoders came into each state."""
-    told = requests.get(f"{language.url}/metrics", timeout=10).text.splitlines()
-    return [line for line in told if line.startswith("sglang:epd_dispatch_moves_total{")]
-
-
-def _until(condition, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.1)
-
-
-def test_a_hundred_requests_at_once(language: Client, message: dict) -> None:
-    expected = language.generation(message)
-    with concurrent.futures.ThreadPoolExecutor(100) as pool:
-        answers = list(pool.map(lambda _: language.generation(message), range(100)))
-    assert max(answer.distance(expected) for answer in answers) < 1e-3
 
 
 def test_clients_that_leave_are_cleaned_up(
@@ -67,14 +44,8 @@ def test_clients_that_leave_are_cleaned_up(
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(request)
             time.sleep(wait_s)
-    _until(lambda: _status(qwen2_5)["requests"] == 0)
-    assert _status(qwen2_5)["items"] == 0
-    assert language.answer(message)
-    qwen2_5.check_alive()
-
-
-def test_garbage_on_the_payload_port(qwen2_5: Topology, language: Client, message: dict) -> None:
-    flood_the_payload_port(qwen2_5, "language")
+    until(lambda: status(qwen2_5)["requests"] == 0)
+    assert status(qwen2_5)["items"] == 0
     assert language.answer(message)
     qwen2_5.check_alive()
 
@@ -99,7 +70,7 @@ def test_urls_that_are_dear_to_read_silence_no_encoder(
 ) -> None:
     """One request of 32 of them, three times; with 10 s of an encoder's silence each before."""
     health = f"{qwen2_5.urls['encoder']}/health"
-    before = _moves(language)
+    before = counted(language.url, "dispatch_moves_total", "state")
     assert before, "the metrics tell of no encoder"
     waits: list[float] = []
     done = threading.Event()
@@ -125,8 +96,8 @@ def test_urls_that_are_dear_to_read_silence_no_encoder(
         probing.result(timeout=60)
     # Other tests' servers start meanwhile.
     assert max(waits) < 3.0
-    assert _moves(language) == before
-    assert _status(qwen2_5)["bytes"] == 0
+    assert counted(language.url, "dispatch_moves_total", "state") == before
+    assert status(qwen2_5)["bytes"] == 0
 
 
 @pytest.mark.parametrize(

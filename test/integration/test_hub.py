@@ -14,13 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hub import Hub, serving
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, data_url, image_part, text_part, user
 from integration.forked import ForkServer
 from integration.topology import Machine, Topology, checkpoint
 
 NAME = "acme/tiny-vl"
 MODEL = "tiny-qwen2_5-vl"
-TOLERANCE = 1e-3
 TOKENS = 16
 WHOLE = "model.safetensors"
 
@@ -74,7 +73,7 @@ def test_servers_download_a_model_together(
     asked = question(photographs)
     reference = machine.reference(MODEL, [asked], TOKENS)
     with machine.lend(Topology(MODEL, ("encoder", "language"), **online)) as topology:
-        answer = Client(topology.urls["language"]).generation(asked, tokens=TOKENS)
+        answer = topology.client().generation(asked, tokens=TOKENS)
     assert answer.distance(reference) < TOLERANCE
     assert hub.fetched[WHOLE] == 1
     assert "onnx/model.onnx" not in hub.fetched
@@ -91,7 +90,7 @@ def test_servers_start_offline_from_what_was_downloaded(
     with closing(ForkServer(env)) as forks:
         topology = Topology(MODEL, roles, env, forks=forks, served_as=NAME)
         with machine.lend(topology):
-            answer = Client(topology.urls["router"]).generation(asked, tokens=TOKENS)
+            answer = topology.client("router").generation(asked, tokens=TOKENS)
     assert answer.distance(reference) < TOLERANCE
     assert not hub.fetched
 
@@ -108,7 +107,7 @@ def test_a_revision_is_downloaded_into_a_folder(
     topology = Topology(MODEL, roles, flags=dict.fromkeys(roles, flags), **online)
     with machine.lend(topology):
         reference, answer = (
-            Client(topology.urls[role]).generation(asked, tokens=TOKENS)
+            topology.client(role).generation(asked, tokens=TOKENS)
             for role in ("colocated", "language")
         )
     assert list(tmp_path.rglob("pytorch_model.bin"))

@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 from checkpoints.families import SPECS
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, data_url, image_part, text_part, user
+from integration.counters import status, total
 from integration.topology import Machine, checkpoint
 from sglang_epd.namespace import of_tower
 
 pytestmark = pytest.mark.extended
 
-# What one server gives twice is equal to the last bit, so is what two give: nothing is rounded
-# otherwise that is computed in the same order.
-TOLERANCE = 1e-3
 TOKENS = 8
 EXACT = "tiny-qwen3-vl"
 MODEL = f"{EXACT}-fp8"
@@ -43,12 +40,7 @@ def test_log_probabilities_equal_one_servers(
     machine: Machine, photographs: list[Image.Image]
 ) -> None:
     messages = question(photographs)
-    expected = machine.reference(MODEL, messages, TOKENS)
-    language = Client(machine.use("quantised").urls["language"])
-    actual = language.generation(*messages, tokens=TOKENS)
-    assert actual.prompt_tokens == expected.prompt_tokens
-    assert actual.tokens == expected.tokens
-    assert actual.distance(expected) < TOLERANCE
+    machine.check(machine.use("quantised").client(), MODEL, messages, TOKENS)
 
 
 def test_quantisation_was_on(machine: Machine, photographs: list[Image.Image]) -> None:
@@ -65,16 +57,14 @@ def test_each_server_holds_its_own_part_and_no_more(machine: Machine) -> None:
     """The tower in bfloat16 on the encoder, so none of the language model; on the language
     server the projections in float8, scales in float32, the rest in bfloat16; and on both
     tables of rotary angles, in bfloat16."""
-    urls = machine.use("quantised").urls
+    topology = machine.use("quantised")
     tower, language, projections = _bytes_to_hold(Path(checkpoint(MODEL)))
     assert projections > ROOM
-    status = requests.get(f"{urls['encoder']}/v1/status", timeout=20).json()
-    assert 0 <= status["weights_bytes"] - tower < ROOM
-    metrics = requests.get(f"{urls['language']}/metrics", timeout=20).text
-    line = next(m for m in metrics.splitlines() if m.startswith("sglang:epd_language_weights"))
+    assert 0 <= status(topology)["weights_bytes"] - tower < ROOM
+    held = total(topology.urls["language"], "language_weights_bytes")
     text = SPECS[MODEL].text
     angles = text.max_position_embeddings * text.head_dim * torch.bfloat16.itemsize
-    assert 0 <= float(line.split()[-1]) - language - angles < ROOM
+    assert 0 <= held - language - angles < ROOM
 
 
 def _bytes_to_hold(folder: Path) -> tuple[int, int, int]:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import copy
-import hashlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
-from integration.counters import answered, counted
-from integration.listener import QuietHandler, listening, url_of
+from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
+from integration.counters import answered, counted, total
+from integration.listener import Site
 from integration.test_forms import IMAGE
-from integration.test_parity import TOLERANCE
+from integration.test_parity import Messages, Photographs
 from integration.topology import Machine, Topology
-
-Photographs = list[Image.Image]
-Messages = list[dict[str, Any]]
 
 TOKENS = 8
 _TURNS = 6
@@ -62,36 +54,6 @@ def swapped(photos: Photographs, which: int) -> Messages:
     return [user(image_part(data_url(photos[which].rotate(40))), text_part("Which one is it?"))]
 
 
-def by_url(messages: Messages, root: str) -> Messages:
-    """The same pictures, each at an address of a server that was handed them."""
-    moved: Messages = copy.deepcopy(messages)
-    for message in moved:
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            if part["type"] == "image_url":
-                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-                name = hashlib.sha256(data).hexdigest()
-                _SERVED[f"/{name}.png"] = data
-                part["image_url"]["url"] = f"{root}/{name}.png"
-    return moved
-
-
-_SERVED: dict[str, bytes] = {}
-
-
-@pytest.fixture
-def picture_server() -> Iterator[str]:
-    class Pictures(QuietHandler):
-        def do_GET(self) -> None:
-            data = _SERVED[self.path]
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    with listening(Pictures) as server:
-        yield url_of(server)
-
-
 @dataclass
 class Server:
     """One of the language servers, and what it is compared with."""
@@ -102,20 +64,17 @@ class Server:
 
     @property
     def client(self) -> Client:
-        return Client(self.topology.urls[self.role])
+        return self.topology.client(self.role)
 
     def gap(self, messages: Messages) -> float:
         """How far its log-probabilities are from one server's."""
         actual = self.client.generation(*messages, tokens=TOKENS)
         return actual.distance(self.expected(messages))
 
-    def check(self, messages: Messages) -> None:
-        """It answers as one server does."""
+    def check(self, messages: Messages, sent: Messages | None = None) -> None:
+        """It answers what it is sent, the same messages or their like, as one server does."""
         expected = self.expected(messages)
-        actual = self.client.generation(*messages, tokens=TOKENS)
-        assert actual.tokens == expected.tokens
-        assert actual.prompt_tokens == expected.prompt_tokens
-        assert actual.distance(expected) < TOLERANCE
+        self.client.generation(*(sent or messages), tokens=TOKENS).check(expected)
 
     @property
     def asked(self) -> int:
@@ -126,17 +85,11 @@ class Server:
     @property
     def moved(self) -> float:
         """Bytes of embeddings that it has received."""
-        return counted(self.client.url, "sglang:epd_receiver_received_bytes", "").get("", 0.0)
+        return total(self.client.url, "receiver_received_bytes_total")
 
     def flush(self) -> None:
         """Forget the KV, as soon as what clients have left behind has ended."""
-        end = time.monotonic() + 60
-        while True:
-            answer = requests.post(f"{self.client.url}/flush_cache", timeout=60)
-            if answer.status_code == 200:
-                return
-            assert time.monotonic() < end, answer.text
-            time.sleep(0.2)
+        until(lambda: requests.post(f"{self.client.url}/flush_cache", timeout=60).ok)
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -159,7 +112,7 @@ def test_a_prefill_server_sends_what_it_has_to_its_decode_server(
     server = Server(machine.use("qwen2_5"), "router", expected)
     for turns in (1, 2, 3):
         server.check(conversation(photographs, turns))
-    log = server.topology.servers["prefill"].log_path.read_text()
+    log = server.topology.log("prefill")
     by_encoders = re.findall(r"Delivered 4 items of \w+ in \S+ ms, (\d) by encoders", log)
     # The first picture may be one of another test's.
     assert by_encoders[-3] in "34"
@@ -176,8 +129,9 @@ def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
     server.topology.restart("language")
     for turns, source in ((2, "encoder_cache"), (3, "kv")):
         server.check(conversation(photographs, turns))
-        # Four pictures a turn, which the server that has just started counts.
-        wait_for_source(client.url, source, 4)
+        # Four pictures a turn, which the server that has just started counts; its answer may be
+        # faster than the last word on them.
+        until(lambda one=source: counted(client.url, "dispatch_items_total", "source")[one] == 4)
     body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
     answer = client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
     assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
@@ -187,19 +141,10 @@ def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
     assert after == before
 
 
-def wait_for_source(url: str, source: str, items: int) -> None:
-    """Until a language server has counted so many items from there: its answer may be
-    faster than the last word on them."""
-    end = time.monotonic() + 10
-    while counted(url, "sglang:epd_dispatch_items", "source").get(source) != items:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def work(url: str) -> dict[str, float]:
     """What became of the items that an encoder was asked for, and the seconds of its tower."""
-    seconds = counted(url, "sglang:epd_encoder_busy_seconds", "")
-    return {**counted(url, "sglang:epd_encoder_lookups", "source"), "tower": seconds[""]}
+    seconds = total(url, "encoder_busy_seconds_total")
+    return {**counted(url, "encoder_lookups_total", "source"), "tower": seconds}
 
 
 def test_a_conversation_asks_encoders_in_its_first_turn_only(
@@ -219,14 +164,13 @@ def test_a_conversation_asks_encoders_in_its_first_turn_only(
 
 
 def test_pictures_behind_addresses_are_known_when_they_are_offered(
-    server: Server, photographs: Photographs, picture_server: str
+    server: Server, photographs: Photographs, site: Site
 ) -> None:
     """What they are is told by an encoder, each time; nothing is sent for it again."""
     messages = conversation(photographs, 2, look=3)
     before = 0.0
     for turn in range(3):
-        actual = server.client.generation(*by_url(messages, picture_server), tokens=TOKENS)
-        assert actual.distance(server.expected(messages)) < TOLERANCE
+        server.check(messages, site.linked(messages))
         if turn and server.role != "language@miss":
             assert server.moved == before
         before = server.moved
@@ -312,12 +256,12 @@ def test_an_answer_does_not_tell_what_another_tenant_has_sent(
 
     def known(**salts: str) -> list[float]:
         """Asked until it is known that it was here."""
-        for _ in range(10):
+
+        def again() -> list[float] | None:
             sources, logprobs = ask(**salts)
-            if "computed" not in sources:
-                return logprobs
-            time.sleep(0.2)
-        raise AssertionError(sources)
+            return None if "computed" in sources else logprobs
+
+        return until(again)
 
     first = ask()[1]
     known()
@@ -367,11 +311,7 @@ def test_answers_say_where_their_pictures_came_from(
 
     def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:
         """An answer may be faster than the encoder's word on the layout."""
-        found = [sources(body)]
-        while found[-1] != wanted:
-            assert len(found) < 10, found
-            time.sleep(0.2)
-            found.append(sources(body))
+        until(lambda: sources(body) == wanted)
 
     assert sources(one) == {"computed": 1}
     soon(one, {"kv": 1})
@@ -382,5 +322,5 @@ def test_answers_say_where_their_pictures_came_from(
     assert sources(both)["computed"] >= 1
     soon(both, {"kv": 2})
     if server.role == "language":
-        counts = counted(server.client.url, "sglang:epd_dispatch_items", "source")
+        counts = counted(server.client.url, "dispatch_items_total", "source")
         assert counts.keys() >= {"kv", "language_cache", "computed"}

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
-import re
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from PIL import Image
 
-from integration.client import Client, Generation, data_url, image_part, text_part, user
-from integration.counters import counted
+from integration.client import (
+    TOLERANCE,
+    Generation,
+    about_a_crop,
+    text_part,
+    until,
+    user,
+)
+from integration.counters import counted, status, total
 from integration.test_forms import IMAGE
-from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology
 from stores import Server, mooncake_master, mooncake_node
 
@@ -48,51 +50,35 @@ class Case:
     expected_then: list[Generation]
 
     def ask(self, number: int) -> float:
-        language = Client(self.topology.urls["language"])
-        answer = language.generation(self.messages[number], tokens=TOKENS)
+        answer = self.topology.client().generation(self.messages[number], tokens=TOKENS)
         return answer.distance(self.expected[number])
 
     def ask_on(self, number: int) -> float:
-        language = Client(self.topology.urls["language"])
-        answer = language.generation(self.messages[number], *THEN, tokens=TOKENS)
+        answer = self.topology.client().generation(self.messages[number], *THEN, tokens=TOKENS)
         return answer.distance(self.expected_then[number])
 
-    def sources(self) -> dict[str, float]:
+    def sources(self) -> dict[str, int]:
         """Where the language server's items have come from."""
-        return counted(self.topology.urls["language"], "sglang:epd_dispatch_items", "source")
+        return counted(self.topology.urls["language"], "dispatch_items_total", "source")
 
     def told(self, number: int) -> dict[str, int]:
         """The same, as it is told of one picture."""
         url = self.messages[number]["content"][0]["image_url"]["url"]
         body = {"text": f"{IMAGE}What is it?", "image_data": [url]}
-        language = Client(self.topology.urls["language"])
-        answer = language.generate(**body, sampling_params={"max_new_tokens": 32}).json()
-        return dict(answer["meta_info"]["media_sources"])
+        answer = self.topology.client().generate(**body, sampling_params={"max_new_tokens": 32})
+        return dict(answer.json()["meta_info"]["media_sources"])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the encoder's samples of that name with these labels."""
-        url = f"{self.topology.urls['encoder']}/metrics"
-        total = 0.0
-        for line in requests.get(url, timeout=20).text.splitlines():
-            match = re.fullmatch(rf"sglang:epd_encoder_{name}(\{{.*\}})? (\S+)", line)
-            if match and all(f'{key}="{value}"' in line for key, value in labels.items()):
-                total += float(match[2])
-        return total
+        return total(self.topology.urls["encoder"], f"encoder_{name}", **labels)
 
     def status(self) -> dict[str, Any]:
-        url = f"{self.topology.urls['encoder']}/v1/status"
-        return requests.get(url, timeout=20).json()
+        return status(self.topology)
 
 
 @pytest.fixture(scope="module")
 def case(machine: Machine, photographs: list[Image.Image]) -> Case:
-    messages = []
-    for number in range(STORED + 3 * NEW):
-        draw = random.Random(number)
-        left, top = draw.randrange(0, 300), draw.randrange(0, 200)
-        picture = photographs[number % 2].crop((left, top, left + 280, top + 196))
-        asked = text_part(f"What is picture {number}?")
-        messages.append(user(image_part(data_url(picture)), asked))
+    messages = [about_a_crop(photographs, number) for number in range(STORED + 3 * NEW)]
     topology = machine.use("store")
     colocated = machine.colocated(topology.model)
     expected = [colocated.generation(one, tokens=TOKENS) for one in messages]
@@ -104,13 +90,6 @@ def case(machine: Machine, photographs: list[Image.Image]) -> Case:
 def resources(tmp_path: Path) -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def fill_and_start_anew(case: Case, url: str) -> None:

@@ -10,17 +10,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, text_part, until, user
+from integration.counters import delivered
 from integration.fork_server import BREAKS
-from integration.listener import QuietHandler, listening, url_of
+from integration.listener import Site
 from integration.topology import START_TIMEOUT_S, TOKEN, Machine, Topology
 from sglang_epd.cli.processes import ServerError
 
@@ -30,26 +29,14 @@ def topology(machine: Machine) -> Topology:
     return machine.use("two_encoders")
 
 
-@pytest.fixture(scope="module")
-def message(photographs: list[Image.Image]) -> dict:
-    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
-    return user(*parts, text_part("What are these?"))
-
-
-def _used(topology: Topology, name: str) -> int:
-    """How many items an encoder has delivered."""
-    url, headers = f"{topology.urls[name]}/v1/status", {"Authorization": f"Bearer {TOKEN}"}
-    status = requests.get(url, headers=headers, timeout=10).json()
-    return sum(item["state"] == "delivered" for item in status["recent"])
-
-
 def _wait_until_used(topology: Topology, name: str, message: dict) -> None:
-    language = Client(topology.urls["language"])
-    before, end = _used(topology, name), time.monotonic() + 60
-    while _used(topology, name) == before:
-        assert time.monotonic() < end, f"{name} is up but not used"
-        language.chat(message)
-        time.sleep(0.5)
+    before = delivered(topology, name)
+
+    def used() -> bool:
+        topology.client().chat(message)
+        return delivered(topology, name) > before
+
+    until(used, why=f"{name} is up but not used")
 
 
 def test_an_encoder_that_registers_itself_gets_its_share(topology: Topology, message: dict) -> None:
@@ -57,40 +44,12 @@ def test_an_encoder_that_registers_itself_gets_its_share(topology: Topology, mes
         _wait_until_used(topology, name, message)
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer something else"}])
-def test_without_the_token_nothing_is_encoded(topology: Topology, header: dict) -> None:
-    url = f"{topology.urls['encoder']}/v1/encode"
-    assert requests.post(url, data=b"", headers=header, timeout=10).status_code == 401
-    assert requests.delete(f"{url}/x", headers=header, timeout=10).status_code == 401
-    allowed = {"Authorization": f"Bearer {TOKEN}"}
-    assert requests.post(url, data=b"", headers=allowed, timeout=10).status_code == 400
-
-
-@pytest.fixture
-def rogue() -> Iterator[tuple[str, list[str]]]:
-    """URL of a server that is no encoder of ours, and what it has been asked for."""
-    asked: list[str] = []
-
-    class Listener(QuietHandler):
-        def do_GET(self) -> None:
-            asked.append(f"{self.command} {self.path}")
-            self.send_error(404)
-
-        do_POST = do_GET
-
-    with listening(Listener) as server:
-        yield url_of(server), asked
-
-
-def test_a_rogue_registration_gets_no_image(
-    topology: Topology, message: dict, rogue: tuple[str, list[str]]
-) -> None:
-    url, asked = rogue
+def test_a_rogue_registration_gets_no_image(topology: Topology, message: dict, site: Site) -> None:
     registry = f"http://127.0.0.1:{topology.ports['language bootstrap']}"
     allowed = {"Authorization": f"Bearer {TOKEN}"}
 
     def register(namespace: str, headers: dict[str, str]) -> requests.Response:
-        body = {"url": url, "namespace": namespace, "lease_s": 15}
+        body = {"url": site.url, "namespace": namespace, "lease_s": 15}
         return requests.post(
             f"{registry}/register_encoder_url", json=body, headers=headers, timeout=20
         )
@@ -101,32 +60,20 @@ def test_a_rogue_registration_gets_no_image(
     refused = register("theirs", allowed)
     assert refused.status_code == 409
     listed = requests.get(f"{registry}/list_encoder_urls", headers=allowed, timeout=20).json()
-    ours = topology.servers["language"].log_path.read_text().partition("namespace ")[2].split(",")
+    ours = topology.log("language").partition("namespace ")[2].split(",")
     assert "theirs" in refused.text
     assert ours[0] in refused.text
     assert set(listed["encoder_urls"]) == {topology.urls["encoder"], topology.urls["registering"]}
     for _ in range(4):
-        Client(topology.urls["language"]).generation(message)
-    assert not asked
-
-
-def test_a_killed_encoder_costs_no_request(topology: Topology, message: dict) -> None:
-    language = Client(topology.urls["language"])
-    expected = language.generation(message)
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        answers = [pool.submit(language.generation, message) for _ in range(20)]
-        topology.servers["registering"].kill()
-        distances = [answer.result().distance(expected) for answer in answers]
-    assert max(distances) < 1e-3
-    # And with the dead one still in the list of URLs.
-    assert language.generation(message).distance(expected) < 1e-3
+        topology.client().generation(message)
+    assert not site.asked
 
 
 @pytest.mark.extended  # an encoder starts twice more
 def test_an_encoder_whose_device_breaks_ends_and_costs_no_request(
     topology: Topology, message: dict, tmp_path: Path
 ) -> None:
-    language = Client(topology.urls["language"])
+    language = topology.client()
     expected = language.generation(message)
     breaks = tmp_path / "now"
     topology.restart("registering", **{BREAKS: str(breaks)})
@@ -135,11 +82,8 @@ def test_an_encoder_whose_device_breaks_ends_and_costs_no_request(
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         breaks.touch()
         answers = [pool.submit(language.generation, message) for _ in range(20)]
-        assert max(answer.result().distance(expected) for answer in answers) < 1e-3
-    end = time.monotonic() + 40
-    while server.running:
-        assert time.monotonic() < end, "an encoder that is of no use stays"
-        time.sleep(0.1)
+        assert max(answer.result().distance(expected) for answer in answers) < TOLERANCE
+    until(lambda: not server.running, 40, "an encoder that is of no use stays")
     with pytest.raises(ServerError, match="status 1"):
         server.check_running()
     assert "illegal memory access" in server.log_path.read_text()
@@ -150,7 +94,7 @@ def test_an_encoder_whose_device_breaks_ends_and_costs_no_request(
 def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
     topology: Topology, message: dict
 ) -> None:
-    language = Client(topology.urls["language"])
+    language = topology.client()
     topology.servers["registering"].kill()
     topology.servers["encoder"].kill()
     response = language.chat(message)
@@ -165,7 +109,7 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
 
 def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, message: dict) -> None:
     """Both freeze, the client gives up; afterwards everything works again."""
-    language = Client(topology.urls["language"])
+    language = topology.client()
     pids = [topology.servers[name].pid for name in ("encoder", "registering")]
     expected = language.generation(message)
     for pid in pids:
@@ -178,42 +122,41 @@ def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, messa
             assert not any(one.done() for one in waiting)
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-            assert max(one.result().distance(expected) for one in waiting) < 1e-3
+            assert max(one.result().distance(expected) for one in waiting) < TOLERANCE
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
 
 def test_a_tokenizer_worker_that_dies_is_replaced(topology: Topology, message: dict) -> None:
-    language = Client(topology.urls["language"])
+    language = topology.client()
     expected = language.generation(message)
     before = _workers(topology)
     before[0].kill()
-    end = time.monotonic() + START_TIMEOUT_S
-    while True:
+
+    def replaced() -> bool:
         now = _workers(topology)
-        if before[0] not in now and len(now) == len(before):
-            break
-        assert time.monotonic() < end, "one tokenizer worker is missing for good"
-        time.sleep(0.5)
+        return before[0] not in now and len(now) == len(before)
+
+    until(replaced, START_TIMEOUT_S, "one tokenizer worker is missing for good")
     for name in ("encoder", "registering"):
         _wait_until_used(topology, name, message)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: language.generation(message), range(16)))
-    assert max(answer.distance(expected) for answer in answers) < 1e-3
+    assert max(answer.distance(expected) for answer in answers) < TOLERANCE
 
 
 def test_a_language_server_started_again_finds_the_encoder_that_registers(
     topology: Topology, message: dict
 ) -> None:
-    language = Client(topology.urls["language"])
+    language = topology.client()
     expected = language.generation(message)
     topology.servers["encoder"].kill()
     topology.servers["language"].kill()
     topology.servers["language"].start()
     topology.servers["language"].wait_ready(START_TIMEOUT_S)
     # An encoder renews its registration every 5 s, and a request waits as long for one.
-    assert language.generation(message).distance(expected) < 1e-3
+    assert language.generation(message).distance(expected) < TOLERANCE
 
 
 def _workers(topology: Topology) -> list[psutil.Process]:

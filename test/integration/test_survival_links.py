@@ -6,15 +6,13 @@ The encoder is asked through a proxy that tells it another way to the payload po
 from __future__ import annotations
 
 import concurrent.futures
-import re
-import time
 from collections.abc import Iterator
 
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, until
+from integration.counters import samples, total
 from integration.listener import QuietHandler, listening, url_of
 from integration.topology import TOKEN, Machine, Topology
 from sglang_epd.wire.http import EncodeRequest, ReplyTo, decode_body, encode_body
@@ -51,12 +49,6 @@ class Detour:
 @pytest.fixture(scope="module")
 def topology(machine: Machine) -> Topology:
     return machine.use("two_encoders")
-
-
-@pytest.fixture(scope="module")
-def message(photographs: list[Image.Image]) -> dict:
-    parts = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs * 2]
-    return user(*parts, text_part("What are these?"))
 
 
 @pytest.fixture(scope="module")
@@ -101,38 +93,24 @@ def detour(topology: Topology) -> Iterator[Detour]:
                 detour.link.close()
 
 
-def _through(topology: Topology, detour: Detour, message: dict) -> Link:
-    language, end = Client(topology.urls["language"]), time.monotonic() + 60
-    while detour.link is None:
-        assert time.monotonic() < end, "the encoder is registered but not used"
-        language.chat(message)
-    return detour.link
-
-
-def _gauge(topology: Topology, name: str) -> float:
-    text = requests.get(f"{topology.urls['language']}/metrics", timeout=20).text
-    values = re.findall(rf"^sglang:epd_receiver_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-    assert values, f"no sglang:epd_receiver_{name}"
-    return sum(map(float, values))
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["lost", "arrived"])
 def test_a_cut_at_any_kind_of_message_costs_no_request(
     topology: Topology, detour: Detour, message: dict, after: bool
 ) -> None:
-    language = Client(topology.urls["language"])
+    language = topology.client()
     expected = language.generation(message)
-    link = _through(topology, detour, message)
+    until(lambda: language.chat(message).ok and detour.link, why="it is registered but not used")
+    link = detour.link
+    assert link is not None
     for kind in ("offer", "grant", "payload", "ack"):
         before, items = link.cuts, detour.items
         link.cut_at(kind, after=after)
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             answers = list(pool.map(lambda _: language.generation(message), range(6)))
-        assert max(answer.distance(expected) for answer in answers) < 1e-3
+        assert max(answer.distance(expected) for answer in answers) < TOLERANCE
         assert link.cuts > before, f"no {kind} came through the link"
         assert detour.items > items
     # Nobody reads any more, and nothing is in doubt.
-    end = time.monotonic() + 30
-    while _gauge(topology, "held_bytes") or _gauge(topology, "quarantined_blocks"):
-        assert time.monotonic() < end, "memory is held for nobody"
-        time.sleep(0.2)
+    for gauge in ("receiver_held_bytes", "receiver_quarantined_blocks"):
+        assert list(samples(language.url, gauge))
+        until(lambda name=gauge: not total(language.url, name), 30, f"{gauge}: held for nobody")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -13,8 +11,9 @@ import pytest
 import requests
 from PIL import Image
 
-from integration.client import Client
-from integration.test_parity import CASES, TOKENS, TOLERANCE, two
+from integration.client import TOLERANCE, until
+from integration.counters import status
+from integration.test_parity import CASES, TOKENS, two
 from integration.topology import Machine, Topology
 
 MODEL = "tiny-qwen2_5-vl"
@@ -33,7 +32,7 @@ def test_log_probabilities_equal_one_servers(
 ) -> None:
     messages = case(photographs)
     expected = machine.reference(MODEL, messages, TOKENS)
-    language = Client(topology.urls["language"])
+    language = topology.client()
     # Often enough that each encoder has each item.
     answers = [language.generation(*messages, tokens=TOKENS) for _ in range(3)]
     assert max(answer.distance(expected) for answer in answers) < TOLERANCE
@@ -44,24 +43,24 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
 ) -> None:
     messages = two(photographs)
     expected = machine.reference(MODEL, messages, TOKENS)
-    language = Client(topology.urls["language"])
+    language = topology.client()
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(language.generation, *messages) for _ in range(24)]
         for name in ("encoder@replicas", "encoder@ranks"):
             os.kill(workers(topology, name)[0].pid, signal.SIGKILL)
         # It has no other tower.
-        wait(lambda: health(topology, "encoder@ranks") == 503, 10)
+        until(lambda: health(topology, "encoder@ranks") == 503, 10)
         assert health(topology, "encoder@replicas") == 200
         assert max(one.result().distance(expected) for one in answers) < TOLERANCE
-    end = time.monotonic() + 180
     for name in ("encoder@replicas", "encoder@ranks"):
-        while not all(tower["alive"] for tower in status(topology, name)["towers"]):
-            assert time.monotonic() < end, f"{name} has lost a tower for good"
-            time.sleep(0.5)
+        until(
+            lambda name=name: all(tower["alive"] for tower in status(topology, name)["towers"]),
+            *(180, f"{name} has lost a tower for good"),
+        )
         assert len(workers(topology, name)) == 2
         assert health(topology, name) == 200
-    log = topology.servers["language"].log_path.read_text()
-    given_up = [line for line in log.splitlines() if "none of its towers works" in line]
+    log = topology.log("language").splitlines()
+    given_up = [line for line in log if "none of its towers works" in line]
     assert given_up
     assert all(topology.urls["encoder@ranks"] in line for line in given_up)
     answers_after = [language.generation(*messages) for _ in range(4)]
@@ -75,6 +74,10 @@ def test_workers_end_with_their_server(topology: Topology) -> None:
     assert not psutil.wait_procs(found, timeout=10)[1]
 
 
+def health(topology: Topology, name: str) -> int:
+    return requests.get(f"{topology.urls[name]}/health", timeout=20).status_code
+
+
 def workers(topology: Topology, name: str) -> list[psutil.Process]:
     front = psutil.Process(topology.servers[name].pid)
     return [
@@ -82,19 +85,3 @@ def workers(topology: Topology, name: str) -> list[psutil.Process]:
         for child in front.children(recursive=True)
         if any("sglang_epd.encoder.workers.worker" in part for part in child.cmdline())
     ]
-
-
-def wait(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def health(topology: Topology, name: str) -> int:
-    return requests.get(f"{topology.urls[name]}/health", timeout=20).status_code
-
-
-def status(topology: Topology, name: str) -> dict:
-    found: dict = requests.get(f"{topology.urls[name]}/v1/status", timeout=20).json()
-    return found

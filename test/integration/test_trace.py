@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import Client, data_url, image_part, text_part, until, user
 from integration.topology import Machine, Topology
 from observing.collector import Collector, Seen, collecting
 
@@ -36,11 +36,7 @@ class Traced:
         """The spans of the one request with media that this sends."""
         before = self.collector.traces("epd_media")
         ask()
-        end = time.monotonic() + SOON_S
-        while not (new := self.collector.traces("epd_media") - before):
-            assert time.monotonic() < end, "no span of a request's media"
-            time.sleep(0.1)
-        (trace,) = new
+        (trace,) = until(lambda: self.collector.traces("epd_media") - before, SOON_S)
         return self.collector.wait(trace)
 
 
@@ -59,7 +55,7 @@ def traced(machine: Machine) -> Iterator[Traced]:
 
 @pytest.fixture(scope="module")
 def client(traced: Traced) -> Client:
-    return Client(traced.topology.urls["router"])
+    return traced.topology.client("router")
 
 
 def message(photographs: list[Image.Image], side: int) -> dict:

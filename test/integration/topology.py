@@ -91,6 +91,12 @@ class Topology:
             self.servers["router"].start()
             self._wait(["router"])
 
+    def client(self, role: str = "language", headers: dict[str, str] | None = None) -> Client:
+        return Client(self.urls[role], headers)
+
+    def log(self, role: str) -> str:
+        return self.servers[role].log_path.read_text()
+
     def end(self, role: str) -> None:
         """Tell a server to stop, if it runs.
 
@@ -248,11 +254,19 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "audio": lambda: Topology("tiny-qwen2-audio", _TOGETHER, flags={"encoder": _CACHE}),
     "audio_apart": lambda: Topology("tiny-qwen2-audio", _APART),
-    "zmq_to_tokenizer": lambda: Topology(_TINY, _TOGETHER, flags=_backend("zmq_to_tokenizer")),
+    # One encoder serves all backends.
+    "others": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
+    ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
-    "mooncake": lambda: Topology("tiny-qwen3-vl", _TOGETHER, flags=_backend("mooncake")),
     "mooncake_apart": lambda: Topology("tiny-qwen3-vl", _APART, flags=_backend("mooncake")),
-    # Three backends at two ranks; the encoder serves them all.
+    # And at two ranks.
     "ranks": lambda: Topology(
         _TINY,
         ("encoder", "language@zmq_to_scheduler", "language@mooncake"),
@@ -278,13 +292,6 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT},
         # SGLang's router as it is in production.
         flags={"router": "--policy round_robin", "prefill": _NO_PREFIXES},
-    ),
-    "small_budget": lambda: Topology(
-        _TINY,
-        _TOGETHER,
-        # Eight images of 448 px.
-        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
-        flags={"language": "--enable-metrics"},
     ),
     "towers": lambda: Topology(
         _TINY,
@@ -328,6 +335,13 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         _TOGETHER,
         _NOTHING_KEPT,
         flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
+    ),
+    "small_budget": lambda: Topology(
+        _TINY,
+        _TOGETHER,
+        # Eight images of 448 px.
+        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
+        flags={"language": "--enable-metrics"},
     ),
     "reuse": lambda: Topology(
         _TINY,
@@ -489,6 +503,18 @@ class Machine:
             server = self.colocated(at or model)
             self._references[key] = server.generation(*messages, tokens=tokens)
         return self._references[key]
+
+    def check(
+        self,
+        client: Client,
+        model: str,
+        messages: list[dict[str, Any]],
+        tokens: int = 16,
+        at: str | None = None,
+    ) -> None:
+        """A server's answer is that of one colocated server (`reference`)."""
+        expected = self.reference(model, messages, tokens, at)
+        client.generation(*messages, tokens=tokens).check(expected)
 
     def _make_room(self, topology: Topology) -> None:
         """End what is of the new one's kind, and all if there would be too many servers."""

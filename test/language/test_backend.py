@@ -25,6 +25,7 @@ from spans import said
 
 SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 1, 1, 60.0)
+LAID_OUT = SimpleNamespace(input_ids=[1, 2])
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 
 
@@ -70,7 +71,7 @@ def claims():
 
 @pytest.fixture
 def leader(claims):
-    return Leader(claims, SECRET)
+    return Leader(claims, SECRET, prefix=False, resume=lambda _trace: OFF)
 
 
 @pytest.fixture
@@ -87,8 +88,30 @@ def assembled():
     return SimpleNamespace(calls=[], error=None)
 
 
+class FakeGate:
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.told: list = []
+
+    def holds(self, rid):
+        return rid in self.held
+
+    def resolve(self, rid, outcome):
+        self.told.append((rid, outcome))
+        return ("req", "no", HTTPStatus.BAD_REQUEST) if outcome.code else None
+
+    def fail(self, rid, error):
+        self.told.append((rid, error))
+        return "req", error.message, HTTPStatus.BAD_REQUEST
+
+
 @pytest.fixture
-def backend(memory, assembled):
+def gate():
+    return FakeGate()
+
+
+@pytest.fixture
+def backend(memory, assembled, gate):
     """Of a rank, the first one unless another is named."""
 
     def assemble(request, items):
@@ -98,13 +121,16 @@ def backend(memory, assembled):
         embeddings = [item.embedding for item in items]
         return SimpleNamespace(input_ids=[1, 2, 3], embeddings=embeddings)
 
-    def of_rank(reader: int = 0) -> Backend:
+    def of_rank(reader: int = 0, span_of=lambda _request: OFF) -> Backend:
         return Backend(
             memory.rank(reader),
             reader,
             assemble=assemble,
             abortable=lambda r: f"abort {r.rid}",
             secret=SECRET,
+            lay_out=lambda _request, _expect: LAID_OUT,
+            gate=gate,
+            span_of=span_of,
         )
 
     return of_rank
@@ -118,6 +144,11 @@ def request(rid: str = "rid", carried: Expect | Settled = EXPECT, input_ids=None
         input_ids=input_ids,
         mm_inputs=None,
     )
+
+
+def outcome(request) -> Settled:
+    """Written in a request that was passed on."""
+    return manifest.read_settled(request.encoder_urls, SECRET)
 
 
 def text(rid: str = "text") -> SimpleNamespace:
@@ -143,7 +174,7 @@ def test_a_request_is_held_back_until_its_items_are_there(leader, claims, memory
     claims.settle(0, item)
     (passed,) = leader.pass_on([])
     assert passed is waiting
-    assert manifest.read_settled(passed.encoder_urls, SECRET).items == (item,)
+    assert outcome(passed).items == (item,)
     assert leader.waiting == []
     assert leader.pass_on([]) == []
 
@@ -156,12 +187,9 @@ def test_an_abort_in_the_same_tick_comes_after_the_request_that_it_ends(leader, 
     assert leader.pass_on([abort]) == [waiting, abort]
 
 
+# As many others as there are in test_manifest.py.
 FORGED = {
     "nothing": None,
-    "empty": [],
-    "an address": ["http://encoder:1"],
-    "not ascii": ["é"],
-    "not text": [7],
     "another server's": manifest.write(EXPECT, bytes(32)),
     "an outcome": manifest.write(settled(), SECRET),
     "another server's outcome": manifest.write(settled(), bytes(32)),
@@ -207,7 +235,7 @@ def test_abandoned_requests_are_those_that_match(leader, claims):
     claims.settle(0, error=RequestCancelledError("the request was aborted"))
     (passed,) = leader.pass_on([])
     assert passed.rid == "a-1"
-    assert manifest.read_settled(passed.encoder_urls, SECRET).code == "RequestCancelledError"
+    assert outcome(passed).code == "RequestCancelledError"
 
 
 def test_what_lands_after_all_does_not_save_an_abandoned_request(
@@ -225,6 +253,9 @@ def test_what_lands_after_all_does_not_save_an_abandoned_request(
         assert failed == [("abort rid", "the request was aborted", HTTPStatus.BAD_REQUEST)]
     assert not assembled.calls
     assert memory.drops(item) == [1, 1, 1]
+    leader.abandon(lambda rid: True)
+    assert len(claims.abandoned) == 1
+    assert not leader._open
 
 
 def test_an_abandoned_request_that_had_failed_keeps_its_reason(leader, claims):
@@ -232,18 +263,7 @@ def test_an_abandoned_request_that_had_failed_keeps_its_reason(leader, claims):
     claims.settle(0, error=DeadlineError("late"))
     leader.abandon(lambda rid: True)
     (passed,) = leader.pass_on([])
-    assert manifest.read_settled(passed.encoder_urls, SECRET).message == "late"
-
-
-def test_an_abandoned_request_leaves_no_trace(leader, claims):
-    leader.pass_on([request()])
-    leader.abandon(lambda rid: True)
-    claims.settle(0, error=RequestCancelledError("x"))
-    leader.pass_on([])
-    leader.abandon(lambda rid: True)
-    assert len(claims.abandoned) == 1
-    assert not leader.waiting
-    assert not leader._open
+    assert outcome(passed).message == "late"
 
 
 LIMIT_S = EXPECT.ttl_s + backend_module.GRACE_S
@@ -255,6 +275,7 @@ def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backe
     leader.pass_on([first])
     clock.now += 10.0
     leader.pass_on([second])
+    leader.abandon(lambda rid: rid == "second")
     clock.now += LIMIT_S - 10.1
     assert leader.pass_on([]) == []
     clock.now += 1.1
@@ -289,32 +310,12 @@ def test_what_settled_at_the_last_moment_is_not_given_up(leader, claims, memory,
     claims.settle(0, memory.land(1.0))
     clock.now += LIMIT_S
     (passed,) = leader.pass_on([])
-    assert not manifest.read_settled(passed.encoder_urls, SECRET).code
+    assert not outcome(passed).code
     clock.now += LIMIT_S
     assert leader.pass_on([]) == []
 
 
-def test_an_abandoned_request_is_given_up_too(leader, claims, clock):
-    leader.pass_on([request()])
-    leader.abandon(lambda rid: True)
-    clock.now += LIMIT_S
-    (passed,) = leader.pass_on([])
-    assert manifest.read_settled(passed.encoder_urls, SECRET).code
-    assert not leader._open
-
-
 # Every rank.
-
-
-def test_the_memory_is_kept_for_as_long_as_any_view_of_it(backend, memory):
-    item = memory.land(1.0)
-    passed = request(carried=settled(item))
-    backend().sort_out([passed])
-    row = passed.mm_inputs.embeddings[0][1:]
-    passed.mm_inputs = None
-    assert memory.drops(item) == [0, 0, 0]
-    del row
-    assert memory.drops(item) == [1, 0, 0]
 
 
 def test_every_rank_reads_the_same_memory_and_gives_it_back(
@@ -340,12 +341,15 @@ def test_every_rank_reads_the_same_memory_and_gives_it_back(
 
 
 def test_samples_hold_the_items_they_share_each_by_itself(backend, memory):
+    """For as long as there is any view of them."""
     item = memory.land(1.0)
     samples = [request(carried=settled(item)) for _ in range(3)]
     backend().sort_out(samples)
     for number, sample in enumerate(samples):
-        assert memory.drops(item)[0] == number
+        row = sample.mm_inputs.embeddings[0][1:]
         sample.mm_inputs = None
+        assert memory.drops(item)[0] == number
+        del row
     assert memory.drops(item) == [3, 0, 0]
 
 
@@ -367,29 +371,27 @@ def test_a_failure_of_a_request_with_token_ids_keeps_them(backend):
     assert failing.input_ids == array("q", [5])
 
 
-def test_media_that_do_not_match_the_prompt_fail_that_request_only(backend, memory, assembled):
-    items = [memory.land(1.0), memory.land(2.0)]
-    assembled.error = MediaError("1 placeholder for 2 images")
-    failed = backend().sort_out([request("bad", settled(*items)), text()])
-    message = "1 placeholder for 2 images"
-    assert [one.rid for one in failed[0]] == ["text"]
-    assert failed[1] == [("abort bad", message, HTTPStatus.BAD_REQUEST)]
-    del assembled.error  # its trace holds the frames that it came through
-    assert [memory.drops(item) for item in items] == [[1, 0, 0]] * 2
-
-
-def test_a_surprise_in_a_processor_fails_that_request_only(backend, memory, assembled, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message", "status"),
+    [
+        (MediaError("1 placeholder for 2 images"), "1 placeholder for 2 images", 400),
+        (KeyError("a secret"), "the prompt could not be laid out with its media", 500),
+    ],
+)
+def test_what_a_processor_fails_at_fails_that_request_only(
+    backend, memory, assembled, monkeypatch, error, message, status
+):
     said = []
+    # A log that keeps the trace would keep the items.
     monkeypatch.setattr(backend_module.logger, "exception", lambda *parts: said.append(parts))
-    item = memory.land(1.0)
-    assembled.error = KeyError("a secret")
-    ready, ((_, message, status),) = backend().sort_out([request(carried=settled(item))])
-    assert not ready
-    assert status is HTTPStatus.INTERNAL_SERVER_ERROR
-    assert "secret" not in message
-    assert len(said) == 1
-    del assembled.error
-    assert memory.drops(item) == [1, 0, 0]
+    items = [memory.land(1.0), memory.land(2.0)]
+    assembled.error = error.with_traceback(None)
+    ready, failed = backend().sort_out([request("bad", settled(*items)), text()])
+    assert [one.rid for one in ready] == ["text"]
+    assert failed == [("abort bad", message, HTTPStatus(status))]
+    assert bool(said) == (status == 500)
+    error.__traceback__ = None  # it holds the frames that the error came through
+    assert [memory.drops(item) for item in items] == [[1, 0, 0]] * 2
 
 
 # Requests that the prefix cache is asked about.
@@ -407,13 +409,19 @@ def test_what_may_be_covered_goes_on_at_once_and_is_claimed_when_that_is_known(l
     assert leader.waiting == [one]
     claims.settle(0, error=DeadlineError("too late"))
     assert leader.pass_on([]) == [one]
-    assert manifest.read_settled(one.encoder_urls, SECRET).code == "DeadlineError"
+    assert outcome(one).code == "DeadlineError"
 
 
-def test_a_request_that_is_covered_waits_for_nothing_and_its_ticket_ends(leader, claims):
+@pytest.mark.parametrize("forgone", [False, True])
+def test_a_request_that_is_covered_waits_for_nothing_and_its_ticket_ends(leader, claims, forgone):
+    """So does the ticket of one that ended before the prefix cache was asked."""
     one = request(carried=KNOWN)
     leader.pass_on([one])
-    leader.ask("rid", one, KNOWN, (0, 1), again=False)
+    if forgone:
+        for rid in ("rid", "rid", "another"):
+            leader.forgo(rid)
+    else:
+        leader.ask("rid", one, KNOWN, (0, 1), again=False)
     assert not leader.waiting
     assert claims.covered == [(0, 1)]
     claims.settle(0)
@@ -432,15 +440,6 @@ def test_what_is_needed_after_all_is_announced_under_a_new_ticket(leader, claims
     assert list(claims.claims.values())[1] == expect
     leader.abandon(lambda rid: rid == "rid")
     assert len(claims.abandoned) == 1
-
-
-def test_the_ticket_of_a_request_that_ended_before_it_was_asked_about_ends_too(leader, claims):
-    one = request(carried=KNOWN)
-    leader.pass_on([one])
-    leader.forgo("rid")
-    leader.forgo("rid")
-    leader.forgo("another")
-    assert claims.covered == [(0, 1)]
 
 
 def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
@@ -462,52 +461,22 @@ def test_a_request_that_was_aborted_when_its_layouts_became_known_ends(leader, c
     leader.abandon(lambda rid: True)
     claims.lay(0, KNOWN.keys, KNOWN.layouts)
     assert leader.pass_on([]) == [one]
-    outcome = manifest.read_settled(one.encoder_urls, SECRET)
-    assert outcome.code == "RequestCancelledError"
+    assert outcome(one).code == "RequestCancelledError"
     assert claims.covered == [(), (0, 1)], "its ticket is used up"
     claims.settle(1)
     assert leader.pass_on([]) == []
 
 
-class FakeGate:
-    def __init__(self) -> None:
-        self.held = {"rid"}
-        self.told: list = []
-
-    def holds(self, rid):
-        return rid in self.held
-
-    def resolve(self, rid, outcome):
-        self.told.append((rid, outcome))
-        return ("req", "no", HTTPStatus.BAD_REQUEST) if outcome.code else None
-
-    def fail(self, rid, error):
-        self.told.append((rid, error))
-        return "req", error.message, HTTPStatus.BAD_REQUEST
-
-
 @pytest.mark.parametrize("error", [None, DeadlineError("too late")])
-def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
-    gate = FakeGate()
-    laid_out = SimpleNamespace(input_ids=[1, 2])
-    backend = Backend(
-        memory.rank(0),
-        0,
-        assemble=None,
-        abortable=None,
-        secret=SECRET,
-        lay_out=lambda request, expect: laid_out,
-        gate=gate,
-    )
+def test_outcomes_of_what_waits_in_the_scheduler_go_there(backend, gate, error):
+    gate.held = {"rid"}
     new = request("new", KNOWN)
-    ready, failed = backend.sort_out([new])
-    assert (ready, failed) == ([new], [])
-    assert new.mm_inputs is laid_out
-    ready, failed = backend.sort_out([request("rid", settled(error=error))])
+    assert backend().sort_out([new]) == ([new], [])
+    assert new.mm_inputs is LAID_OUT
+    ready, failed = backend().sort_out([request("rid", settled(error=error))])
     assert not ready, "SGLang has it already"
     assert bool(failed) == bool(error)
-    forged = request("rid", KNOWN)
-    assert backend.sort_out([forged])[1], "not an outcome"
+    assert backend().sort_out([request("rid", KNOWN)])[1], "not an outcome"
     assert len(gate.told) == 2
 
 
@@ -515,7 +484,9 @@ def test_outcomes_of_what_waits_in_the_scheduler_go_there(memory, error):
 
 
 def test_the_wait_for_items_is_a_span(claims, memory, recorded):
-    leader = Leader(claims, SECRET, resume=lambda told: recorded.root if told else OFF)
+    leader = Leader(
+        claims, SECRET, prefix=False, resume=lambda told: recorded.root if told else OFF
+    )
     traced = msgspec.structs.replace(EXPECT, trace="00-told")
     leader.pass_on([request("a", traced), request("b", traced), request("c")])
     assert not recorded.ended
@@ -529,8 +500,7 @@ def test_the_wait_for_items_is_a_span(claims, memory, recorded):
 
 
 def test_laying_the_prompt_out_is_a_span(leader, claims, backend, memory, assembled, recorded):
-    rank = backend()
-    rank._span_of = lambda _request: recorded.root
+    rank = backend(span_of=lambda _request: recorded.root)
     for error in (None, MediaError("too many marks")):
         assembled.error = error
         leader.pass_on([request()])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -28,16 +30,22 @@ TIMEOUT_S = 30.0
 
 
 class FakeControl:
-    """Notes what the scheduler would be told, in order."""
+    """Notes what the receiver would be told, in order, and says what it needs.
+
+    Attributes:
+        talks: whether the test says so; else it needs nothing but what it is sent.
+    """
 
     name = "this tokenizer"
 
     def __init__(self) -> None:
         self.told: list[tuple] = []
         self.endpoint_error: EpdError | None = None
-        self.expect_error: EpdError | None = None
-        self.news: dict[str, asyncio.Queue[Needed]] = {}
+        self.news: defaultdict[str, asyncio.Queue[Needed]] = defaultdict(asyncio.Queue)
         self.talks = False
+
+    def needs(self, ticket: str, *items: int, **more) -> None:
+        self.news[ticket].put_nowait(Needed(ticket, items, **more))
 
     async def endpoint(self, timeout_s: float) -> str:
         assert 0 < timeout_s <= TIMEOUT_S
@@ -46,17 +54,13 @@ class FakeControl:
         return "tcp://receiver:1"
 
     async def expect(self, message: Expect) -> None:
-        if self.expect_error:
-            raise self.expect_error
         self.told.append(("expect", message))
 
     @contextmanager
     def watched(self, ticket: str):
-        """The receiver needs nothing but what it is sent, unless a test says otherwise."""
-        news = self.news.setdefault(ticket, asyncio.Queue())
         if not self.talks:
-            news.put_nowait(Needed(ticket, over=True))
-        yield news
+            self.needs(ticket, over=True)
+        yield self.news[ticket]
 
     async def fail(self, ticket: str, error: EpdError) -> None:
         self.told.append(("fail", ticket, error))
@@ -78,15 +82,7 @@ class FakeDispatcher:
         self.layouts: dict[int, ItemLayout] = {}
         self.sources: dict[int, str] = {}
 
-    async def run(
-        self,
-        reply_to: ReplyTo,
-        items: list[EncodeItem],
-        deadline: float,
-        note=None,
-        span=OFF,
-        asker="",
-    ) -> dict[int, ItemLayout]:
+    async def run(self, reply_to, items, deadline, note, span=OFF, asker="") -> dict:
         assert self._control.told, "the scheduler is told before any encoder is asked"
         self.runs.append((reply_to, items, deadline))
         self.started.set()
@@ -113,19 +109,14 @@ def frontend(dispatcher, control):
     return Frontend(dispatcher, control, TIMEOUT_S)
 
 
-@pytest.fixture
-def idle(frontend):
+async def idle(frontend) -> None:
     """Until no request is live any more."""
-
-    async def wait() -> None:
-        async with asyncio.timeout(5):
-            while len(frontend):
-                await asyncio.sleep(0)
-
-    return wait
+    async with asyncio.timeout(5):
+        while len(frontend):
+            await asyncio.sleep(0)
 
 
-async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, control, idle):
+async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, control):
     expect = frontend.start("rid", ITEMS, consumers=3)
     assert (expect.items, expect.consumers, expect.ttl_s) == (1, 3, TIMEOUT_S)
     assert len(frontend) == 1
@@ -135,81 +126,69 @@ async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, cont
     assert items is ITEMS
     assert 0 < deadline - asyncio.get_running_loop().time() <= TIMEOUT_S
     dispatcher.go_on.set()
-    await idle()
+    await idle(frontend)
+    frontend.cancel("rid")  # does nothing any more
     assert control.told == [("expect", expect)]
 
 
-async def test_tickets_cannot_be_guessed_from_one_another(frontend, dispatcher, idle):
+async def test_tickets_cannot_be_guessed_from_one_another(frontend, dispatcher):
     dispatcher.go_on.set()
     tickets = [frontend.start(f"rid{n}", ITEMS, 1).ticket for n in range(50)]
-    await idle()
+    await idle(frontend)
     assert len(set(tickets)) == 50
     assert min(map(len, tickets)) >= 22
     assert not any(f"rid{n}" in ticket for n, ticket in enumerate(tickets))
 
 
-async def test_a_failure_ends_the_request_with_its_reason(frontend, dispatcher, control, idle):
-    dispatcher.error = DeadlineError("too late")
-    dispatcher.go_on.set()
-    expect = frontend.start("rid", ITEMS, 1)
-    await idle()
-    assert control.told == [("expect", expect), ("fail", expect.ticket, dispatcher.error)]
+FAILURES = [
+    (DeadlineError("too late"), "DeadlineError", "too late"),
+    (RuntimeError("a secret"), "EncodeError", "the request's media could not be dispatched"),
+]
 
 
-async def test_a_surprise_ends_the_request_without_its_details(
-    frontend, dispatcher, control, idle, caplog
+@pytest.mark.parametrize(("error", "code", "message"), FAILURES, ids=["known", "surprise"])
+async def test_a_failure_ends_the_request_with_its_reason(
+    frontend, dispatcher, control, slot, caplog, error, code, message
 ):
-    dispatcher.error = RuntimeError("a secret")
+    """The receiver and the decode server are told; of a surprise without its details."""
+    dispatcher.error = error
     dispatcher.go_on.set()
-    expect = frontend.start("rid", ITEMS, 1)
-    await idle()
-    (_, (verb, ticket, error)) = control.told
-    assert (verb, ticket, type(error)) == ("fail", expect.ticket, EncodeError)
-    assert "secret" not in error.message
-    assert "a secret" in caplog.text
+    expect = frontend.start("rid", ITEMS, 1, slot)
+    await idle(frontend)
+    (_, (verb, ticket, failure)) = control.told
+    assert (verb, ticket) == ("fail", expect.ticket)
+    assert (failure.code, failure.message) == (code, message)
+    assert told(slot).error.code == code
+    assert str(error) in caplog.text
 
 
-async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, control, idle):
+async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, control):
     control.endpoint_error = UnavailableError("no answer")
     expect = frontend.start("rid", ITEMS, 1)
-    await idle()
+    await idle(frontend)
     assert control.told == [("fail", expect.ticket, control.endpoint_error)]
     assert not dispatcher.runs
 
 
-async def test_a_cancelled_request_is_cancelled_everywhere(frontend, dispatcher, control, idle):
-    expect = frontend.start("rid", ITEMS, 1)
-    await dispatcher.started.wait()
-    frontend.cancel("rid")
-    await idle()
-    assert control.told == [("expect", expect), ("cancel", expect.ticket)]
-
-
-async def test_cancelling_what_is_not_live_does_nothing(frontend, dispatcher, control, idle):
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_cancelled_request_is_cancelled_everywhere_and_no_other(
+    frontend, dispatcher, control, slot, begun
+):
+    first = frontend.start("first", ITEMS, 1, slot)
+    if begun:
+        await dispatcher.started.wait()
+    second = frontend.start("second", ITEMS, 1)
+    frontend.cancel("first")
     frontend.cancel("never started")
     dispatcher.go_on.set()
-    expect = frontend.start("rid", ITEMS, 1)
-    await idle()
-    frontend.cancel("rid")
-    assert control.told == [("expect", expect)]
+    await idle(frontend)
+    assert (("cancel", first.ticket) in control.told) is begun
+    assert ("cancel", second.ticket) not in control.told
+    assert dispatcher.runs[-1][0].ticket == second.ticket
+    assert told(slot).error.code == "RequestCancelledError"
 
 
-async def test_cancelling_one_request_leaves_the_others(frontend, dispatcher, control, idle):
-    first = frontend.start("first", ITEMS, 1)
-    second = frontend.start("second", ITEMS, 1)
-    await dispatcher.started.wait()
-    frontend.cancel("first")
-    dispatcher.go_on.set()
-    await idle()
-    told = {(verb, getattr(what, "ticket", what)) for verb, what in control.told}
-    assert ("cancel", first.ticket) in told
-    assert ("cancel", second.ticket) not in told
-    assert len(dispatcher.runs) == 2
-
-
-async def test_an_id_that_is_used_again_belongs_to_the_later_request(
-    frontend, dispatcher, control, idle
-):
+async def test_an_id_that_is_used_again_belongs_to_the_later_request(frontend, dispatcher, control):
     first = frontend.start("rid", ITEMS, 1)
     dispatcher.gates[first.ticket] = asyncio.Event()
     await dispatcher.started.wait()
@@ -223,15 +202,15 @@ async def test_an_id_that_is_used_again_belongs_to_the_later_request(
             await asyncio.sleep(0)
         await asyncio.sleep(0)
     frontend.cancel("rid")
-    await idle()
+    await idle(frontend)
     assert ("cancel", second.ticket) in control.told
 
 
-async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control, idle):
+async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control):
     tickets = {frontend.start(rid, ITEMS, 1).ticket for rid in ("a", "b")}
     await dispatcher.started.wait()
     frontend.cancel_all()
-    await idle()
+    await idle(frontend)
     assert {told[1] for told in control.told if told[0] == "cancel"} == tickets
 
 
@@ -246,47 +225,18 @@ def told(slot: Slot) -> LayoutReply | None:
     return None if slot.body is None else decode_body(slot.body, LayoutReply, 1 << 20)
 
 
-async def test_the_decode_server_is_told_the_layouts(frontend, dispatcher, idle, slot, described):
-    dispatcher.layouts = {0: described()}
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_decode_server_is_told_the_layouts(frontend, dispatcher, slot, described, known):
+    dispatcher.layouts = {0: described()} if known else {}
     frontend.start("rid", ITEMS, 1, slot)
     await dispatcher.started.wait()
     assert not slot.settled
     dispatcher.go_on.set()
-    await idle()
-    assert told(slot) == LayoutReply([described()])
+    await idle(frontend)
+    assert told(slot) == (LayoutReply([described()]) if known else None)
 
 
-async def test_a_layout_that_no_encoder_told_is_unknown(frontend, dispatcher, idle, slot):
-    dispatcher.go_on.set()
-    frontend.start("rid", ITEMS, 1, slot)
-    await idle()
-    assert told(slot) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(DeadlineError("x"), "DeadlineError"), (RuntimeError("x"), "EncodeError")]
-)
-async def test_the_decode_server_is_told_of_a_failure(
-    frontend, dispatcher, idle, slot, error, code
-):
-    dispatcher.error = error
-    dispatcher.go_on.set()
-    frontend.start("rid", ITEMS, 1, slot)
-    await idle()
-    assert told(slot).error.code == code
-
-
-@pytest.mark.parametrize("begun", [True, False])
-async def test_the_decode_server_is_told_of_a_cancellation(frontend, dispatcher, idle, slot, begun):
-    frontend.start("rid", ITEMS, 1, slot)
-    if begun:
-        await dispatcher.started.wait()
-    frontend.cancel("rid")
-    await idle()
-    assert told(slot).error.code == "RequestCancelledError"
-
-
-async def test_the_end_of_each_request_is_told(frontend, dispatcher, idle):
+async def test_the_end_of_each_request_is_told(frontend, dispatcher):
     ends: list[tuple[str, str]] = []
 
     def start(rid: str) -> None:
@@ -296,14 +246,14 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher, idle):
         )
 
     dispatcher.go_on.set()
-    start("delivered")
-    await idle()
-    dispatcher.error = UnavailableError("none")
-    start("failed")
-    await idle()
-    dispatcher.error = ZeroDivisionError()
-    start("surprised")
-    await idle()
+    for rid, error in (
+        ("delivered", None),
+        ("failed", UnavailableError("none")),
+        ("surprised", ZeroDivisionError()),
+    ):
+        dispatcher.error = error
+        start(rid)
+        await idle(frontend)
     dispatcher.go_on.clear()
     dispatcher.started.clear()
     start("cancelled")
@@ -311,7 +261,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher, idle):
     start("cancelled later")
     await dispatcher.started.wait()
     frontend.cancel("cancelled later")
-    await idle()
+    await idle(frontend)
     await asyncio.sleep(0)
     assert frontend.ended("cancelled later") is None
     assert ends == [
@@ -323,6 +273,14 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher, idle):
     ]
 
 
+async def test_a_listener_that_is_cancelled_takes_nothing_along(frontend, dispatcher, control):
+    expect = frontend.start("rid", ITEMS, 1)
+    frontend.ended("rid").cancel()
+    dispatcher.go_on.set()
+    await idle(frontend)
+    assert control.told == [("expect", expect)]
+
+
 def key_of(item: EncodeItem) -> bytes:
     return item.data[:1] * 32 if item.data else b""
 
@@ -332,173 +290,160 @@ def layout_of(item: EncodeItem) -> ItemLayout:
     return ItemLayout(key_of(item), layout)
 
 
+# Two pictures that were seen before, one that was not, and one behind a URL.
+MIXED = [
+    *(EncodeItem(n, "IMAGE", f"image {n + 1} of 4", data=b"abc"[n : n + 1]) for n in range(3)),
+    EncodeItem(3, "IMAGE", "image 4 of 4", url="http://host/d"),
+]
+
+
 @pytest.fixture
-def mixed():
-    """Two pictures that were seen before, one that was not, and one behind a URL."""
+def known():
     known = LayoutCache()
-    items = [
-        *(EncodeItem(n, "IMAGE", f"image {n + 1} of 4", data=b"abc"[n : n + 1]) for n in range(3)),
-        EncodeItem(3, "IMAGE", "image 4 of 4", url="http://host/d"),
-    ]
-    for item in items[:2]:
+    for item in MIXED[:2]:
         known.add(key_of(item), layout_of(item).layout)
-    return items, known
+    return known
 
 
-async def test_only_what_the_receiver_needs_is_sent(dispatcher, control, idle, mixed):
-    items, known = mixed
+@pytest.fixture
+def asking(dispatcher, control, known):
+    """Makes a frontend whose receiver says what it needs."""
     control.talks = True
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    dispatcher.layouts = {2: layout_of(items[2])}
-    expect = frontend.start("rid", items, 1)
+    return partial(Frontend, dispatcher, control, TIMEOUT_S, key_of, known)
+
+
+async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control, known):
+    frontend = asking()
+    dispatcher.layouts = {2: layout_of(MIXED[2])}
+    expect = frontend.start("rid", MIXED, 1)
     ended = frontend.ended("rid")
     assert expect.keys == (b"a" * 32, b"b" * 32, b"", b"")
     await dispatcher.started.wait()
-    assert dispatcher.runs[0][1] == items[2:], "these cannot be here"
+    assert dispatcher.runs[0][1] == MIXED[2:], "these cannot be here"
     dispatcher.go_on.set()
     await asyncio.sleep(0.01)
     assert not ended.done(), "the receiver has not said what it needs"
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (1,)))
-    assert await ended is None
-    assert [run[1] for run in dispatcher.runs] == [items[2:], items[1:2]]
-    assert known.find(b"c" * 32) == layout_of(items[2]).layout, "it was learnt"
+    control.needs(expect.ticket, 1)
+    assert await asyncio.wait_for(ended, 5) is None
+    assert [run[1] for run in dispatcher.runs] == [MIXED[2:], MIXED[1:2]]
+    assert known.find(b"c" * 32) == layout_of(MIXED[2]).layout, "it was learnt"
     # It had to make room before the scheduler came for it.
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (0,)))
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket, over=True))
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
-    assert dispatcher.runs[-1][1] == items[:1]
+    control.needs(expect.ticket, 0)
+    control.needs(expect.ticket, over=True)
+    await idle(frontend)
+    assert dispatcher.runs[-1][1] == MIXED[:1]
 
 
 async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(
-    dispatcher, control, mixed
+    asking, dispatcher, control, slot
 ):
-    items, known = mixed
-    control.talks = True
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    board = Board()
-    slot = board.open(7, TIMEOUT_S)
-    expect = frontend.start("rid", items[:2], 1, slot)
-    while expect.ticket not in control.news:
-        await asyncio.sleep(0)
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+    frontend = asking()
+    expect = frontend.start("rid", MIXED[:2], 1, slot)
+    control.needs(expect.ticket)
     async with asyncio.timeout(5):
         while not slot.settled:
             await asyncio.sleep(0)
-    told = decode_body(slot.body, LayoutReply, 1 << 20)
-    assert told.items == [layout_of(item) for item in items[:2]]
+    assert told(slot).items == [layout_of(item) for item in MIXED[:2]]
     assert not dispatcher.runs
     frontend.cancel_all()
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
+    await idle(frontend)
     assert ("cancel", expect.ticket) in control.told
 
 
-async def test_everything_is_sent_where_the_receiver_says_nothing(
-    dispatcher, control, mixed, monkeypatch
-):
-    items, known = mixed
+async def test_everything_is_sent_where_the_receiver_says_nothing(asking, dispatcher, monkeypatch):
     monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
-    control.talks = True
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    frontend.start("rid", items[:2], 1)
+    frontend = asking()
+    frontend.start("rid", MIXED[:2], 1)
     async with asyncio.timeout(5):
         await dispatcher.started.wait()
-    assert dispatcher.runs[0][1] == items[:2]
+    assert dispatcher.runs[0][1] == MIXED[:2]
     frontend.cancel_all()
-    await asyncio.sleep(0.01)
+    await idle(frontend)
 
 
-async def test_what_is_needed_later_and_fails_ends_the_request(dispatcher, control, mixed):
-    items, known = mixed
-    control.talks = True
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    expect = frontend.start("rid", items[:1], 1)
-    while expect.ticket not in control.news:
-        await asyncio.sleep(0)
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
+async def test_what_is_needed_later_and_fails_ends_the_request(asking, dispatcher, control):
+    frontend = asking()
+    expect = frontend.start("rid", MIXED[:1], 1)
+    control.needs(expect.ticket)
     await asyncio.sleep(0.01)
     dispatcher.error = UnavailableError("no encoder")
     dispatcher.go_on.set()
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket, (0,)))
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
+    control.needs(expect.ticket, 0)
+    await idle(frontend)
     assert control.told[-1] == ("fail", expect.ticket, dispatcher.error)
 
 
-async def test_an_encoder_that_tells_another_key_is_not_believed(dispatcher, control, idle, mixed):
-    items, known = mixed
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    dispatcher.layouts = {0: ItemLayout(b"z" * 32, layout_of(items[2]).layout)}
+async def test_an_encoder_that_tells_another_key_is_not_believed(
+    asking, dispatcher, control, known
+):
+    control.talks = False
+    frontend = asking()
+    dispatcher.layouts = {0: ItemLayout(b"z" * 32, layout_of(MIXED[2]).layout)}
     dispatcher.go_on.set()
     frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")], 1)
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
+    await idle(frontend)
     assert known.find(b"z" * 32) is None
 
 
-async def test_where_items_came_from_is_counted_and_told(dispatcher, control, mixed):
-    items, known = mixed
-    control.talks = True
+@pytest.mark.parametrize(
+    ("told", "here", "sources"),
+    [
+        (
+            {2: "cached", 3: "coalesced"},
+            {"covered": 1, "cached": 1},
+            {"kv": 1, "language_cache": 1, "encoder_cache": 1, "coalesced": 1},
+        ),
+        # An encoder's own words are no label of a metric.
+        ({2: "words of a stranger", 3: ""}, {}, {"computed": 2}),
+    ],
+)
+async def test_where_items_came_from_is_counted_and_told(
+    asking, dispatcher, control, told, here, sources
+):
     tally = Tally()
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, tally=tally)
-    dispatcher.sources = {2: "cached", 3: "coalesced"}
+    frontend = asking(tally=tally)
+    dispatcher.sources = told
     dispatcher.go_on.set()
-    expect = frontend.start("rid", items, 1)
+    expect = frontend.start("rid", MIXED, 1)
     await dispatcher.started.wait()
     assert frontend.account("rid") is None
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
-    last = Needed(expect.ticket, over=True, covered=1, cached=1)
-    control.news[expect.ticket].put_nowait(last)
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
-    sources = {"kv": 1, "language_cache": 1, "encoder_cache": 1, "coalesced": 1}
+    control.needs(expect.ticket)
+    control.needs(expect.ticket, over=True, **here)
+    await idle(frontend)
     assert frontend.account("rid") == sources
     assert tally.counts == {("items", source): items for source, items in sources.items()}
 
 
 async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_known(
-    dispatcher, control, mixed, monkeypatch
+    asking, dispatcher, control, monkeypatch
 ):
-    items, known = mixed
     monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
-    control.talks = True
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, ask_prefix=True)
-    some = frontend.start("some", items, 1)
+    frontend = asking(ask_prefix=True)
+    some = frontend.start("some", MIXED, 1)
     assert some.keys
     assert not some.layouts
-    every = frontend.start("every", items[:2], 1)
-    assert every.layouts == tuple(layout_of(item).layout for item in items[:2])
+    every = frontend.start("every", MIXED[:2], 1)
+    assert every.layouts == tuple(layout_of(item).layout for item in MIXED[:2])
     assert every.announcer == control.name
-    while every.ticket not in control.news:
-        await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     sent = {run[0].ticket for run in dispatcher.runs}
     assert every.ticket not in sent, "the scheduler may take longer"
     # It had them, and lost them.
     again = Expect("again", 2, 1, TIMEOUT_S, every.keys, every.layouts)
-    frontend.again("every", items[:2], again)
-    while "again" not in control.news:
-        await asyncio.sleep(0)
-    control.news["again"].put_nowait(Needed("again", (0, 1)))
+    frontend.again("every", MIXED[:2], again)
+    control.needs("again", 0, 1)
     dispatcher.go_on.set()
     async with asyncio.timeout(5):
         while dispatcher.runs[-1][0].ticket != "again":
             await asyncio.sleep(0)
-    with pytest.raises(ProtocolError):
-        frontend.again("every", items[1:3], again)
-    with pytest.raises(ProtocolError):
-        frontend.again("every", items[:1], again)
+    for others in (MIXED[1:3], MIXED[:1]):
+        with pytest.raises(ProtocolError):
+            frontend.again("every", others, again)
     # Its key was told by an encoder.
     fetched = Expect("fetched", 1, 1, TIMEOUT_S, (b"d" * 32,), every.layouts[:1])
-    frontend.again("fetched", items[3:], fetched)
+    frontend.again("fetched", MIXED[3:], fetched)
     frontend.cancel_all()
-    await asyncio.sleep(0.01)
+    await idle(frontend)
 
 
 async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, control, recorded):
@@ -506,30 +451,9 @@ async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, 
     frontend = Frontend(dispatcher, control, TIMEOUT_S, tally=tally)
     dispatcher.error = MediaError("image 1 of 1: cut off")
     dispatcher.go_on.set()
-    items = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")]
-    expect = frontend.start("rid", items, 1, parent=recorded.root)
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
+    expect = frontend.start("rid", ITEMS, 1, parent=recorded.root)
+    await idle(frontend)
     assert tally.counts["failures", "MediaError"] == 1
     span = recorded.only("epd_media")
     assert said(span) == {"items": 1, "known": 0, "error.type": "MediaError"}
     assert f"{span.context.span_id:016x}" in expect.trace
-
-
-async def test_what_an_encoder_says_of_its_own_is_no_label_of_ours(dispatcher, control, mixed):
-    items, known = mixed
-    control.talks = True
-    tally = Tally()
-    frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known, tally=tally)
-    dispatcher.sources = {2: "words of a stranger", 3: ""}
-    dispatcher.go_on.set()
-    expect = frontend.start("rid", items, 1)
-    await dispatcher.started.wait()
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket))
-    control.news[expect.ticket].put_nowait(Needed(expect.ticket, over=True))
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
-    assert frontend.account("rid") == {"computed": 2}
-    assert tally.counts == {("items", "computed"): 2}

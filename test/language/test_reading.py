@@ -94,31 +94,26 @@ async def test_requests_read_at_a_time_do_not_find_each_others():
     assert reading.find(entries(first)[0]) is None
 
 
+LARGE_TEXT = "x" * (reading.LARGE_BYTES + 1)
+
+
 @pytest.mark.parametrize(
-    ("image", "large"),
+    ("images", "large"),
     [
-        ("x" * (reading.LARGE_BYTES + 1), True),
-        (bytes(reading.LARGE_BYTES + 1), True),
-        ({"url": "x" * (reading.LARGE_BYTES + 1)}, True),
-        (SimpleNamespace(url="x" * (reading.LARGE_BYTES + 1)), True),
-        (Image.new("RGB", (1000, 1000)), True),
-        ("x" * 1000, False),
-        ("http://h/a.png", False),
-        (Image.new("RGB", (100, 100)), False),
-        (7, False),
+        ([LARGE_TEXT], True),
+        ([LARGE_TEXT.encode()], True),
+        ([{"url": LARGE_TEXT}], True),
+        ([SimpleNamespace(url=LARGE_TEXT)], True),
+        ([Image.new("RGB", (1000, 1000))], True),
+        (["x" * 40_000] * 27, True),
+        (["x"] * (reading.MANY_ENTRIES + 1), True),
+        (["x"] * reading.MANY_ENTRIES, False),
+        (["http://h/a.png", Image.new("RGB", (100, 100)), 7], False),
     ],
+    ids=range(9),
 )
-def test_what_is_large(image, large):
-    assert reading.is_large([image]) is large
-
-
-def test_a_request_is_large_by_all_of_its_media():
-    assert reading.is_large(["x" * 40_000] * 27)
-
-
-def test_a_request_of_many_tiny_media_is_large():
-    assert reading.is_large(["x"] * (reading.MANY_ENTRIES + 1))
-    assert not reading.is_large(["x"] * reading.MANY_ENTRIES)
+def test_what_is_large(images, large):
+    assert reading.is_large(images) is large
 
 
 async def test_the_event_loop_goes_on_while_media_are_read():

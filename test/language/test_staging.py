@@ -18,7 +18,7 @@ from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.reservations import Reservations
-from sglang_epd.wire.messages import Landed, Layout, TensorSpec
+from sglang_epd.wire.messages import Landed, Layout, Offer, TensorSpec
 
 WIDTH = 32
 ROWS = ALIGNMENT // WIDTH // 4
@@ -70,17 +70,24 @@ class Rank:
         None where the arena is full."""
         self.stager.let_go()
         self.reservations.reclaim(0.0)
-        block = self.reservations.grant(ALIGNMENT)
+        layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
+        key = bytes([self.landed + 1]) * 32
+        block = self.reservations.grant(Offer("t", 0, key, layout, ALIGNMENT))
         if block is None:
             return None
         self.landed += 1
         self.arena.span(block.offset, block.nbytes).view(np.float32)[:] = self.landed
-        layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
-        self.reservations.fill(block, bytes([self.landed]) * 32, layout)
+        self.reservations.fill(block)
         self.reservations.hand(block, 0, 1)
         self.reservations.close(block)
-        item = Landed(block.key, layout, block.nbytes, block.slot, block.offset)
+        item = Landed(key, layout, block.nbytes, block.slot, block.offset)
         return block, self.arena.read(item, 0)
+
+    def landed_now(self) -> tuple[Block, torch.Tensor]:
+        """The same where there is room."""
+        found = self.land()
+        assert found is not None
+        return found
 
     def prefill(self, rows: torch.Tensor) -> torch.Tensor:
         """What a pass makes of rows, on the forward stream."""
@@ -128,11 +135,9 @@ def test_a_pass_reads_what_landed_whatever_becomes_of_the_request(rank):
 
 
 def test_nothing_is_held_when_passes_are_over(rank):
-    found = rank.land()
-    assert found is not None
-    block, rows = found
+    block, rows = rank.landed_now()
     made = rank.prefill(rows)
-    del found, rows
+    del rows
     rank.device.synchronize()
     rank.stager.let_go()
     assert not len(rank.stager)
@@ -144,50 +149,45 @@ def test_nothing_is_held_when_passes_are_over(rank):
     assert rank.device.used_bytes == 0
 
 
-def test_a_block_is_not_used_again_before_its_copy_is_done():
-    rank = Rank(0, registered=True)  # runs nothing unless somebody waits
-    found = rank.land()
-    assert found is not None
-    rank.prefill(found[1])
-    del found
-    rank.stager.let_go()
-    rank.reservations.reclaim(0.0)
-    assert len(rank.stager) == len(rank.reservations) == 1
-    rank.close()
-    rank.reservations.reclaim(0.0)
-    assert not len(rank.reservations)
-
-
-def test_a_block_is_let_go_at_the_next_copy_where_nobody_asks():
+@pytest.fixture
+def lazy() -> Iterator[Rank]:
+    """Runs nothing unless somebody waits."""
     rank = Rank(0, registered=True)
-    (first, rows), (second, more) = [found for _ in range(2) if (found := rank.land())]
-    rank.prefill(rows)
+    yield rank
+    rank.close()
+
+
+def test_a_block_is_not_used_again_before_its_copy_is_done(lazy):
+    lazy.prefill(lazy.landed_now()[1])
+    lazy.stager.let_go()
+    lazy.reservations.reclaim(0.0)
+    assert len(lazy.stager) == len(lazy.reservations) == 1
+    lazy.device.synchronize()
+    lazy.stager.let_go()
+    lazy.reservations.reclaim(0.0)
+    assert not len(lazy.reservations)
+
+
+def test_a_block_is_let_go_at_the_next_copy_where_nobody_asks(lazy):
+    (first, rows), (second, more) = lazy.landed_now(), lazy.landed_now()
+    lazy.prefill(rows)
     del rows
-    rank.device.synchronize()
-    rank.prefill(more)
-    rank.reservations.reclaim(0.0)
+    lazy.device.synchronize()
+    lazy.prefill(more)
+    lazy.reservations.reclaim(0.0)
     assert first.state is BlockState.FREE
     assert second.state is BlockState.HANDED
-    del more
-    rank.close()
 
 
-def test_the_host_waits_for_nothing_where_memory_is_registered():
-    rank = Rank(0, registered=True)
+def test_the_host_waits_for_nothing_where_memory_is_registered(lazy):
     for _ in range(ARENA_BLOCKS):
-        found = rank.land()
-        assert found is not None
-        rank.prefill(found[1])
-    assert not rank.forward.done
-    assert len(rank.stager) == ARENA_BLOCKS
-    rank.close()
+        lazy.prefill(lazy.landed_now()[1])
+    assert not lazy.forward.done
+    assert len(lazy.stager) == ARENA_BLOCKS
 
 
-def test_what_is_staged_is_as_large_as_the_rows_that_were_asked_for():
-    rank = Rank(0, registered=True)
-    found = rank.land()
-    assert found is not None
-    with rank.device.use(rank.forward):
-        staged = rank.stager.stage(found[1][2:5])
-    assert rank.device.used_bytes == staged.nbytes == 3 * WIDTH * 4
-    rank.close()
+def test_what_is_staged_is_as_large_as_the_rows_that_were_asked_for(lazy):
+    _, rows = lazy.landed_now()
+    with lazy.device.use(lazy.forward):
+        staged = lazy.stager.stage(rows[2:5])
+    assert lazy.device.used_bytes == staged.nbytes == 3 * WIDTH * 4

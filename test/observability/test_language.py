@@ -10,11 +10,7 @@ import prometheus_client
 import pytest
 
 import sglang_epd
-from sglang_epd.observability.language import (
-    DispatchTally,
-    PrometheusTally,
-    ReceiverMetrics,
-)
+from sglang_epd.observability.language import DispatchTally, PrometheusTally, ReceiverMetrics
 from sglang_epd.tally import Tally
 
 PREFIX = "sglang:epd_receiver_"
@@ -37,25 +33,17 @@ def value(registry):
     return lambda name, **labels: registry.get_sample_value(f"{PREFIX}{name}", labels)
 
 
-def test_kinds_are_counted_apart_in_memory_and_in_prometheus(tally, value):
+def test_the_channels_tally_counts_in_memory_and_in_prometheus(tally, value):
     tally.add("declines", "unknown")
     tally.add("declines", "duplicate", 2)
     tally.add("offers")
     assert value("declines_total", reason="unknown") == tally.counts["declines", "unknown"] == 1
     assert value("declines_total", reason="duplicate") == tally.counts["declines", "duplicate"] == 2
     assert value("offers_total") == tally.counts["offers", ""] == 1
-
-
-def test_what_is_held_is_shown_as_it_is_now(tally, value):
     tally.held(4096, 2, 1, 7)
     tally.held(8192, 3, 0, 9)
-    assert value("held_bytes") == 8192
-    assert value("waiting_offers") == 3
-    assert value("quarantined_blocks") == 0
-    assert value("kept_bytes") == 9
-
-
-def test_waits_are_spread_over_buckets(tally, value):
+    names = ("held_bytes", "waiting_offers", "quarantined_blocks", "kept_bytes")
+    assert [value(name) for name in names] == [8192, 3, 0, 9]
     tally.waited(0.02)
     tally.waited(50.0)
     assert value("wait_seconds_count") == 2

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -16,6 +23,7 @@ from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.receiver import Receiver
+from sglang_epd.transfer.sender import GrantLostError, Sender
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame
 
@@ -24,6 +32,9 @@ BUDGET = 1 << 20
 READERS = 3
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4)
+# Of an item that takes all of the budget.
+FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
+_TELL = "from sglang_epd.transfer import host; print(host.this_process(), flush=True); input()"
 
 
 def until(condition: Callable[[], object], message: str = "it did not come to pass") -> None:
@@ -32,6 +43,43 @@ def until(condition: Callable[[], object], message: str = "it did not come to pa
     while not condition():
         assert time.monotonic() < limit, message
         time.sleep(0.002)
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    """Wait for what nobody signals, while everything else goes on."""
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit, "it did not come to pass"
+        await asyncio.sleep(0.002)
+
+
+async def encode(
+    sender: Sender, endpoint: str, offer: wire.Offer, embedding: torch.Tensor, timeout_s: float
+) -> str:
+    """Offer an item until it is taken, as an encoder does; how it went, or why it was declined."""
+    while True:
+        async with sender.offer(endpoint, offer) as offered:
+            decision = await offered.decided
+            if isinstance(decision, wire.Decline):
+                return decision.reason
+            try:
+                return await sender.deliver(endpoint, decision, embedding, timeout_s)
+            except GrantLostError:
+                offer = msgspec.structs.replace(offer, renewal=True)
+
+
+class SlowWriter:
+    """Stands before a sender's writer into shared memory, until it may go on."""
+
+    def __init__(self, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writing, self.go_on = threading.Event(), threading.Event()
+        self._write = sender._shared.write
+        monkeypatch.setattr(sender._shared, "write", self._slowly)
+
+    def _slowly(self, landing: wire.Shared, raw: np.ndarray) -> None:
+        self.writing.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self._write(landing, raw)
 
 
 class Peer:
@@ -156,12 +204,15 @@ def mapped_as_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_receiver(control_path: Path) -> Iterator[Callable[..., Receiver]]:
-    """Start a receiver with other settings than `receiver`'s."""
+    """Start a receiver with other settings than `receiver`'s; a list that is given gets the
+    socket at which ends of encoders' connections are told."""
     started: list[Receiver] = []
 
-    def start(**more: object) -> Receiver:
+    def start(monitored: list[zmq.Socket] | None = None, **more: object) -> Receiver:
         settings = {"budget_bytes": BUDGET, "readers": READERS, **more}
         started.append(Receiver("127.0.0.1", "127.0.0.1", control_path, **settings))
+        if monitored is not None:
+            monitored.append(started[-1]._payload.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         started[-1].start()
         return started[-1]
 
@@ -173,6 +224,17 @@ def start_receiver(control_path: Path) -> Iterator[Callable[..., Receiver]]:
 @pytest.fixture
 def receiver(start_receiver: Callable[..., Receiver]) -> Receiver:
     return start_receiver()
+
+
+@pytest.fixture
+def another_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The name of another process of this machine, and that process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process.stdout.readline().strip(), process
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture
@@ -230,16 +292,26 @@ def scheduler(receiver: Receiver, connect_scheduler: Callable[..., Scheduler]) -
 
 
 @pytest.fixture
-def resources() -> Callable[[], tuple[int, list[str]]]:
-    """Open file descriptors and the names of the threads of this process."""
+def remember() -> Callable[[], Callable[[], bool]]:
+    """Note which descriptors and threads this process has; the answer says later whether it has
+    no more of them."""
 
-    def count() -> tuple[int, list[str]]:
-        return (
-            len(os.listdir("/proc/self/fd")),
-            sorted(thread.name for thread in threading.enumerate()),
-        )
+    def count() -> tuple[int, Counter[str]]:
+        names = (thread.name for thread in threading.enumerate())
+        threads = Counter(name for name in names if not name.startswith("asyncio_"))
+        return len(os.listdir("/proc/self/fd")), threads
 
-    return count
+    def start() -> Callable[[], bool]:
+        before = count()
+
+        def no_more() -> bool:
+            gc.collect()
+            now = count()
+            return now[0] <= before[0] and now[1] <= before[1]
+
+        return no_more
+
+    return start
 
 
 @pytest.fixture

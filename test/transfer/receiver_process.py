@@ -13,6 +13,18 @@ from pathlib import Path
 MIB = 1 << 20
 
 
+def peak(pid: int | str) -> int:
+    """Bytes of a process that were resident at a time, shared ones included."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def forget_peak(pid: int | str) -> int:
+    """Let the peak begin again from what is resident now; that many bytes."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return peak(pid)
+
+
 class ReceiverProcess:
     """What is known of it from outside.
 
@@ -37,7 +49,7 @@ class ReceiverProcess:
         return json.loads(line)
 
     def state(self) -> dict[str, int]:
-        """What its books say: held, quarantined, unanswered, waits, dropped and entries."""
+        """What its books and its tally say."""
         print(file=self._child.stdin, flush=True)
         return self._heard()
 
@@ -76,9 +88,10 @@ def _run(control: Path, budget: int) -> None:
         counts = receiver.tally.counts
         state = {
             "held": receiver._reservations.held_bytes,
-            "quarantined": receiver._reservations.quarantined,
+            "quarantined": len(receiver._reservations.quarantined),
             "unanswered": len(receiver._held),
             "waits": counts["waits", ""],
+            "received_bytes": counts["received_bytes", ""],
             "internal": counts["dropped", "internal"],
             "entries": len(receiver._ledger),
         }

@@ -53,18 +53,6 @@ def counts(arena: Arena, slot: int = 0) -> list[int]:
     return arena.drops(np.array([slot]))[0].tolist()
 
 
-def test_what_one_maps_another_sees(arena):
-    other = Arena.open(arena.address)
-    try:
-        other.span(ALIGNMENT, 3)[:] = (1, 2, 3)
-        assert arena.span(ALIGNMENT, 3).tolist() == [1, 2, 3]
-        assert (other.data_offset, len(other.data)) == (arena.data_offset, NBYTES)
-        assert other.machine_address % ALIGNMENT == 0
-    finally:
-        other.close()  # closes nothing: it holds no file
-        Arena.open(arena.address)
-
-
 def test_another_process_maps_it(arena):
     code = (
         "import sys; from sglang_epd.transfer.arena import Address, Arena\n"
@@ -188,44 +176,17 @@ def test_seals_cannot_be_guessed_from_one_another():
     second.close()
 
 
-def test_an_embedding_is_read_where_it_landed(arena):
-    arena.span(ALIGNMENT, 32)[:] = np.arange(8, dtype=np.float32).view(np.uint8)
-    tensor = arena.read(landed(offset=ALIGNMENT), 0)
-    assert tensor.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert tensor.data_ptr() == arena.machine_address + ALIGNMENT
-    del tensor
-
-
 def test_a_reading_ends_with_the_last_view_of_it_and_counts_once(arena):
-    tensor = arena.read(landed(slot=3), 1)
-    row, flat = tensor[0], tensor.reshape(-1)
-    half = torch.split(flat, 4)[1].to(torch.float32)
-    for view in ("tensor", "row", "flat"):
+    views = [arena.read(landed(slot=3, offset=ALIGNMENT), 1)]
+    assert views[0].data_ptr() == arena.machine_address + ALIGNMENT
+    views += [views[0][0], views[0].reshape(-1)]
+    views.append(torch.split(views[2], 4)[1].to(torch.float32))
+    copy = views[0].clone()
+    while views:
         assert counts(arena, 3) == [0, 0]
-        if view == "tensor":
-            del tensor
-        elif view == "row":
-            del row
-        else:
-            del flat
+        views.pop(0)
         gc.collect()
-    assert counts(arena, 3) == [0, 0]
-    del half
-    gc.collect()
-    assert counts(arena, 3) == [0, 1]
-
-
-def test_each_reading_of_an_item_counts(arena):
-    readings = [arena.read(landed(), reader) for reader in (0, 0, 0, 1)]
-    del readings
-    gc.collect()
-    assert counts(arena) == [3, 1]
-
-
-def test_a_copy_does_not_keep_the_memory(arena):
-    copy = arena.read(landed(), 0).clone()
-    gc.collect()
-    assert counts(arena) == [1, 0]
+    assert counts(arena, 3) == [0, 1], "the copy does not keep it"
     del copy
 
 
@@ -304,9 +265,6 @@ def test_memory_that_another_process_has_registered_is_not_given_back(arena, mon
     assert card == [(other.machine_address, NBYTES)]
     arena.give_back([(0, NBYTES)])
     assert arena.data.all()
-    assert arena.taken
-    other.keep_pages()
-    assert arena.taken
     other.close()
 
 
@@ -316,7 +274,7 @@ def test_pages_are_entered_before_they_are_written_to(arena, resident_kib, monke
     arena.data[:] = 1
     other = Arena.open(arena.address)
     assert resident_kib(other) < NBYTES >> 11
-    other.populate()
+    other.populate(0, NBYTES)
     assert resident_kib(other) >= NBYTES >> 10
     assert other.data.all()
     other.close()

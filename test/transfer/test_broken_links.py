@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,14 +13,22 @@ import torch
 
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import GrantLostError, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
-from transfer.conftest import BUDGET, EMBEDDING, LAYOUT, PATIENCE_S, Scheduler
+from transfer.conftest import (
+    BUDGET,
+    EMBEDDING,
+    FULL,
+    LAYOUT,
+    PATIENCE_S,
+    Scheduler,
+    SlowWriter,
+    encode,
+    soon,
+)
 from transfer.links import Link
 from transfer.receiver_process import receiver_process
-from transfer.test_sender import soon
 
-FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
 KEY = b"k" * 32
 # After so long without a sign of life a connection is taken for broken.
 DEAD_S = 0.4
@@ -46,23 +53,10 @@ async def sender(request: pytest.FixtureRequest) -> AsyncIterator[Sender]:
     await sender.close()
 
 
-async def encode(sender: Sender, endpoint: str, ticket: str = "t") -> str:
-    """Offer an item until it is taken, as an encoder does."""
-    renewal = False
-    while True:
-        offer = wire.Offer(ticket, 0, KEY, LAYOUT, EMBEDDING.nbytes, renewal=renewal)
-        async with sender.offer(endpoint, offer) as offered:
-            decision = await offered.decided
-            if isinstance(decision, wire.Decline):
-                return decision.reason
-            try:
-                return await sender.deliver(endpoint, decision, EMBEDDING, PATIENCE_S)
-            except GrantLostError:
-                renewal = True
-
-
 async def encoded(sender: Sender, endpoint: str) -> str:
-    return await asyncio.wait_for(encode(sender, endpoint), PATIENCE_S)
+    offer = wire.Offer("t", 0, KEY, LAYOUT, EMBEDDING.nbytes)
+    delivery = encode(sender, endpoint, offer, EMBEDDING, PATIENCE_S)
+    return await asyncio.wait_for(delivery, PATIENCE_S)
 
 
 async def nothing_held(receiver: Receiver) -> None:
@@ -107,7 +101,7 @@ async def test_a_grant_that_was_lost_with_its_connection_is_not_quarantined_for_
     """Nobody offers the item again: its encoder has to be asked."""
     scheduler.expecting()
     link.cut_at("grant", after=False)
-    asking = asyncio.create_task(encode(sender, link.endpoint))
+    asking = asyncio.create_task(encoded(sender, link.endpoint))
     await soon(lambda: link.cuts)
     asking.cancel()
     await asyncio.wait([asking])
@@ -125,26 +119,18 @@ async def test_an_encoder_that_writes_keeps_its_memory_when_it_is_asked(
 ):
     sender = Sender(dead_s=DEAD_S)
     scheduler.expecting()
-    writing, go_on = threading.Event(), threading.Event()
-    write = sender._shared.write
-
-    def slowly(landing, raw):
-        writing.set()
-        assert go_on.wait(PATIENCE_S)
-        write(landing, raw)
-
-    monkeypatch.setattr(sender._shared, "write", slowly)
-    delivery = asyncio.create_task(encode(sender, link.endpoint))
+    slow = SlowWriter(sender, monkeypatch)
+    delivery = asyncio.create_task(encoded(sender, link.endpoint))
     try:
-        await soon(writing.is_set)
+        await soon(slow.writing.is_set)
         await scheduler_abandons(scheduler)
         await soon(lambda: link.seen["grant"] > 5)
-        assert receiver._reservations.quarantined == 1
-        go_on.set()
-        assert await asyncio.wait_for(delivery, PATIENCE_S) == "cancelled"
+        assert len(receiver._reservations.quarantined) == 1
+        slow.go_on.set()
+        assert await delivery == "cancelled"
         await nothing_held(receiver)
     finally:
-        go_on.set()
+        slow.go_on.set()
         await sender.close()
 
 

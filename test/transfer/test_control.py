@@ -8,11 +8,11 @@ import pytest
 import torch
 import zmq
 
-from sglang_epd.errors import EncodeError, UnavailableError
+from sglang_epd.errors import EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import control as control_module
-from sglang_epd.transfer.control import Control
+from sglang_epd.transfer.control import Claims, Control
 from sglang_epd.wire import messages as wire
-from transfer.conftest import EMBEDDING, PATIENCE_S, until
+from transfer.conftest import EMBEDDING, PATIENCE_S, soon, until
 
 EXPECT = wire.Expect("t", 1, 1, 60.0)
 
@@ -53,7 +53,7 @@ async def deliver(encoder) -> None:
 
 
 async def until_free(receiver) -> None:
-    await asyncio.to_thread(until, lambda: not receiver._reservations.held_bytes)
+    await soon(lambda: not receiver._reservations.held_bytes)
 
 
 async def test_the_endpoint_is_asked_once(receiver, control):
@@ -80,7 +80,7 @@ async def test_a_receiver_that_comes_later_is_found(control, request):
 async def test_an_expected_request_can_be_delivered(receiver, control, encoder):
     await control.endpoint(PATIENCE_S)
     await control.expect(EXPECT)
-    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
+    await soon(lambda: len(receiver._ledger) == 1)
     assert isinstance(encoder.offer(), wire.Grant)
 
 
@@ -91,32 +91,12 @@ async def test_a_failure_reaches_who_waits(scheduler, control):
     assert (settled.code, settled.message) == ("EncodeError", "no encoder could")
 
 
-async def test_a_cancelled_request_takes_nothing_more(scheduler, control, encoder):
-    await asyncio.to_thread(scheduler.expecting)
-    await control.cancel("t")
-    (settled,) = await asyncio.to_thread(scheduler.settle)
-    assert settled.code == "RequestCancelledError"
-    assert encoder.offer().reason == wire.DECLINE_CANCELLED
-
-
-async def test_items_can_be_claimed_here_too(receiver, control, encoder):
-    claim = asyncio.create_task(control.claim(EXPECT, 2))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
-    await deliver(encoder)
-    (item,) = (await claim).items
-    arena = await control.arena(PATIENCE_S)
-    tensor = arena.read(item, 2)
-    assert torch.equal(tensor, EMBEDDING)
-    del tensor
-    await until_free(receiver)
-
-
 async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
     claims = [
         asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0), 0))
         for number in range(5)
     ]
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed == 5)
+    await soon(lambda: receiver._ledger.claimed == 5)
     for number in reversed(range(5)):
         await control.fail(f"t{number}", EncodeError(f"{number}"))
     settled = await asyncio.gather(*claims)
@@ -125,15 +105,15 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
 
 async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder):
     claim = asyncio.create_task(control.claim(EXPECT, 0))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    await soon(lambda: receiver._ledger.claimed)
     claim.cancel()
     with pytest.raises(asyncio.CancelledError):
         await claim
-    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+    await soon(lambda: not len(receiver._ledger))
     assert encoder.offer().reason == wire.DECLINE_CANCELLED
     await control.expect(wire.Expect("next", 1, 1, 60.0))
-    await asyncio.to_thread(until, lambda: len(receiver._ledger) == 1)
-    assert not control._claims
+    await soon(lambda: len(receiver._ledger) == 1)
+    await soon(lambda: not control._claims)
 
 
 @pytest.mark.parametrize("moment", ["before it came", "as it came"])
@@ -142,7 +122,7 @@ async def test_items_that_came_after_all_are_given_back(
 ):
     """Nobody else would ever say that they were dropped."""
     claim = asyncio.create_task(control.claim(EXPECT, 1))
-    await asyncio.to_thread(until, lambda: receiver._ledger.claimed)
+    await soon(lambda: receiver._ledger.claimed)
     if moment == "as it came":
         # The outcome is there and the task has not gone on yet.
         settle = control._on_settled
@@ -159,7 +139,7 @@ async def test_items_that_came_after_all_are_given_back(
         with pytest.raises(asyncio.CancelledError):
             await claim
         control._reader = None
-        control._listen()
+        control._start_reading()
     await until_free(receiver)
     assert not control._claims
 
@@ -170,7 +150,7 @@ async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, m
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await control.claim(wire.Expect("t", 1, 1, 0.05), 0)
-    await asyncio.to_thread(until, lambda: not len(receiver._ledger))
+    await soon(lambda: not len(receiver._ledger))
 
 
 async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, monkeypatch):
@@ -220,13 +200,20 @@ async def test_what_is_no_answer_is_passed_over(router, control, caplog):
     assert "Hello from the receiver" in caplog.text
 
 
-async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control, caplog):
+@pytest.mark.parametrize(
+    ("listens", "told"),
+    [(True, "could not be sent for again"), (False, "sends for no media again")],
+)
+async def test_a_message_that_cannot_be_handled_is_not_the_last(
+    router, control, caplog, listens, told
+):
     """Every request of this server waits for the task that reads them."""
 
     async def stumble(_rid, _expect):
         raise RuntimeError("a request of an unknown kind")
 
-    control.on_again = stumble
+    if listens:
+        control.listen(stumble)
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
     say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
@@ -234,7 +221,8 @@ async def test_a_message_that_cannot_be_handled_is_not_the_last(router, control,
     assert await asked == "tcp://here"
     _, failed = await heard(router, wire.Fail)
     assert (failed.ticket, failed.code) == ("u", "EncodeError")
-    assert "unknown kind" in caplog.text
+    assert told in failed.message
+    assert ("unknown kind" in caplog.text) == listens
 
 
 async def test_media_that_are_read_again_keep_no_other_message_waiting(router, control):
@@ -243,7 +231,7 @@ async def test_media_that_are_read_again_keep_no_other_message_waiting(router, c
     async def slow(_rid, _expect):
         await read.wait()
 
-    control.on_again = slow
+    control.listen(slow)
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
     say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
@@ -252,7 +240,7 @@ async def test_media_that_are_read_again_keep_no_other_message_waiting(router, c
     read.set()
 
 
-async def test_nothing_is_left_after_close(receiver, control_path, resources):
+async def test_nothing_is_left_after_close(receiver, control_path, remember):
     async def live_once():
         control = Control(control_path)
         await control.arena(PATIENCE_S)
@@ -260,15 +248,11 @@ async def test_nothing_is_left_after_close(receiver, control_path, resources):
         await asyncio.sleep(0)
 
     await live_once()
-    tasks, before = len(asyncio.all_tasks()), resources()
+    tasks, no_more = len(asyncio.all_tasks()), remember()
     for _ in range(20):
         await live_once()
     assert len(asyncio.all_tasks()) <= tasks + 1
-    # The receiver's ends close when its thread and libzmq's come to it.
-    async with asyncio.timeout(PATIENCE_S):
-        while (left := resources())[0] > before[0]:
-            await asyncio.sleep(0.01)
-    assert left[1] == before[1]
+    await soon(no_more)
 
 
 async def test_items_are_asked_for_again_where_they_were_announced(
@@ -283,7 +267,7 @@ async def test_items_are_asked_for_again_where_they_were_announced(
             async def again(rid, expect, n=number):
                 asked.append((n, rid, expect))
 
-            control.on_again = again
+            control.listen(again)
             await control.endpoint(PATIENCE_S)
             await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
             await asyncio.to_thread(scheduler.flush)
@@ -331,3 +315,100 @@ async def test_a_second_request_for_the_same_item_needs_no_encoder(
         assert receiver._reservations.kept_bytes
     finally:
         control.close()
+
+
+# A scheduler's end.
+
+
+@pytest.fixture
+def claims(control_path):
+    claims = Claims(control_path)
+    yield claims
+    claims.close()
+
+
+def answer(router: zmq.Socket, *messages: wire.Message) -> wire.Message:
+    peer, frame = router.recv_multipart()
+    for message in messages:
+        router.send_multipart([peer, wire.encode_message(message)])
+    return wire.decode_message(frame)
+
+
+def test_taking_never_waits(receiver, claims):
+    claims.connect(PATIENCE_S)
+    claims.claim("r", EXPECT)
+    assert claims.take() == []
+
+
+def test_the_items_of_what_was_abandoned_too_late_can_be_given_back(receiver, encoder, claims):
+    arena = claims.connect(PATIENCE_S)
+    claims.claim("r", EXPECT)
+    encoder.deliver(encoder.grant())
+    claims.abandon("r")  # it has settled, though nobody has looked
+    assert claims.socket.poll(PATIENCE_S * 1e3)
+    (settled,) = claims.take()
+    for item in settled.items:
+        arena.drop(item.slot, 0)
+    until(lambda: not receiver._reservations.held_bytes)
+
+
+def test_a_claim_says_who_will_read(router, control_path):
+    claims = Claims(control_path, first_reader=3, readers=2)
+    claims.claim("r", EXPECT)
+    assert answer(router) == wire.Claim("r", EXPECT, 3, 2)
+    claims.close()
+
+
+def test_claims_made_before_there_is_a_receiver_wait_for_it(control_path, start_receiver, connect):
+    control_path.parent.mkdir()
+    claims = Claims(control_path)
+    for number in range(2000):
+        claims.claim(f"r{number}", wire.Expect("t", 1, 5000, 1e-3))
+    start_receiver()
+    settled: set[str] = set()
+    while len(settled) < 2000:
+        assert claims.socket.poll(PATIENCE_S * 1e3)
+        settled |= {message.claim for message in claims.take()}
+    claims.close()
+
+
+def test_without_a_receiver_connecting_ends_in_time(claims):
+    with pytest.raises(UnavailableError, match=r"within 0\.05 s"):
+        claims.connect(0.05)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        wire.Hello(),
+        wire.Settled("r"),
+        wire.Welcome("tcp://x", "/etc/passwd", 1, bytes(32), 1),
+    ],
+)
+def test_another_answer_than_a_welcome_is_refused(router, claims, reply):
+    # Its own question reaches the ROUTER only after it was asked; so the answer is sent ahead.
+    claims.abandon("to be known")
+    answer(router, reply)
+    with pytest.raises(ProtocolError):
+        claims.connect(PATIENCE_S)
+
+
+def test_what_is_no_outcome_is_refused(router, claims):
+    claims.claim("r", EXPECT)
+    answer(router, wire.Cancel("t"))
+    assert claims.socket.poll(PATIENCE_S * 1e3)
+    with pytest.raises(ProtocolError, match="Cancel"):
+        claims.take()
+
+
+def test_nothing_of_claims_is_left_after_close(receiver, control_path, remember):
+    def live_once():
+        claims = Claims(control_path)
+        claims.connect(PATIENCE_S)
+        claims.close()
+
+    live_once()
+    no_more = remember()
+    for _ in range(5):
+        live_once()
+    until(no_more)

@@ -2,28 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from sglang_epd.transfer import host
 
-TELL = "from sglang_epd.transfer import host; print(host.this_process(), flush=True); input()"
 
-
-@pytest.fixture
-def child():
-    process = subprocess.Popen(
-        [sys.executable, "-c", TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_process_lives_until_it_is_gone(child):
-    name = child.stdout.readline().strip()
+def test_a_process_lives_until_it_is_gone(another_process):
+    name, child = another_process
     assert name != host.this_process()
     assert host.shares_memory(name)
     assert host.lives(name)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
 from sglang_epd.wire import messages as wire
-from transfer.conftest import BUDGET, PATIENCE_S, until
+from transfer.conftest import BUDGET, FULL, PATIENCE_S, SlowWriter, soon
 
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("bfloat16", (2, 4)), [[1, 2, 4]])
 EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4).to(torch.bfloat16)
@@ -33,14 +32,6 @@ def offer(item: int = 0, ticket: str = "t") -> wire.Offer:
 
 def granted(grant: wire.Grant = INLINE) -> Granted:
     return Granted(grant, time.monotonic() + grant.ttl_s)
-
-
-async def soon(condition: Callable[[], object]) -> None:
-    """Wait for what nobody signals, while everything else goes on."""
-    limit = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < limit, "it did not come to pass"
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture
@@ -103,22 +94,6 @@ async def deliver(sender: Sender, endpoint: str, item: int = 0, ticket: str = "t
 # With a receiver.
 
 
-async def test_two_senders_deliver_side_by_side(receiver, sender, scheduler):
-    scheduler.expecting(items=2)
-    other = Sender(share_memory=False)
-    try:
-        ways = await asyncio.gather(
-            deliver(sender, receiver.endpoint, 0), deliver(other, receiver.endpoint, 1)
-        )
-    finally:
-        await other.close()
-    assert ways == ["shared", "inline"]
-    first, second = await asyncio.to_thread(scheduler.tensors)
-    assert torch.equal(first, EMBEDDING)
-    assert torch.equal(second, EMBEDDING + 1)
-    assert first.dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("share_memory", [False, True])
 async def test_one_sender_delivers_many_items_at_once(receiver, scheduler, share_memory):
     sender = Sender(share_memory=share_memory, checksum=True)
@@ -134,9 +109,8 @@ async def test_one_sender_delivers_many_items_at_once(receiver, scheduler, share
 async def test_the_place_of_an_item_is_mapped_while_the_item_is_being_made(
     receiver, sender, scheduler
 ):
-    full = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
     scheduler.expecting()
-    async with sender.offer(receiver.endpoint, wire.Offer("t", 0, bytes(32), full, BUDGET)):
+    async with sender.offer(receiver.endpoint, wire.Offer("t", 0, bytes(32), FULL, BUDGET)):
         await soon(lambda: os.stat(receiver._arena.address.path).st_blocks * 512 >= BUDGET)
 
 
@@ -161,9 +135,8 @@ async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):
 async def test_an_offer_that_has_to_wait_says_so_first(receiver, connect, sender, scheduler):
     scheduler.expecting("a", "a")
     scheduler.expecting()
-    full = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
     other = connect(receiver)
-    grant = await asyncio.to_thread(lambda: other.grant("a", layout=full))
+    grant = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
     async with sender.offer(receiver.endpoint, offer()) as offered:
         assert not offered.waits, "nothing is known yet"
         assert await offered.answered
@@ -182,9 +155,8 @@ async def test_a_sender_that_was_cancelled_while_it_waited_gives_its_grant_back(
 ):
     scheduler.expecting("a", "a")
     scheduler.expecting()
-    full = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [])
     other = connect(receiver)
-    grant = await asyncio.to_thread(lambda: other.grant("a", layout=full))
+    grant = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
     delivery = asyncio.create_task(deliver(sender, receiver.endpoint))
     await soon(lambda: receiver.tally.counts["waits", ""])
     delivery.cancel()
@@ -193,26 +165,6 @@ async def test_a_sender_that_was_cancelled_while_it_waited_gives_its_grant_back(
     other.send(wire.Withdraw("a", 0, grant.grant))
     await soon(lambda: receiver.tally.counts["withdrawals", ""] == 2)
     assert receiver._reservations.held_bytes == 0
-
-
-async def test_a_lost_grant_can_be_asked_for_again(start_receiver, connect_scheduler, sender):
-    receiver = start_receiver(grant_ttl_s=0.1)
-    scheduler = await asyncio.to_thread(connect_scheduler)
-    scheduler.expecting()
-    async with sender.offer(receiver.endpoint, offer()) as offered:
-        decision = await offered.decided
-        await soon(lambda: receiver.tally.counts["expired_grants", ""])
-        decision.until = time.monotonic() + 60  # a clock that is slow
-        with pytest.raises(GrantLostError):
-            await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
-    assert receiver._reservations.held_bytes == 0, "it said that it had written"
-    for _ in range(100):
-        try:
-            await deliver(sender, receiver.endpoint)
-            break
-        except GrantLostError:
-            continue  # a slow machine
-    assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
 
 
 async def test_an_expired_grant_is_not_used_and_given_back(receiver, sender, scheduler):
@@ -276,23 +228,15 @@ async def test_a_cancelled_delivery_gives_its_memory_back_when_the_write_has_end
     receiver, sender, scheduler, monkeypatch
 ):
     scheduler.expecting()
-    writing, go_on = threading.Event(), threading.Event()
-    write = sender._shared.write
-
-    def slowly(landing, raw):
-        writing.set()
-        assert go_on.wait(PATIENCE_S)
-        write(landing, raw)
-
-    monkeypatch.setattr(sender._shared, "write", slowly)
+    slow = SlowWriter(sender, monkeypatch)
     delivery = asyncio.create_task(deliver(sender, receiver.endpoint))
-    await soon(writing.is_set)
+    await soon(slow.writing.is_set)
     delivery.cancel()
     with pytest.raises(asyncio.CancelledError):
         await delivery
     await asyncio.sleep(0.05)
     assert receiver._reservations.held_bytes, "it is still being written to"
-    go_on.set()
+    slow.go_on.set()
     await soon(lambda: not receiver._reservations.held_bytes)
     assert receiver.tally.counts["withdrawals", ""] == 1
 
@@ -365,24 +309,27 @@ async def test_a_grant_that_comes_when_nobody_waits_is_given_back(sender, router
     assert await router.receive() == wire.Withdraw("t", 0, 7)
 
 
-async def test_a_second_grant_of_one_offer_is_given_back(sender, router):
+@pytest.mark.parametrize(
+    ("more", "withdrawn"),
+    [
+        (wire.Grant("t", 0, 8, 30.0, wire.Inline()), [8, 7]),
+        (INLINE, [7]),
+        (wire.Grant("t", 0, 7, 0.0, wire.Inline()), [7]),  # a question whether it is used
+        (wire.Grant("t", 0, 6, 0.0, wire.Inline()), [6, 7]),
+    ],
+    ids=["another", "the same", "a question about it", "a question about another"],
+)
+async def test_of_grants_that_come_twice_all_but_the_first_are_given_back(
+    sender, router, more, withdrawn
+):
     async with sender.offer(router.endpoint, offer()) as offered:
         await router.receive()
-        await router.say(INLINE, wire.Grant("t", 0, 8, 30.0, wire.Inline()))
+        await router.say(INLINE, more)
         assert (await offered.decided).message == INLINE
-        assert await router.receive() == wire.Withdraw("t", 0, 8)
-    assert await router.receive() == wire.Withdraw("t", 0, 7)
-
-
-async def test_a_grant_that_is_known_may_be_told_again(sender, router):
-    """As a receiver does that asks whether it is still used."""
-    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
-    async with sender.offer(router.endpoint, offer()) as offered:
-        await router.receive()
-        await router.say(INLINE, INLINE, question)
-        assert (await offered.decided).message == INLINE
+        for grant in withdrawn[:-1]:
+            assert await router.receive() == wire.Withdraw("t", 0, grant)
         assert await router.silent()
-    assert await router.receive() == wire.Withdraw("t", 0, 7)
+    assert await router.receive() == wire.Withdraw("t", 0, withdrawn[-1])
 
 
 async def test_a_question_about_a_grant_that_nobody_knows_is_answered_and_no_answer(sender, router):
@@ -486,16 +433,6 @@ async def test_an_item_has_one_offer_open(sender, router):
         pass
 
 
-async def test_a_cancelled_wait_leaves_no_decision(sender, router):
-    async with sender.offer(router.endpoint, offer()) as offered:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(offered.decided, 0.01)
-        assert offered.granted is None
-        await router.receive()
-        await router.say(INLINE)
-        assert await router.receive() == wire.Withdraw("t", 0, 7)
-
-
 async def test_closing_ends_the_open_questions_at_once(router):
     sender = Sender()
 
@@ -530,26 +467,20 @@ async def test_unused_connections_are_closed_and_used_ones_are_not(sender, route
     assert router.peer != first, "a new connection"
 
 
-async def test_nothing_is_left_after_close(receiver, resources, scheduler):
-    # Sharing brings a thread that starts with the first write and ends with the sender.
+async def test_nothing_is_left_after_close(receiver, remember, scheduler):
+    # Sharing brings threads that start with the first write and end with the sender.
     async def live_once(number: int) -> None:
         await asyncio.to_thread(scheduler.expecting, f"r{number}", f"t{number}")
         sender = Sender()
         await deliver(sender, receiver.endpoint, ticket=f"t{number}")
         await sender.close()
         await asyncio.to_thread(scheduler.tensors)
-        gc.collect()
-
-    def threads() -> list[str]:
-        return [name for name in resources()[1] if name.startswith("epd-share")]
 
     await live_once(0)
-    await soon(lambda: not threads())
-    tasks, before = len(asyncio.all_tasks()), resources()
+    await soon(lambda: not any(one.name.startswith("epd-share") for one in threading.enumerate()))
+    tasks, no_more = len(asyncio.all_tasks()), remember()
     for number in range(1, 6):
         await live_once(number)
     assert len(asyncio.all_tasks()) == tasks
-    await soon(lambda: not threads())
-    # The receiver notices closed connections a moment later; ours are closed by now.
-    assert resources()[0] - before[0] <= 5
-    await asyncio.to_thread(until, lambda: not receiver._reservations.held_bytes)
+    await soon(no_more)
+    await soon(lambda: not receiver._reservations.held_bytes)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_epd.device import Host
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer import writers as writers_module
@@ -93,24 +92,6 @@ def faults_in(work: Callable[[], None]) -> int:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     work()
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-
-
-@pytest.mark.parametrize("registered", [True, False])
-def test_memory_that_is_taken_already_is_in_the_page_table_soon(
-    arena, writer, resident_kib, monkeypatch, registered
-):
-    """And other memory is not taken for it."""
-    monkeypatch.setattr(arena_module, "_made_here", {})
-    if registered:
-        arena.data[:] = 1
-        arena.register(Host())
-    writer.write(landing_in(arena.address, arena.data_offset), PAYLOAD)
-    for thread in threading.enumerate():
-        if thread.name == "epd-populate":
-            thread.join(10)
-    (mapped,) = writer._arenas.values()
-    assert mapped is not arena
-    assert (resident_kib(mapped) >= NBYTES >> 10) == registered
 
 
 def test_few_receivers_memory_stays_mapped(writer, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import strategies as st
 
 from sglang_epd.modality import MODALITIES
@@ -33,64 +34,36 @@ layouts = st.builds(
     grid=st.lists(st.lists(st.integers(0, 2**32), max_size=3), max_size=3),
     extra=st.dictionaries(st.text(max_size=4), json_like, max_size=2),
 )
-landings = st.one_of(
-    st.just(wire.Inline()),
-    st.builds(
-        wire.Shared,
-        path=st.text(max_size=24),
-        size=numbers,
-        seal=st.binary(max_size=32),
-        offset=numbers,
-    ),
-    st.builds(wire.Remote, session=st.text(max_size=24), address=numbers),
-)
 keys = st.binary(min_size=wire.KEY_BYTES, max_size=wire.KEY_BYTES)
-expects = st.builds(
-    wire.Expect,
-    ticket=tickets,
-    items=st.integers(1, wire.MAX_ITEMS),
-    consumers=st.integers(1, 2**31),
-    ttl_s=seconds,
-)
-landed = st.builds(
-    wire.Landed,
-    key=st.binary(max_size=8),
-    layout=layouts,
-    nbytes=numbers,
-    slot=numbers,
-    offset=numbers,
-)
+short, long = st.text(max_size=8), st.text(max_size=24)
+FIELDS = {
+    **dict.fromkeys(("size", "offset", "address", "nbytes", "slot"), numbers),
+    **dict.fromkeys(("item", "grant", "covered", "cached"), numbers),
+    **dict.fromkeys(("path", "session", "process", "endpoint"), long),
+    **dict.fromkeys(("engine", "reason", "error", "claim", "rid", "code", "message"), short),
+    **dict.fromkeys(("renewal", "last", "prefix", "over"), st.booleans()),
+    **dict.fromkeys(("seal", "checksum"), st.binary(max_size=32)),
+    "ticket": tickets,
+    "ttl_s": seconds,
+    "key": keys,
+    "layout": layouts,
+}
+
+
+def of(kind: type, **special: st.SearchStrategy) -> st.SearchStrategy:
+    """Bodies of a kind, with each field as its name says or as `special` does."""
+    names = {field.name for field in msgspec.structs.fields(kind)}
+    return st.builds(kind, **{name: FIELDS[name] for name in names & FIELDS.keys()} | special)
+
+
+landings = st.just(wire.Inline()) | of(wire.Shared) | of(wire.Remote)
+expects = of(wire.Expect, items=st.integers(1, wire.MAX_ITEMS), consumers=st.integers(1, 2**31))
 by_encoders = st.one_of(
-    st.builds(
-        wire.Offer,
-        ticket=tickets,
-        item=item_numbers,
-        key=keys,
-        layout=layouts,
-        nbytes=numbers,
-        process=st.text(max_size=24),
-        engine=st.text(max_size=8),
-        renewal=st.booleans(),
-    ),
-    st.builds(
-        wire.Payload,
-        ticket=tickets,
-        item=numbers,
-        grant=numbers,
-        offset=st.integers(0, 2**63),
-        last=st.booleans(),
-        checksum=st.binary(max_size=32),
-    ),
-    st.builds(wire.Withdraw, ticket=tickets, item=numbers, grant=numbers),
+    of(wire.Offer, item=item_numbers),
+    of(wire.Payload, offset=st.integers(0, 2**63)),
+    of(wire.Withdraw),
 )
-to_encoders = st.one_of(
-    st.builds(wire.Wait, ticket=tickets, item=numbers),
-    st.builds(
-        wire.Grant, ticket=tickets, item=numbers, grant=numbers, ttl_s=seconds, landing=landings
-    ),
-    st.builds(wire.Decline, ticket=tickets, item=numbers, reason=st.text(max_size=8)),
-    st.builds(wire.Ack, ticket=tickets, item=numbers, grant=numbers, error=st.text(max_size=8)),
-)
+to_encoders = of(wire.Wait) | of(wire.Grant, landing=landings) | of(wire.Decline) | of(wire.Ack)
 described_expects = st.builds(
     lambda ticket, told, complete, announcer: wire.Expect(
         ticket,
@@ -108,50 +81,27 @@ described_expects = st.builds(
 )
 within_a_server = st.one_of(
     st.just(wire.Hello()),
-    st.builds(
-        wire.Welcome,
-        endpoint=st.text(max_size=24),
-        path=st.text(max_size=24),
-        size=numbers,
-        seal=st.binary(max_size=32),
-        readers=numbers,
-    ),
+    of(wire.Welcome, readers=numbers),
     expects,
-    st.builds(
+    of(
         wire.Claim,
-        claim=st.text(max_size=8),
         expect=expects,
         first_reader=st.integers(0, 2**31),
         readers=st.integers(1, 2**31),
         covered=st.sampled_from([(), (0,)]),
-        prefix=st.booleans(),
     ),
     described_expects,
-    st.builds(wire.Again, rid=st.text(max_size=8), expect=described_expects),
-    st.builds(
+    of(wire.Again, expect=described_expects),
+    of(
         wire.AskPrefix,
-        claim=st.text(max_size=8),
         keys=st.lists(keys, max_size=2).map(tuple),
         layouts=st.lists(layouts, max_size=2).map(tuple),
     ),
-    st.builds(
-        wire.Needed,
-        ticket=tickets,
-        items=st.lists(numbers, max_size=3).map(tuple),
-        over=st.booleans(),
-        covered=numbers,
-        cached=numbers,
-    ),
-    st.builds(
-        wire.Settled,
-        claim=st.text(max_size=8),
-        items=st.lists(st.none() | landed, max_size=2).map(tuple),
-        code=st.text(max_size=8),
-        message=st.text(max_size=8),
-    ),
-    st.builds(wire.Abandon, claim=st.text(max_size=8)),
-    st.builds(wire.Fail, ticket=tickets, code=st.text(max_size=8), message=st.text(max_size=8)),
-    st.builds(wire.Cancel, ticket=tickets),
+    of(wire.Needed, items=st.lists(numbers, max_size=3).map(tuple)),
+    of(wire.Settled, items=st.lists(st.none() | of(wire.Landed), max_size=2).map(tuple)),
+    of(wire.Abandon),
+    of(wire.Fail),
+    of(wire.Cancel),
 )
 any_message = by_encoders | to_encoders | within_a_server
 

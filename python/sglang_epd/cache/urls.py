@@ -21,8 +21,7 @@ class Remembered:
 
     Attributes:
         shown: the URL as people may see it, without credentials and query.
-        digest: of the content, as `media.digest` makes it.
-        nbytes: of the content.
+        digest, nbytes: of the content (`media.digest`).
         trail: how it was come by, and until when it may be used without asking.
         uses: how often it was looked up.
     """
@@ -62,14 +61,8 @@ class UrlMemory:
         return found
 
     def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
-        """Remember content that has just been read, in place of the earlier entry.
-
-        Args:
-            name: of `name_of`.
-            digest: of the content.
-            nbytes: of the content, encoded.
-            trail: the answers on the way to it, with their lifetimes.
-        """
+        """Remember content that has just been read, in place of the earlier entry; `trail` has
+        the answers on the way to it, with their lifetimes."""
         before = self._urls.pop(name, None)
         shown = display(MediaSource(url=url))
         uses = before.uses if before is not None else 0
@@ -78,12 +71,8 @@ class UrlMemory:
             self._urls.popitem(last=False)
 
     def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
-        """Confirm that the content is unchanged; does nothing without an entry.
-
-        Args:
-            digest: of the content that the answers were about.
-            trail: the answers that confirm it.
-        """
+        """The answers of `trail` say that this content is unchanged; does nothing where another
+        is remembered, or none."""
         found = self._urls.get(name)
         if found is not None and found.digest == digest:
             found.trail = trail

@@ -1,6 +1,6 @@
 """The device that tensors live on: streams, events, copies, pinned memory.
 
-`cuda` is the only file of the package that calls `torch.cuda`; `host` does all at once. The
+`cuda` is the only file of the package that calls `torch.cuda`; `Host` does all at once. The
 tests have a third device, which runs what it is given as late, and in as odd an order, as
 CUDA permits. Imports nothing of the package.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_epd.device.host import Host
-from sglang_epd.device.protocol import Device, Event, Stream
+from sglang_epd.device.protocol import Device, Event, Host, Stream
 
 __all__ = ["Device", "Event", "Host", "Stream", "device_of"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_epd.device.protocol import Event, Stream
+from sglang_epd.device.protocol import Device, Event, Stream
 
 
 def available() -> bool:
@@ -39,8 +39,8 @@ def capture_beside_other_threads() -> None:
     )
 
 
-class Cuda:
-    """See `protocol.Device`.
+class Cuda(Device):
+    """A device whose work is queued.
 
     Args:
         index: of the device; the current one by default.

@@ -1,4 +1,4 @@
-"""What the package asks of a device.
+"""What the package asks of a device, and a device whose work is done when a call returns.
 
 Work on a device is queued on streams. A stream runs what it was given in order; streams know
 nothing of each other but by events. Memory of the device belongs to the stream that was
@@ -9,7 +9,7 @@ it at once, whatever other streams still do with it. `hold` and `copy` see to th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +42,29 @@ class Stream(Protocol):
         """Wait in this thread for all that is queued."""
 
 
-class Device(Protocol):
+class _Done:
+    """Stands for every stream and event of `Host`: there is nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return self
+
+
+_DONE = _Done()
+
+
+class Device:
     """One device, safe to call from several threads.
+
+    What a method does here is enough where work is not queued. `Cuda` has all of its own.
 
     Attributes:
         name: torch's, with its index.
@@ -58,12 +79,15 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """A new stream."""
+        return _DONE
 
     def current(self) -> Stream:
         """The stream on which this thread's work is queued."""
+        return _DONE
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Queue this thread's work on a stream, and allocate memory that belongs to it."""
+        return nullcontext()
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the device that belongs to the current stream.
@@ -71,12 +95,14 @@ class Device(Protocol):
         Raises:
             torch.OutOfMemoryError: there is no room; a smaller call may succeed.
         """
+        return torch.empty(tuple(shape), dtype=dtype, device=self.name)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Bytes [nbytes] of host memory that copies read and write beside other work.
 
         They are not handed on before the copies of `copy` that use them are done.
         """
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def register(self, address: int, nbytes: int) -> None:
         """Let copies treat some of this process's memory as they do `pinned`'s.
@@ -103,6 +129,8 @@ class Device(Protocol):
         Returns:
             The event after the copy.
         """
+        destination.copy_(source)
+        return _DONE
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Not to hand the tensor's memory on before all that is queued on a stream when its
@@ -121,3 +149,16 @@ class Device(Protocol):
 
     def limit_memory(self, fraction: float) -> None:
         """Let this process allocate no more than a fraction of the device's memory."""
+
+
+class Host(Device):
+    """The CPU, and devices that are taken for one: their work is done when a call returns."""
+
+    queues = False
+
+    def __init__(self, name: torch.device | None = None) -> None:
+        self.name = name or torch.device("cpu")
+
+    def bind(self) -> None:
+        if self.name.type != "cpu":
+            torch.get_device_module(self.name).set_device(self.name)

@@ -58,20 +58,16 @@ _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 @dataclass
 class _Progress:
-    """Where one item has been.
-
-    Attributes:
-        tried: encoders that have had it since it last came back to all of them.
-        faults: encoders that failed at the item itself, by their own account.
-        losses: encoders that went away while they had it.
-        returns: how often it came back to encoders that had failed it.
-        attempts: how often it was given to an encoder.
-    """
+    """Where one item has been."""
 
     work: ItemCost
+    # The encoders that have had it since it last came back to all of them.
     tried: set[str] = field(default_factory=set)
+    # The encoders that failed at the item itself, by their own account.
     faults: set[str] = field(default_factory=set)
+    # How many encoders went away while they had it.
     losses: int = 0
+    # How often it came back to encoders that had failed it, and was given to one.
     returns: int = 0
     attempts: int = 0
 
@@ -231,10 +227,28 @@ class Dispatcher:
         return tasks
 
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
-        """One encoder's share; items that it could not serve go elsewhere at once."""
-        failures = await self._send(run, url, items)
+        """One encoder's share; those of its items that have to go elsewhere, and why."""
+        with run.span.child("epd_dispatch") as span:
+            if span:
+                _describe(span, run, url, items)
+            try:
+                failures = self._accept(run, url, items, await self._ask(run, url, items, span))
+            except EpdError as error:
+                if not error.retry_elsewhere:
+                    raise
+                failures = [(item, error) for item in items]
+            if not failures:
+                return []
+            for item, failure in failures:
+                self._note_failure(run, url, item, failure)
+            first = failures[0][1]
+            span.fail(first.code, first.message)
+            span.note(elsewhere=[item.item for item, _ in failures])
+        # Of full encoders there is one line for each refusal, and no news in it.
+        level = logging.DEBUG if isinstance(first, OverloadedError) else logging.WARNING
+        logger.log(level, "Trying %d items elsewhere: %s", len(failures), first)
         # A full encoder says itself when to come again; the budget is for failures.
-        broken = sum(not isinstance(error, OverloadedError) for _, error in failures)
+        broken = sum(not isinstance(failure, OverloadedError) for _, failure in failures)
         delay = self._budget.take(broken) if broken else 0.0
         if delay:
             await asyncio.sleep(min(delay, max(0.0, run.left_s)))
@@ -303,68 +317,53 @@ class Dispatcher:
         self._pool.assigned(len(items) - len(stranded))
         return shares, stranded
 
-    async def _send(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
-        """One share to one encoder; returns the items to try elsewhere, with the reason."""
-        with run.span.child("epd_dispatch") as span:
-            if span:
-                _describe(span, run, url, items)
-            failures = await self._send_share(run, url, items, span)
-            if span and failures:
-                span.fail(failures[0][1].code, failures[0][1].message)
-                span.note(elsewhere=[item.item for item, _ in failures])
-            return failures
-
-    async def _send_share(
-        self, run: _Run, url: str, items: list[EncodeItem], span: Span
+    def _accept(
+        self, run: _Run, url: str, items: list[EncodeItem], reply: EncodeReply
     ) -> list[Failure]:
-        try:
-            reply = await self._ask(run, url, items, span)
-        except EpdError as error:
-            if not error.retry_elsewhere:
-                raise
-            self._retried(len(items), error)
-            logger.log(_level(error), "Trying %d items elsewhere: %s", len(items), error)
-            self._note_fault(run, url, items, error)
-            if isinstance(error, EncoderLostError):
-                _note_loss(run, items)
-            return [(item, error) for item in items]
+        """Take what an encoder did; the items that it failed at, and why.
+
+        Raises:
+            EpdError: of an item that no other encoder can do either.
+        """
         run.stranded_at = None
         outcomes = {outcome.item: outcome for outcome in reply.outcomes}
-        told = [(item, outcomes.get(item.item)) for item in items]
-        errors = [_error_of(url, item, outcome) for item, outcome in told]
-        hopeless = [error for error in errors if error is not None and not error.retry_elsewhere]
-        if hopeless:  # an encoder tells nothing then of those that it gave up
-            raise hopeless[0]
+        errors = {item.item: _error_of(url, item, outcomes.get(item.item)) for item in items}
+        for error in errors.values():
+            if error is not None and not error.retry_elsewhere:
+                raise error  # an encoder tells nothing then of those that it gave up
         failures: list[Failure] = []
-        for (item, outcome), failure in zip(told, errors, strict=True):
-            if failure is None:
-                assert outcome is not None
-                if outcome.state == "delivered":
-                    run.note(item.item, outcome.source)
-                layout = _layout_of(url, item, outcome)
-                if layout is not None:
-                    run.layouts[item.item] = layout
-                    self._learn(item, layout)
+        for item in items:
+            failure = errors[item.item]
+            if failure is not None:
+                failures.append((item, failure))
                 continue
-            self._retried(1, failure)
-            self._note_fault(run, url, [item], failure)
-            if isinstance(failure, EncoderLostError):
-                _note_loss(run, [item])
-            if len(run.progress[item.item].faults) >= _MAX_FAULTS:
-                raise failure
-            logger.log(_level(failure), "Trying %s elsewhere: %s", item.label, failure)
-            failures.append((item, failure))
+            outcome = outcomes[item.item]
+            if outcome.state == "delivered":
+                run.note(item.item, outcome.source)
+            layout = _layout_of(url, item, outcome)
+            if layout is not None:
+                run.layouts[item.item] = layout
+                self._learn(item, layout)
         return failures
 
-    def _retried(self, items: int, error: EpdError) -> None:
-        self._tally.add("retries", error.code, amount=items)
+    def _note_failure(self, run: _Run, url: str, item: EncodeItem, error: EpdError) -> None:
+        """An encoder that failed at an item is not given it again, nor one of another model.
 
-    @staticmethod
-    def _note_fault(run: _Run, url: str, items: list[EncodeItem], error: EpdError) -> None:
-        """An encoder that failed at an item is not given it again, nor one of another model."""
+        Raises:
+            EpdError: too many encoders failed at it, or ended while they had it.
+        """
+        self._tally.add("retries", error.code)
+        progress = run.progress[item.item]
         if isinstance(error, EncodeError | NamespaceError):
-            for item in items:
-                run.progress[item.item].faults.add(url)
+            progress.faults.add(url)
+        if isinstance(error, EncodeError) and len(progress.faults) >= _MAX_FAULTS:
+            raise error
+        if isinstance(error, EncoderLostError):
+            progress.losses += 1
+            if progress.losses >= _MAX_FAULTS:
+                raise EncodeError(
+                    f"{item.label}: {progress.losses} encoders ended while they had it"
+                )
 
     async def _ask(self, run: _Run, url: str, items: list[EncodeItem], span: Span) -> EncodeReply:
         """The encoder's answer, unless it is given up before.
@@ -380,8 +379,8 @@ class Dispatcher:
         )
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
-        with self._pool.attempt(url, patches) as attempt:
-            lost = asyncio.create_task(attempt.lost.wait())
+        with self._pool.attempt(url, patches) as given_up:
+            lost = asyncio.create_task(given_up.wait())
             answer = asyncio.create_task(self._client.encode(url, request, span.headers))
             try:
                 await asyncio.wait(
@@ -402,11 +401,6 @@ class Dispatcher:
                 await asyncio.gather(lost, answer, return_exceptions=True)
 
 
-def _level(error: EpdError) -> int:
-    """Of full encoders there is one line for each refusal, and no news in it."""
-    return logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
-
-
 def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:
     progress = [run.progress[item.item] for item in items]
     span.note(
@@ -416,15 +410,6 @@ def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:
         bytes=sum(len(item.data or b"") for item in items),
         attempt=max(one.attempts for one in progress),
     )
-
-
-def _note_loss(run: _Run, items: list[EncodeItem]) -> None:
-    """An item that ends every encoder is not to have them all."""
-    for item in items:
-        progress = run.progress[item.item]
-        progress.losses += 1
-        if progress.losses >= _MAX_FAULTS:
-            raise EncodeError(f"{item.label}: {progress.losses} encoders ended while they had it")
 
 
 def _layout_of(url: str, item: EncodeItem, outcome: ItemOutcome) -> ItemLayout | None:

@@ -122,7 +122,7 @@ class Affinity:
     there at the time.
 
     Args:
-        keys: how many are remembered; the least recently seen are forgotten first.
+        keys: how many are remembered, the last seen ones.
     """
 
     def __init__(self, keys: int = _KEYS) -> None:
@@ -236,11 +236,8 @@ class RetryBudget:
         self._refill(items * _SHARE)
 
     def take(self, items: int) -> float:
-        """Use the tokens of so many retries.
-
-        Returns:
-            Seconds to wait before; 0 while there are tokens.
-        """
+        """Use the tokens of so many retries; returns the seconds to wait before, 0 while there
+        are tokens."""
         self._refill(0.0)
         self._tokens -= items
         return max(0.0, -self._tokens / _PER_S)

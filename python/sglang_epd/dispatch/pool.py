@@ -1,19 +1,21 @@
 """The pool: the encoders that a language server knows, and the state of each.
 
 Plain data behind a lock: one thread watches encoders (`watcher`), the tokenizer's event
-loop sends them work (`dispatcher`). Listeners to changes decide nothing here.
+loop sends them work (`dispatcher`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import NamedTuple, Self
+from functools import partial
+from typing import NamedTuple
 
 from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
 
@@ -29,6 +31,10 @@ class Health(enum.Enum):
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
 
+# (url, from or None, to, why)
+OnMove = Callable[[str, Health | None, Health, str], None]
+# Sets an event of some event loop, from any thread.
+Wake = Callable[[], object]
 _S = Health
 _MOVES: dict[Health, frozenset[Health]] = {
     _S.JOINING: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.GONE}),
@@ -107,7 +113,13 @@ class _Encoder:
     # Patches that this server has sent there and not heard of; and so at the last report.
     outstanding: float = 0.0
     reported_at: float = 0.0
-    attempts: set[Attempt] = field(default_factory=set)
+    # The requests that it has.
+    attempts: set[Wake] = field(default_factory=set)
+
+    def lease_s(self, now: float) -> float | None:
+        """The rest of its lease; None where it has none, or one that never ends."""
+        left = self.lease_until - now
+        return round(left, 1) if LEASE in self.owners and left < math.inf else None
 
     def load(self) -> float:
         queued = self.report.patches_queued if self.report else 0.0
@@ -119,21 +131,44 @@ class Pool:
 
     Args:
         namespace: this server's encoder identity; encoders of another are not used.
-        clock: seconds.
+        on_move: told of each change of a state, with the lock held: for logs and metrics.
     """
 
-    def __init__(self, namespace: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        clock: Callable[[], float] = time.monotonic,
+        on_move: OnMove = lambda *_: None,
+    ) -> None:
         self.namespace = namespace
         self._clock = clock
+        self._on_move = on_move
         self._lock = threading.RLock()
         self._encoders: dict[str, _Encoder] = {}
         self._turn = 0
         # In the order in which they came.
-        self._waiters: dict[_Waiter, None] = {}
-        # Called with a URL, from any thread, when it should be probed now.
-        self.on_doubt: Callable[[str], None] = lambda _url: None
-        # Called with (url, from or None, to, why), with the lock held: for logs and metrics.
-        self.on_move: Callable[[str, Health | None, Health, str], None] = lambda *_: None
+        self._waiters: dict[Wake, None] = {}
+        self._probe: Callable[[str], None] | None = None
+
+    def listen(self, probe: Callable[[str], None]) -> None:
+        """Have encoders probed, those that are known first.
+
+        Args:
+            probe: called with a URL, from any thread, when that is to be probed now.
+
+        Raises:
+            RuntimeError: another listens already.
+        """
+        if self._probe is not None:
+            raise RuntimeError("the pool's encoders are probed already")
+        self._probe = probe
+        for url in self.urls():
+            probe(url)
+
+    def look(self, url: str) -> None:
+        """Have an encoder probed now."""
+        if self._probe is not None:
+            self._probe(url)
 
     # Its owners.
 
@@ -141,7 +176,7 @@ class Pool:
         """An encoder that `owner` vouches for; known ones get one owner more."""
         with self._lock:
             self._join(url).owners.add(owner)
-        self.on_doubt(_clean(url))
+        self.look(_clean(url))
 
     def remove(self, url: str, owner: str) -> None:
         """`owner` does not vouch for it any more; without an owner it is gone."""
@@ -154,11 +189,10 @@ class Pool:
                 self._move(encoder, Health.GONE, "taken out")
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
-        """An encoder announces itself, or renews its lease.
+        """An encoder announces itself, or renews its lease (infinite: until it leaves).
 
         Args:
             namespace: its identity; empty where it does not say.
-            lease_s: from now; infinite for as long as it does not leave.
 
         Raises:
             NamespaceError: it is another encoder than this server needs.
@@ -171,7 +205,7 @@ class Pool:
             encoder.lease_until = self._clock() + lease_s
             doubtful = encoder.state is not _S.READY
         if doubtful:
-            self.on_doubt(encoder.url)
+            self.look(encoder.url)
 
     def expire(self) -> None:
         """Let go of those whose lease has ended."""
@@ -191,31 +225,23 @@ class Pool:
     # How they are
 
     def heard(self, url: str, report: Report) -> None:
-        """Note an answered probe.
-
-        Args:
-            report: the encoder's own, of its queue and rate.
-        """
+        """Note an answered probe."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
-            matched = not encoder.mismatch
+            mismatch = encoder.mismatch
             differs = report.namespace != self.namespace
             encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
-            if not matched and not differs:
+            if mismatch and not differs:
                 self._tell()
                 self._take_elsewhere()
 
     def failed(self, url: str, why: str) -> None:
-        """Note a probe that found the encoder out of reach or silent.
-
-        Args:
-            why: for logs and users' messages.
-        """
+        """Note a probe that found the encoder out of reach or silent, and why."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
@@ -228,16 +254,12 @@ class Pool:
             encoder.why = why
 
     def doubt(self, url: str, why: str) -> None:
-        """Note a request that failed there: others come first until a probe has found it well.
-
-        Args:
-            why: for logs and users' messages.
-        """
+        """Note a request that failed there: others come first until a probe has found it well."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is not None and encoder.state in (_S.READY, _S.JOINING):
                 self._move(encoder, _S.SUSPECT, why)
-        self.on_doubt(url)
+        self.look(url)
 
     def snapshot(self) -> Snapshot:
         """Encoders that may be asked: the ready ones, or else the best there are."""
@@ -270,63 +292,69 @@ class Pool:
     def describe(self) -> list[dict[str, object]]:
         """All of them, for people."""
         with self._lock:
+            now = self._clock()
             return [
                 {
                     "url": one.url,
                     "state": one.state.value,
                     "why": one.mismatch or one.why,
                     "owners": sorted(one.owners),
-                    "lease_s": self._lease_s(one),
+                    "lease_s": one.lease_s(now),
                     "patches": round(one.load()),
                     "requests": len(one.attempts),
-                    "busy": self._clock() < one.busy_until,
+                    "busy": now < one.busy_until,
                 }
                 for one in self._encoders.values()
             ]
 
-    def _lease_s(self, encoder: _Encoder) -> float | None:
-        """The rest of its lease; None where it has none, or one that never ends."""
-        left = encoder.lease_until - self._clock()
-        return round(left, 1) if LEASE in encoder.owners and left < float("inf") else None
-
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""
         with self._lock:
-            known = list(self._encoders.values())
-            if known and all(one.mismatch for one in known):
-                return NamespaceError(known[0].mismatch)
-            return None
+            mismatches = [one.mismatch for one in self._encoders.values()]
+        return NamespaceError(mismatches[0]) if mismatches and all(mismatches) else None
 
     # Work for them
 
-    def attempt(self, url: str, patches: float) -> Attempt:
-        """Around one request to an encoder; enter it in a running event loop.
-
-        Args:
-            patches: the expected cost of its items.
-        """
-        return Attempt(self, url, patches)
+    @contextmanager
+    def attempt(self, url: str, patches: float) -> Iterator[asyncio.Event]:
+        """Around one request of so many patches to an encoder. The event is set, in the running
+        loop, when the encoder is given up meanwhile."""
+        lost, lose = _event()
+        with self._lock:
+            encoder = self._encoders.get(url)
+            if encoder is None or encoder.state is _S.OPEN:
+                lost.set()
+            else:
+                encoder.attempts.add(lose)
+                encoder.outstanding += patches
+        try:
+            yield lost
+        except BaseException as error:
+            self._ended(url, lose, patches, error)
+            raise
+        self._ended(url, lose, patches, None)
 
     async def changed(self, seconds: float) -> None:
         """Return when an encoder has come, gone, changed its state or got room, or after
         `seconds`. Room wakes one of the waiting callers, any other change all of them."""
-        waiter = _Waiter()
+        told, tell = _event()
         with self._lock:
-            self._waiters[waiter] = None
+            self._waiters[tell] = None
         try:
-            await asyncio.wait_for(waiter.event.wait(), max(0.0, seconds))
+            async with asyncio.timeout(seconds):
+                await told.wait()
         except TimeoutError:
             pass
         finally:
             with self._lock:
-                self._waiters.pop(waiter, None)
+                self._waiters.pop(tell, None)
 
     def _join(self, url: str) -> _Encoder:
         url = _clean(url)
         encoder = self._encoders.get(url)
         if encoder is None:
             encoder = self._encoders[url] = _Encoder(url)
-            self.on_move(url, None, encoder.state, "")
+            self._on_move(url, None, encoder.state, "")
             self._tell()
         return encoder
 
@@ -336,9 +364,8 @@ class Pool:
             return
         if state not in _MOVES[encoder.state]:
             raise AssertionError(f"{encoder.url}: {encoder.state.value} to {state.value}")
-        old = encoder.state
-        self.on_move(encoder.url, old, state, why)
-        encoder.state = state
+        old, encoder.state = encoder.state, state
+        self._on_move(encoder.url, old, state, why)
         if state is _S.GONE:
             del self._encoders[encoder.url]
         self._tell()
@@ -355,84 +382,35 @@ class Pool:
                     _lose(one)
 
     def _tell(self) -> None:
-        for waiter in self._waiters:
-            waiter.wake()
+        for tell in self._waiters:
+            tell()
 
-    def _wake_first(self) -> None:
-        waiter = next(iter(self._waiters), None)
-        if waiter is not None:
-            del self._waiters[waiter]
-            waiter.wake()
-
-    def _enter(self, attempt: Attempt) -> bool:
+    def _ended(self, url: str, attempt: Wake, patches: float, error: BaseException | None) -> None:
         with self._lock:
-            encoder = self._encoders.get(attempt.url)
-            if encoder is None or encoder.state is _S.OPEN:
-                return False
-            encoder.attempts.add(attempt)
-            encoder.outstanding += attempt.patches
-            return True
-
-    def _leave(self, attempt: Attempt, error: BaseException | None) -> None:
-        with self._lock:
-            encoder = self._encoders.get(attempt.url)
+            encoder = self._encoders.get(url)
             if encoder is None or attempt not in encoder.attempts:
                 return
             encoder.attempts.discard(attempt)
-            encoder.outstanding = max(0.0, encoder.outstanding - attempt.patches)
-            if not encoder.attempts:
-                encoder.outstanding = 0.0
+            left = encoder.outstanding - patches
+            encoder.outstanding = max(0.0, left) if encoder.attempts else 0.0
             if error is None:
                 encoder.busy_until = 0.0
-                self._wake_first()
+                tell = next(iter(self._waiters), None)
+                if tell is not None:
+                    del self._waiters[tell]
+                    tell()
             elif isinstance(error, OverloadedError):
                 encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
             elif isinstance(error, NamespaceError):
                 encoder.mismatch = error.message
-                self.on_doubt(encoder.url)
+                self.look(url)
             elif isinstance(error, UnavailableError):
-                self.doubt(encoder.url, error.message)
+                self.doubt(url, error.message)
 
 
-class Attempt:
-    """One request to one encoder, for as long as it is entered.
-
-    Attributes:
-        lost: set when the encoder is given up meanwhile.
-    """
-
-    def __init__(self, pool: Pool, url: str, patches: float) -> None:
-        self._pool = pool
-        self.url = url
-        self.patches = patches
-        self.lost = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> Self:
-        if not self._pool._enter(self):
-            self.lost.set()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool._leave(self, error)
-
-    def lose(self) -> None:
-        """From any thread."""
-        self._loop.call_soon_threadsafe(self.lost.set)
-
-
-class _Waiter:
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def wake(self) -> None:
-        self._loop.call_soon_threadsafe(self.event.set)
+def _event() -> tuple[asyncio.Event, Wake]:
+    event = asyncio.Event()
+    return event, partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)
 
 
 def usable(views: Iterable[View]) -> list[View]:
@@ -445,8 +423,8 @@ def usable(views: Iterable[View]) -> list[View]:
 
 
 def _lose(encoder: _Encoder) -> None:
-    for attempt in encoder.attempts:
-        attempt.lose()
+    for lose in encoder.attempts:
+        lose()
 
 
 def _clean(url: str) -> str:

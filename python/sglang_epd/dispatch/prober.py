@@ -74,14 +74,12 @@ class Prober:
         pool: Pool,
         session: aiohttp.ClientSession,
         tls: ssl.SSLContext,
-        pace: Pace | None = None,
-        rng: random.Random | None = None,
+        pace: Pace = Pace(),
     ) -> None:
         self._pool = pool
         self._session = session
         self._tls = tls
-        self._pace = pace or Pace()
-        self._rng = rng or random.Random()
+        self._pace = pace
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
 
@@ -128,7 +126,7 @@ class Prober:
             return min(last_s * 2, self._pace.most)
         if state in (Health.READY, Health.DRAINING):
             # So that the servers of a fleet do not ask in step.
-            return self._pace.steady * self._rng.uniform(0.8, 1.2)
+            return self._pace.steady * random.uniform(0.8, 1.2)
         return self._pace.doubtful
 
     async def _probe(self, url: str) -> None:

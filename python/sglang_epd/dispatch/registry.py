@@ -167,7 +167,7 @@ class Registry:
         """Authenticate the sender, then read and decode the body.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: it is no registration, or does not end.
             web.HTTPException: its sender may not, or it is too large.
         """
         self._authenticate(request)

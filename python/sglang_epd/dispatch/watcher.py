@@ -17,7 +17,6 @@ import errno
 import ipaddress
 import logging
 import math
-import random
 import secrets
 import socket
 import threading
@@ -98,8 +97,7 @@ class Watcher:
         secret: bytes = b"",
         resolve: Resolve | None = None,
         pace: Pace | None = None,
-        rhythm: Rhythm | None = None,
-        rng: random.Random | None = None,
+        rhythm: Rhythm = Rhythm(),
         observe_lag: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self._lag = LoopLag(observe_lag)
@@ -110,9 +108,8 @@ class Watcher:
         self._trust = trust
         self._siblings = Siblings(secret) if secret else None
         self._resolve = resolve
-        self._pace = pace
-        self._rhythm = rhythm or Rhythm()
-        self._rng = rng
+        self._pace = pace or Pace()
+        self._rhythm = rhythm
         self._thread = threading.Thread(target=self._run, name="encoder watcher", daemon=True)
         self._started: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +132,6 @@ class Watcher:
 
     def close(self) -> None:
         """End; registrations stay in the pool as they are."""
-        self._pool.on_doubt = lambda _url: None
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -152,7 +148,7 @@ class Watcher:
             self._started.set_exception(error)
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         resolver = SystemResolver(_RESOLVER_THREADS)
         async with contextlib.AsyncExitStack() as stack:
             self._lag.start()
@@ -160,10 +156,20 @@ class Watcher:
             stack.push_async_callback(resolver.close)
             session = await stack.enter_async_context(open_session(resolver=resolver))
             stack.push_async_callback(self._stop_listening)
-            await self._listen_or_follow(session)
-            prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace, self._rng)
+            if not await self._listen():
+                try:
+                    await self._follow(session)
+                except UnavailableError as error:
+                    raise ConfigError(f"{self._what()}: the port is in use ({error})") from None
+            prober = Prober(self._pool, session, self._trust.client_ssl(), self._pace)
             stack.push_async_callback(prober.close)
-            self._heed_doubts(prober)
+
+            def probe(url: str) -> None:
+                # The loop may end in this moment, and then no look-up follows.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(prober.doubt, url)
+
+            self._pool.listen(probe)
             try:
                 names = Names(self._pool, self._static_urls, self._resolve or _system(resolver))
             except ValueError as error:
@@ -176,26 +182,18 @@ class Watcher:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def _heed_doubts(self, prober: Prober) -> None:
-        loop = self._loop
-        assert loop is not None
-
-        def doubt(url: str) -> None:
-            # The loop may end in this moment, and then no look-up follows.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(prober.doubt, url)
-
-        self._pool.on_doubt = doubt
-        for url in self._pool.urls():
-            prober.doubt(url)
-
     async def _watch(self, names: Names, session: aiohttp.ClientSession) -> None:
         async def expire() -> None:
             self._pool.expire()
 
         async def follow() -> None:
-            if self._runner is None:
-                await self._keep_following(session)
+            if self._runner is not None:
+                return
+            try:
+                await self._follow(session)
+            except UnavailableError as error:
+                if not await self._listen():
+                    logger.warning("%s: %s", self._what(), error)
 
         rhythm = self._rhythm
         tasks = [
@@ -211,14 +209,6 @@ class Watcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # The port, and the process that holds it.
-
-    async def _listen_or_follow(self, session: aiohttp.ClientSession) -> None:
-        if await self._listen():
-            return
-        try:
-            await self._follow(session)
-        except UnavailableError as error:
-            raise ConfigError(f"{self._what()}: the port is in use ({error})") from None
 
     async def _listen(self) -> bool:
         """Hold the port from now on; False if another process does.
@@ -241,13 +231,6 @@ class Watcher:
         self.port = runner.addresses[0][1]
         logger.info("Encoders register at %s", self._address(self._host))
         return True
-
-    async def _keep_following(self, session: aiohttp.ClientSession) -> None:
-        try:
-            await self._follow(session)
-        except UnavailableError as error:
-            if not await self._listen():
-                logger.warning("%s: %s", self._what(), error)
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Take over the encoders that the process with the port knows.

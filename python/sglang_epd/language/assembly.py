@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
@@ -41,9 +41,6 @@ class HasLayout(Protocol):
     def layout(self) -> Layout: ...
 
 
-Item = TypeVar("Item", bound=HasLayout)
-
-
 @dataclass(frozen=True)
 class Rows:
     """Where an item of SGLang's has its embedding from.
@@ -67,24 +64,23 @@ def assemble(
     prompt: str | list[int],
     items: Sequence[ReceivedItem],
 ) -> Any:
-    """Make a request's `MultimodalProcessorOutput`.
+    """A request's `MultimodalProcessorOutput`.
+
+    Each of its items holds its embedding and its identity: the key, or a digest of key and rows
+    where one item became several, as a video's frames do.
 
     Args:
         processor: SGLang's processor of the model.
         prompt: text or token ids with one placeholder an item.
         items: in the planner's order.
 
-    Returns:
-        What `get_validated_mm_data` returns, each of its items holding its embedding
-        and its identity (the key, or a digest of key and rows where one item became
-        several, as a video's frames do).
-
     Raises:
         MediaError: the prompt and the items do not match.
     """
-    output, pieces = _lay_out(processor, prompt, items)
-    for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
-        mm_item.precomputed_embeddings = owner.embedding[first : first + count]
+    output, rows = _lay_out(processor, prompt, items)
+    for mm_item, its in zip(output.mm_items, rows, strict=True):
+        whole = items[its.item].embedding
+        mm_item.precomputed_embeddings = whole[its.first : its.first + its.count]
     return output
 
 
@@ -97,9 +93,6 @@ def lay_out(
 
     SGLang's scheduler takes such items as long as it never extends over their rows; a
     decode server does not, because it receives the whole prompt's KV.
-
-    Raises:
-        MediaError: the prompt and the items do not match.
     """
     output, _ = _lay_out(processor, prompt, items)
     for mm_item in output.mm_items:
@@ -120,42 +113,34 @@ def lay_out_bare(
 
     Returns:
         The output, and where each of its items would have its rows from.
-
-    Raises:
-        MediaError: the prompt and the items do not match.
     """
-    output, pieces = _lay_out(processor, prompt, items)
-    rows = []
-    for mm_item, (owner, first, count) in zip(output.mm_items, pieces, strict=True):
-        spec = owner.layout.embedding
+    output, rows = _lay_out(processor, prompt, items)
+    for mm_item, its in zip(output.mm_items, rows, strict=True):
+        spec = items[its.item].layout.embedding
         mm_item.precomputed_embeddings = torch.empty(
             (0, spec.shape[1]), dtype=getattr(torch, spec.dtype)
         )
-        # By identity: one picture may be there twice.
-        number = next(number for number, item in enumerate(items) if item is owner)
-        rows.append(Rows(number, first, count))
     return output, rows
 
 
 def _lay_out(
-    processor: Processor,
-    prompt: str | list[int],
-    items: Sequence[Item],
-) -> tuple[Any, list[tuple[Item, int, int]]]:
-    """The output with identities set, and each of its items as (owner, first row, rows)."""
-    by_modality: dict[str, list[Item]] = {}
-    for item in items:
-        by_modality.setdefault(item.layout.modality, []).append(item)
+    processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
+) -> tuple[Any, list[Rows]]:
+    """The output with identities set, and where each of its items has its rows from."""
+    by_modality: dict[str, list[tuple[int, HasLayout]]] = {}
+    for number, item in enumerate(items):
+        by_modality.setdefault(item.layout.modality, []).append((number, item))
     row_numbers = {}
     metadata: dict[str, Any] = {}
     for name, members in by_modality.items():
         modality = MODALITIES[name]
-        rows = sum(item.layout.tokens for item in members)
-        row_numbers[modality.sglang] = torch.arange(rows).unsqueeze(1)
-        grid = torch.tensor([row for item in members for row in item.layout.grid])
+        layouts = [item.layout for _, item in members]
+        count = sum(layout.tokens for layout in layouts)
+        row_numbers[modality.sglang] = torch.arange(count).unsqueeze(1)
+        grid = torch.tensor([row for layout in layouts for row in layout.grid])
         metadata[modality.grids] = grid.flatten() if modality.lengths else grid
-        for item in members:
-            for key, value in item.layout.extra.items():
+        for layout in layouts:
+            for key, value in layout.extra.items():
                 metadata.setdefault(key, []).extend(value)
     if _SECONDS_PER_GRID in metadata:
         metadata[_SECONDS_PER_GRID] = torch.tensor(metadata[_SECONDS_PER_GRID])
@@ -166,29 +151,29 @@ def _lay_out(
         raise MediaError(
             f"the prompt's placeholders do not match the request's {len(items)} media items"
         ) from error
-    pieces = []
+    rows = []
     for mm_item in output.mm_items:
         numbers = mm_item.precomputed_embeddings.flatten()
-        owner, first = _locate(by_modality[mm_item.modality.name], int(numbers[0]))
-        count = len(numbers)
-        if first + count > owner.layout.tokens:
-            raise EncodeError("the model's processor put two media items into one")
-        mm_item.set_identity(_identity(owner, first, count))
-        pieces.append((owner, first, count))
-    return output, pieces
+        its = _locate(by_modality[mm_item.modality.name], int(numbers[0]), len(numbers))
+        mm_item.set_identity(_identity(items[its.item], its))
+        rows.append(its)
+    return output, rows
 
 
-def _locate(items: Sequence[Item], row: int) -> tuple[Item, int]:
-    for item in items:
-        if row < item.layout.tokens:
-            return item, row
-        row -= item.layout.tokens
+def _locate(members: Sequence[tuple[int, HasLayout]], first: int, count: int) -> Rows:
+    """Whose rows these are of all rows of a modality."""
+    for number, item in members:
+        if first < item.layout.tokens:
+            if first + count > item.layout.tokens:
+                raise EncodeError("the model's processor put two media items into one")
+            return Rows(number, first, count)
+        first -= item.layout.tokens
     raise EncodeError("the model's processor asked for a row that no item has")
 
 
-def _identity(item: HasLayout, first: int, count: int) -> bytes:
-    if count == item.layout.tokens:
+def _identity(item: HasLayout, rows: Rows) -> bytes:
+    if rows.count == item.layout.tokens:
         return item.key
     digest = blake3(item.key)
-    digest.update(f"{first}:{count}".encode())
+    digest.update(f"{rows.first}:{rows.count}".encode())
     return digest.digest()

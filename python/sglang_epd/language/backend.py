@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,8 +29,11 @@ from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableE
 from sglang_epd.language import manifest
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import Arena, ReceivedItem
-from sglang_epd.transfer.control import GRACE_S
+from sglang_epd.transfer.control import GRACE_S, Claims
 from sglang_epd.wire.messages import MAX_HEADER_BYTES, AskPrefix, Expect, Settled, encode_message
+
+if TYPE_CHECKING:  # it imports this module
+    from sglang_epd.language.prefix import PrefixGate
 
 logger = logging.getLogger(__name__)
 
@@ -42,44 +45,15 @@ LayOut = Callable[[Any, Expect], Any]
 Failure = tuple[Any, str, HTTPStatus]
 
 
-class ClaimsTickets(Protocol):
-    """The part of the control channel that a leader uses."""
-
-    def claim(
-        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
-    ) -> None: ...
-
-    def again(self, rid: str, expect: Expect) -> None: ...
-
-    def abandon(self, claim: str) -> None: ...
-
-    def take(self) -> list[Settled | AskPrefix]: ...
-
-
-class HoldsRequests(Protocol):
-    """What a backend needs of the requests that wait beside the prefix cache (`prefix`)."""
-
-    def holds(self, rid: str) -> bool: ...
-
-    def resolve(self, rid: str, settled: Settled) -> Failure | None: ...
-
-    def fail(self, rid: str, error: EpdError) -> Failure: ...
-
-
 @dataclass
 class _Claim:
-    """A claim that a leader waits for.
+    """A claim that a leader waits for."""
 
-    Attributes:
-        request: None if it needs nothing; its claim settles all the same.
-        expect: how it was announced.
-        until: when waiting ends.
-        span: the wait for its items, if it is traced.
-    """
-
+    # None if it needs nothing; its claim settles all the same.
     request: Any
     expect: Expect
     until: float
+    # The wait for its items.
     span: Span = OFF
     abandoned: bool = False
 
@@ -101,11 +75,11 @@ class Leader:
 
     def __init__(
         self,
-        claims: ClaimsTickets,
+        claims: Claims,
         secret: bytes,
         *,
-        prefix: bool = False,
-        resume: Callable[[str], Span] = lambda _trace: OFF,
+        prefix: bool,
+        resume: Callable[[str], Span],
     ) -> None:
         self._prefix = prefix
         self._resume = resume
@@ -188,12 +162,10 @@ class Leader:
     def ask(
         self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
     ) -> None:
-        """Claim the items that the prefix cache does not cover of a request.
+        """Claim the items that the prefix cache does not cover of a request, under a new ticket
+        where the announced one has been claimed (`again`).
 
         It comes back with its outcome, unless all is covered.
-
-        Args:
-            again: under a new ticket, because the announced one has been claimed.
         """
         self._undecided.pop(rid, None)
         if again:
@@ -244,7 +216,7 @@ class Leader:
         return given_up
 
     def _carry(self, request: Any, message: Settled | Expect) -> Any:
-        """Write a message for the ranks into a request; returns the request."""
+        """The request, with a message for the ranks in it."""
         request.encoder_urls = manifest.write(message, self._secret)
         return request
 
@@ -258,7 +230,7 @@ class Backend:
         assemble: makes `mm_inputs` of a request and its items.
         abortable: makes the object that the scheduler aborts a request by.
         lay_out: makes `mm_inputs` of a request that the prefix cache is to be asked about.
-        gate: where such requests wait; None where none do.
+        gate: where such requests wait.
         secret: the key that signs manifests.
         span_of: the span of a request.
     """
@@ -271,9 +243,9 @@ class Backend:
         assemble: Assemble,
         abortable: Callable[[Any], Any],
         secret: bytes,
-        lay_out: LayOut | None = None,
-        gate: HoldsRequests | None = None,
-        span_of: Callable[[Any], Span] = lambda _request: OFF,
+        lay_out: LayOut,
+        gate: PrefixGate,
+        span_of: Callable[[Any], Span],
     ) -> None:
         self._span_of = span_of
         self._lay_out = lay_out
@@ -292,8 +264,8 @@ class Backend:
             if not getattr(request, "need_wait_for_mm_inputs", False):
                 ready.append(request)
                 continue
-            if self._gate is not None and self._gate.holds(request.rid):
-                failure = self._resolve(self._gate, request)
+            if self._gate.holds(request.rid):
+                failure = self._resolve(request)
             else:
                 span = self._span_of(request).child("epd_assemble", rank=self._reader)
                 with logs.about(request.rid), span:
@@ -306,18 +278,17 @@ class Backend:
                 failed.append(failure)
         return ready, failed
 
-    def _resolve(self, gate: HoldsRequests, request: Any) -> Failure | None:
-        """The outcome of a request that is in the scheduler already."""
+    def _resolve(self, request: Any) -> Failure | None:
         try:
             settled = manifest.read_settled(request.encoder_urls, self._secret)
         except EpdError as error:
-            return gate.fail(request.rid, error)
-        return gate.resolve(request.rid, settled)
+            return self._gate.fail(request.rid, error)
+        return self._gate.resolve(request.rid, settled)
 
     def _complete(self, request: Any) -> Failure | None:
         try:
             message = manifest.read(request.encoder_urls, self._secret)
-            if isinstance(message, Expect) and self._lay_out is not None:
+            if isinstance(message, Expect):
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 # Dropped at the end of this call unless the request's inputs keep them.

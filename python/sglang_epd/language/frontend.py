@@ -54,15 +54,7 @@ _WORD_TIMEOUT_S = 1.0
 _SCHEDULER_TIMEOUT_S = 5.0
 
 
-@dataclass
-class _Live:
-    ticket: str
-    task: asyncio.Task[EpdError | None]
-    # Its error, None where all was delivered.
-    ended: asyncio.Future[EpdError | None]
-
-
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """One request on its way.
 
@@ -71,6 +63,8 @@ class _Request:
         span: of all that is done here for its media.
         unheard: whether the receiver's answer is missing yet.
         over: whether it needs nothing any more.
+        task: what serves it.
+        ended: has its error, or None when all was delivered.
     """
 
     rid: str
@@ -87,6 +81,10 @@ class _Request:
     # Where encoders had items from, by number.
     sources: dict[int, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
+    task: asyncio.Task[EpdError | None] = field(init=False)
+    ended: asyncio.Future[EpdError | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Frontend:
@@ -121,7 +119,7 @@ class Frontend:
         self._ask_prefix = ask_prefix
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Request] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -203,27 +201,16 @@ class Frontend:
         return full if len(encode_message(full)) <= MAX_HEADER_BYTES else expect
 
     def _begin(self, request: _Request) -> None:
-        rid, slot, ticket = request.rid, request.slot, request.expect.ticket
-        span = request.span
-        with logs.about(rid):
-            loop = asyncio.get_running_loop()
-            task = loop.create_task(self._run(request), name=f"encode {rid}")
-            live = self._live[rid] = _Live(ticket, task, loop.create_future())
-            # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-            task.add_done_callback(lambda task: self._forget(rid, live, task, span))
-        if slot is not None:
-            # Does nothing where the task itself said how it ended.
-            task.add_done_callback(
-                lambda _task: slot.failed(RequestCancelledError("the request was cancelled"))
-            )
+        with logs.about(request.rid):
+            name = f"encode {request.rid}"
+            request.task = asyncio.get_running_loop().create_task(self._run(request), name=name)
+        # Not in `_run`, of which not a line runs if it is cancelled before it begins.
+        request.task.add_done_callback(lambda _task: self._end(request))
+        self._live[request.rid] = request
 
     def account(self, rid: str) -> dict[str, int] | None:
-        """How many of a request's items came from where, once all have come.
-
-        From "kv" (the prefix cache), the "language_cache", an "encoder_cache", were
-        "coalesced" with another request's at an encoder, or "computed" there; None where it
-        is not known (yet).
-        """
+        """How many of a request's items came from where, as `DispatchMetrics.items` names it;
+        None until all have come, and when it is forgotten."""
         return self._accounts.get(rid)
 
     def ended(self, rid: str) -> asyncio.Future[EpdError | None] | None:
@@ -236,28 +223,27 @@ class Frontend:
         self._tally.add("items", "local", amount=items)
 
     def cancel(self, rid: str) -> None:
-        """The request is over before its items arrived; does nothing for any other."""
-        live = self._live.get(rid)
-        if live is not None:
-            live.task.cancel()
+        """The request is over, perhaps before its items arrived."""
+        if rid in self._live:
+            self._live[rid].task.cancel()
 
-    def _forget(
-        self, rid: str, live: _Live, task: asyncio.Task[EpdError | None], span: Span
-    ) -> None:
-        if self._live.get(rid) is live:
-            del self._live[rid]
+    def _end(self, request: _Request) -> None:
+        if self._live.get(request.rid) is request:
+            del self._live[request.rid]
         error: EpdError | None = RequestCancelledError("the request was cancelled")
-        if not task.cancelled():
-            surprise = task.exception()
+        if not request.task.cancelled():
+            surprise = request.task.exception()
             if surprise is not None:
-                logger.error("Could not end %s", rid, exc_info=surprise)
-            error = EncodeError("its end is unknown") if surprise else task.result()
+                logger.error("Could not end %s", request.rid, exc_info=surprise)
+            error = EncodeError("its end is unknown") if surprise else request.task.result()
         if error is not None:
             self._tally.add("failures", error.code)
-            span.fail(error.code, error.message)
-        span.end()
-        if not live.ended.done():
-            live.ended.set_result(error)
+            request.span.fail(error.code, error.message)
+            if request.slot is not None:
+                request.slot.failed(error)
+        request.span.end()
+        if not request.ended.done():
+            request.ended.set_result(error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
@@ -283,13 +269,15 @@ class Frontend:
             logger.info("Cancelled %d items of %s", len(request.items), request.rid)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
-        except EpdError as error:
-            logger.warning("Could not encode %s: %s (%s)", request.rid, error, error.code)
-            return await self._fail(request, error)
-        except Exception:
-            logger.exception("Could not encode %s", request.rid)
-            unknown = EncodeError("the request's media could not be dispatched")
-            return await self._fail(request, unknown)
+        except Exception as error:
+            failure = error
+            if isinstance(failure, EpdError):
+                logger.warning("Could not encode %s: %s (%s)", request.rid, failure, failure.code)
+            else:
+                logger.exception("Could not encode %s", request.rid)
+                failure = EncodeError("the request's media could not be dispatched")
+            await self._control.fail(expect.ticket, failure)
+            return failure
         finally:
             for task in request.tasks:
                 task.cancel()
@@ -383,9 +371,8 @@ class Frontend:
             "Delivered %d items of %s in %.1f ms, %d by encoders",
             *(total, request.rid, elapsed_ms, request.sent),
         )
-        live = self._live.get(request.rid)
-        if live is not None and live.ticket == request.expect.ticket and not live.ended.done():
-            live.ended.set_result(None)
+        if not request.ended.done():  # as it is when its listener was cancelled
+            request.ended.set_result(None)
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""
@@ -398,9 +385,3 @@ class Frontend:
         self._accounts[request.rid] = dict(counts)
         while len(self._accounts) > _MAX_ACCOUNTS:
             self._accounts.popitem(last=False)
-
-    async def _fail(self, request: _Request, error: EpdError) -> EpdError:
-        if request.slot is not None:
-            request.slot.failed(error)
-        await self._control.fail(request.expect.ticket, error)
-        return error

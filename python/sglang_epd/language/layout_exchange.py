@@ -86,11 +86,9 @@ class LayoutRoute:
         if matches and not any(matches):
             return web.Response(status=401)
         slot = await self._settled(room)
-        if slot is None:
-            return web.Response(status=404)
-        if not slot.settled:
+        if slot is not None and not slot.settled:
             return web.Response(status=202)
-        if slot.body is None:
+        if slot is None or slot.body is None:
             return web.Response(status=404)
         return web.Response(body=slot.body, content_type=CONTENT_TYPE)
 
@@ -137,32 +135,26 @@ class LayoutClient:
     async def ask(self, host: str, port: int, room: int) -> list[ItemLayout] | None:
         """The layouts of a request's items, in the planner's order; waits for them.
 
-        Args:
-            host, port: of the prefill's bootstrap server.
-            room: the request's bootstrap room.
-
-        Returns:
-            None where that server does not know them, does not run this package or does
-            not answer.
+        None where that bootstrap server does not know them, does not run this package or does
+        not answer.
 
         Raises:
             EpdError: the request failed there, so that it will never be prefilled.
             DeadlineError: neither layouts nor failure came before the deadline.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        while True:
-            left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                raise DeadlineError("the request's media were not encoded before its deadline")
-            answer = await self._get(host, port, room, min(left_s, POLL_S + _SLACK_S))
-            if answer is None:
-                if asyncio.get_running_loop().time() >= deadline:
-                    continue  # it was this deadline that cut the question off
-                return None
-            status, body = answer
-            if status != HTTPStatus.ACCEPTED:
-                break
-            await asyncio.sleep(_PAUSE_S)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._get(host, port, room)
+                while answer is not None and answer[0] == HTTPStatus.ACCEPTED:
+                    await asyncio.sleep(_PAUSE_S)
+                    answer = await self._get(host, port, room)
+        except TimeoutError:
+            raise DeadlineError(
+                "the request's media were not encoded before its deadline"
+            ) from None
+        if answer is None:
+            return None
+        status, body = answer
         if status != HTTPStatus.OK:
             if status != HTTPStatus.NOT_FOUND:
                 logger.info("Prefill %s:%s answers HTTP %d for layouts", host, port, status)
@@ -176,14 +168,12 @@ class LayoutClient:
             raise from_code(reply.error.code, reply.error.message)
         return reply.items
 
-    async def _get(
-        self, host: str, port: int, room: int, timeout_s: float
-    ) -> tuple[int, bytes] | None:
+    async def _get(self, host: str, port: int, room: int) -> tuple[int, bytes] | None:
         """One question; None without an answer."""
         if self._session is None:
             self._session = open_session()
         headers = {"Authorization": authorization(self._token, room)} if self._token else {}
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=POLL_S + _SLACK_S, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             url = URL.build(
                 scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"

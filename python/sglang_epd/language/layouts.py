@@ -74,11 +74,8 @@ class Board:
         return len(self._slots)
 
     def open(self, room: int, ttl_s: float) -> Slot:
-        """A new slot for a room, in place of the one it may have had.
-
-        Args:
-            ttl_s: when the request's own deadline will have settled it.
-        """
+        """A new slot for a room, in place of the one it may have had; the request's own deadline
+        settles it within `ttl_s`."""
         slot = Slot(self, room, self._clock() + ttl_s + _GRACE_S)
         with self._lock:
             self._remove(room)

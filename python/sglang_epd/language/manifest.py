@@ -41,11 +41,7 @@ def write(message: Expect | Settled, secret: bytes) -> list[str]:
 
 
 def read_expect(encoder_urls: list[str] | None, secret: bytes) -> Expect:
-    """The manifest of a request that waits for items.
-
-    Raises:
-        ProtocolError: there is none of this server's.
-    """
+    """The manifest of a request that waits for items; `ProtocolError` as of `read`."""
     message = read(encoder_urls, secret, MAX_HEADER_BYTES)
     if not isinstance(message, Expect):
         raise ProtocolError("the request carries something else than a manifest")
@@ -53,11 +49,7 @@ def read_expect(encoder_urls: list[str] | None, secret: bytes) -> Expect:
 
 
 def read_settled(encoder_urls: list[str] | None, secret: bytes) -> Settled:
-    """The outcome that a leading rank has written.
-
-    Raises:
-        ProtocolError: there is none of this server's.
-    """
+    """The outcome that a leading rank has written; `ProtocolError` as of `read`."""
     message = read(encoder_urls, secret)
     if not isinstance(message, Settled):
         raise ProtocolError("the request carries something else than an outcome")

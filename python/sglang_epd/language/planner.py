@@ -72,11 +72,7 @@ def plan(request: Any) -> list[EncodeItem]:
 
 
 def modalities(request: Any) -> list[str]:
-    """The modality of each of the request's items, in the order of `plan`.
-
-    Raises:
-        MediaError: they are nested too deeply.
-    """
+    """Each item's modality, in the order of `plan`; `MediaError` as there."""
     return [modality for modality, _ in _entries(request)]
 
 
@@ -85,9 +81,6 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
 
     Empty where the media have to be fetched first, or the item's options have no key. Hashes
     inline bytes that have no digest yet.
-
-    Args:
-        identity: namespace of the encoders.
     """
     if item.data is None:
         return b""
@@ -98,11 +91,7 @@ def content_key(item: EncodeItem, identity: str) -> bytes:
 
 
 def entries(request: Any) -> list[Any]:
-    """The request's media, as it has them, in the order of `plan`.
-
-    Raises:
-        MediaError: they are nested too deeply.
-    """
+    """The request's media, as it has them, in the order of `plan`; `MediaError` as there."""
     return [entry for _, entry in _entries(request)]
 
 
@@ -121,11 +110,7 @@ def _entries(request: Any) -> list[tuple[str, Any]]:
 
 
 def _content_hashes(request: Any, images: int) -> list[Any]:
-    """The hashes that stand beside the request's images, one an image.
-
-    Raises:
-        MediaError: they are not that many.
-    """
+    """The hashes that stand beside the request's images, one an image."""
     told = getattr(request, "mm_content_hashes", None)
     if told is None:
         return [None] * images
@@ -136,11 +121,7 @@ def _content_hashes(request: Any, images: int) -> list[Any]:
 
 
 def _content_hash(entry: Any, told: Any) -> str:
-    """The hash that a request has of one image: in it, or beside it.
-
-    Raises:
-        MediaError: it is none, or there are two of them.
-    """
+    """The hash that a request has of one image: in it, or beside it."""
     found = {parse_content_hash(one) for one in (told, _within(entry))} - {""}
     if len(found) > 1:
         raise MediaError("it has two content hashes")

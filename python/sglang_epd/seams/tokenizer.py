@@ -327,21 +327,20 @@ def create_frontend(
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
     )
-    control.on_again = seam.send_again
+    control.listen(seam.send_again)
     seam.adaptive = adaptive.create(frontend, pool, settings)
     return seam
 
 
 def _pool(identity: str, tally: DispatchTally) -> Pool:
     """The encoders of this server, found and watched from now on."""
-    pool = Pool(identity)
 
     def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
         tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
         level = logging.WARNING if new in (Health.SUSPECT, Health.OPEN) else logging.INFO
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
-    pool.on_move = on_move
+    pool = Pool(identity, on_move=on_move)
     bootstrap.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
     return pool
 

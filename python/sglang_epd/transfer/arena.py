@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 SLOTS = 16384
 _NAME = "sglang-epd-arena"
 _SEAL_BYTES = 32
-# Where the byte is that says so: that they must, or that all of them are there, too.
-_PAGES = _SEAL_BYTES
-_KEPT, _TAKEN = 1, 2
+# The byte that says whether pages must stay.
+_KEEPS_PAGES = _SEAL_BYTES
 _MADV_POPULATE_WRITE = 23
 # Meanwhile no other thread of the process maps memory.
 _POPULATED_BYTES = 16 << 20
@@ -218,7 +217,7 @@ class Arena:
     def keep_pages(self) -> None:
         """From now on `give_back` does nothing, in all processes: something that does not ask
         the system where pages are would go on with the old ones."""
-        self._map[_PAGES] = max(_KEPT, self._map[_PAGES])
+        self._map[_KEEPS_PAGES] = True
 
     def register(self, device: Device) -> None:
         """Let a device read and write payloads beside other work, from this process.
@@ -230,26 +229,20 @@ class Arena:
         """
         self.keep_pages()
         device.register(self.machine_address, len(self.data))
-        self._map[_PAGES] = _TAKEN
 
-    @property
-    def taken(self) -> bool:
-        """Whether all of its memory is taken."""
-        return bool(self._map[_PAGES] == _TAKEN)
-
-    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+    def populate(self, offset: int, nbytes: int) -> None:
         """Have the pages of payloads in this process's page table; their content stays.
 
         The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
         happens.
 
         Args:
-            offset, nbytes: of `data`, the offset aligned; all of it by default.
+            offset, nbytes: of `data`, the offset aligned.
 
         Raises:
             ProtocolError: outside the arena.
         """
-        span = self.span(offset, len(self.data) if nbytes is None else nbytes)
+        span = self.span(offset, nbytes)
         madvise = ctypes.CDLL(None).madvise
         for begin in range(0, len(span), _POPULATED_BYTES):
             size = min(_POPULATED_BYTES, len(span) - begin)
@@ -262,7 +255,7 @@ class Arena:
         Args:
             ranges: [begin, end) of `data`, aligned.
         """
-        if self._map[_PAGES]:
+        if self._map[_KEEPS_PAGES]:
             return
         for begin, end in ranges:
             with contextlib.suppress(OSError):

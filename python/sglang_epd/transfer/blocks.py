@@ -8,20 +8,19 @@
 
 A block is granted to one encoder for one item, filled, and handed to the processes that
 read it; when all of them have dropped it, it is free again, or kept for the next request
-with the same item until its room is needed (`kept`). A granted block is quarantined when
+with the same item until its room is needed. A granted block is quarantined when
 its grant is void while its encoder may still be writing to it (shared memory and Mooncake
 write without asking). It is not reused before the encoder says that it is done, or is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.messages import Offer
 
 
 class BlockState(Enum):
@@ -51,31 +50,35 @@ class Block:
     Attributes:
         grant: its number, never used twice.
         slot: where its readers count.
-        ticket, item: whose it is.
-        peer: the encoder's connection, if it may be asked about the grant.
-        writer: the process that may write to it without asking, or "" if unknown.
-        landing: the way the payload is to come: inline, shared or remote.
+        offer: of the embedding that it is for.
         expected: how often each reader will drop it.
+        peer: the encoder's connection, if it may be asked about the grant.
+        landing: the way the payload is to come: inline, shared or remote.
+        until: when its grant, or its quarantine, ends.
+        written: bytes that have come as frames.
         closed: the request that it was granted to will not hand it out again.
-        key, layout: of its embedding, once it is filled.
     """
 
     grant: int
     offset: int
-    nbytes: int
     slot: int
-    ticket: str = ""
-    item: int = 0
-    peer: Hashable | None = None
-    writer: str = ""
+    offer: Offer
+    expected: np.ndarray
+    peer: bytes | None = None
     landing: str = "inline"
     until: float = 0.0
     written: int = 0
     state: BlockState = BlockState.GRANTED
-    expected: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     closed: bool = False
-    key: bytes = b""
-    layout: Layout | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.offer.nbytes
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """Its grant's name in messages."""
+        return self.offer.ticket, self.offer.item, self.grant
 
     @property
     def foreign(self) -> bool:

@@ -43,10 +43,6 @@ def _dial(
     return socket
 
 
-async def _nothing_again(_rid: str, _expect: wire.Expect) -> None:
-    """The default of `on_again`: this process announces no request a second time."""
-
-
 class Control:
     """Announces requests to the receiver, and cancels them.
 
@@ -64,11 +60,19 @@ class Control:
         self._needed: dict[str, asyncio.Queue[wire.Needed]] = {}
         self._names = itertools.count()
         self._arena: Arena | None = None
-        # Called with a request's id and a new announcement of its items; raises an EpdError
-        # where they cannot be sent for.
-        self.on_again: Callable[[str, wire.Expect], Awaitable[None]] = _nothing_again
+        self._send_again: Callable[[str, wire.Expect], Awaitable[None]] | None = None
         # Those in work: media may have to be read first, and other messages do not wait for it.
         self._agains: set[asyncio.Task[None]] = set()
+
+    def listen(self, send_again: Callable[[str, wire.Expect], Awaitable[None]]) -> None:
+        """Have one party told of requests whose items are needed once more.
+
+        Args:
+            send_again: is called with a request's id and a new announcement of its items;
+                raises an EpdError where they cannot be sent for.
+        """
+        assert self._send_again is None, "another party is told"
+        self._send_again = send_again
 
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
@@ -171,7 +175,7 @@ class Control:
         self._arena = None
 
     async def _welcomed(self, timeout_s: float) -> wire.Welcome:
-        self._listen()
+        self._start_reading()
         if self._welcome is None:
             self._welcome = asyncio.get_running_loop().create_future()
         if not self._welcome.done():
@@ -181,7 +185,7 @@ class Control:
             return await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
         raise UnavailableError(f"this server's receiver did not answer within {timeout_s:g} s")
 
-    def _listen(self) -> None:
+    def _start_reading(self) -> None:
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(
                 self._read(), name="read the receiver"
@@ -215,7 +219,9 @@ class Control:
 
     async def _again(self, message: wire.Again) -> None:
         try:
-            await self.on_again(message.rid, message.expect)
+            if self._send_again is None:
+                raise EncodeError("this process sends for no media again")
+            await self._send_again(message.rid, message.expect)
         except EpdError as error:
             await self.fail(message.expect.ticket, error)
         except Exception:

@@ -21,11 +21,8 @@ class PayloadEngine(Protocol):
         staged: whether it sends from registered memory only, as network cards want it.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def session(self) -> str: ...
+    name: str
+    session: str
 
     @property
     def staged(self) -> bool: ...

@@ -1,11 +1,7 @@
-"""A receiver's record of a request: its items, its claims, and the messages due to each.
-
-Plain data; `ledger` decides.
-"""
+"""A receiver's record of a request: its items and its claims. Plain data; `ledger` decides."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -61,27 +57,8 @@ PLANS: dict[Plan, frozenset[Plan]] = {
     Plan.DECIDED: frozenset(),
 }
 
-# Names a claim; the receiver finds the way back by it.
-Claimant = Hashable
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The answer to a claim."""
-
-    claimant: Claimant
-    items: tuple[wire.Landed | None, ...] = ()
-    error: EpdError | None = None
-    # Keys and layouts, for it to look into its prefix cache and claim again.
-    laid: tuple[tuple[bytes, wire.Layout], ...] = ()
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A message to the tokenizer that announced a request."""
-
-    watcher: Hashable
-    message: wire.Needed
+# Names a claim: the connection that it came over, and its name there.
+Claimant = tuple[bytes, str]
 
 
 @dataclass
@@ -89,8 +66,7 @@ class Item:
     # Empty where it is unknown.
     key: bytes = b""
     state: ItemState = ItemState.PLANNED
-    # Of a granted item, until its block is given back; a cached item holds no block.
-    offer: wire.Offer | None = None
+    # Of an item that was granted or received; a cached item holds no block.
     block: Block | None = None
     # From the encoder's offer.
     laid: tuple[bytes, wire.Layout] | None = None
@@ -120,7 +96,7 @@ class RequestEntry:
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None
     # The tokenizer that announced it.
-    watcher: Hashable | None = None
+    watcher: bytes | None = None
     plan: Plan = Plan.OPEN
     # Until when an offer waits for a plan that is gathering or asking.
     patient_until: float = 0.0

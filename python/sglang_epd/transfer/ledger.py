@@ -12,26 +12,10 @@ retries (the dispatcher's).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
-
-from sglang_epd.errors import (
-    DeadlineError,
-    EpdError,
-    ProtocolError,
-    RequestCancelledError,
-)
+from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, RequestCancelledError
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.blocks import Block
-from sglang_epd.transfer.entries import (
-    Claimant,
-    Item,
-    ItemState,
-    Notice,
-    Outcome,
-    Plan,
-    RequestEntry,
-)
+from sglang_epd.transfer.entries import Claimant, Item, ItemState, Plan, RequestEntry
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
@@ -42,6 +26,8 @@ _S = ItemState
 _LAYOUTS_S = 0.5
 _PREFIX_S = 5.0
 _MAX_SEEN = 65_536
+# Ended tickets that are remembered, to tell a late offer why it is declined.
+_MAX_ENDED = 4096
 
 
 class Ledger:
@@ -51,33 +37,22 @@ class Ledger:
         reservations: the memory that grants are made of.
         grant_ttl_s: how long an encoder may take from the grant to the payload.
         tally: counts events.
-        remembered: how many ended tickets are remembered, to tell a late offer
-            why it is declined.
     """
 
-    def __init__(
-        self,
-        reservations: Reservations,
-        grant_ttl_s: float = 30.0,
-        tally: Tally | None = None,
-        remembered: int = 4096,
-    ) -> None:
+    def __init__(self, reservations: Reservations, grant_ttl_s: float, tally: Tally) -> None:
         self.reservations = reservations
         self._grant_ttl_s = grant_ttl_s
-        self._tally = tally or Tally()
-        self._remembered = remembered
+        self._tally = tally
         # In order of age.
         self._entries: dict[str, RequestEntry] = {}
         # Of each: its error, and its last message to its tokenizer.
-        self._ended: OrderedDict[str, tuple[EpdError | None, wire.Needed]] = OrderedDict()
-        self._waiting: dict[str, RequestEntry] = {}
-        self._outcomes: list[Outcome] = []
+        self._ended: dict[str, tuple[EpdError | None, wire.Needed]] = {}
+        self._messages: list[tuple[bytes, wire.Message]] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._notices: list[Notice] = []
+        self._seen: dict[bytes, None] = {}
         # Items whose embeddings are cached, by key.
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
-        reservations.on_evict = self._on_evict
+        reservations.listen(self._on_evict)
         self._next_age = 0
         # Grows when an offer that waits may be answered otherwise.
         self._turns = 0
@@ -104,11 +79,11 @@ class Ledger:
         entry = self._entries.get(ticket)
         return -1 if entry is None else entry.age
 
-    def expect(self, message: wire.Expect, now: float, watcher: Hashable | None = None) -> None:
+    def expect(self, message: wire.Expect, now: float, watcher: bytes | None = None) -> None:
         """Open an entry; nothing happens if the ticket has ended.
 
         Args:
-            watcher: the tokenizer to be told which items are needed.
+            watcher: the connection of the tokenizer that is told which items are needed.
         """
         ticket = message.ticket
         if ticket in self._ended:
@@ -135,24 +110,24 @@ class Ledger:
             entry.watcher = watcher
             self._tell_needed(ticket, entry, first=True)
 
-    def claim(self, claimant: Claimant, message: wire.Claim, now: float) -> None:
+    def claim(self, peer: bytes, message: wire.Claim, now: float) -> None:
         """Claim a ticket's items.
 
         A request may overtake its own `Expect`, so the claim opens the entry too.
 
         Args:
-            claimant: the name under which the outcome is returned.
-            message: the ticket's announcement, and the items that the claim covers itself.
+            peer: the connection over which the outcome is told.
         """
         ticket = message.expect.ticket
+        claimant = peer, message.claim
         self.expect(message.expect, now)
         entry = self._entries.get(ticket)
         if entry is None:
-            error = self._ended[ticket][0] or ProtocolError("the request's items are gone")
-            self._outcomes.append(Outcome(claimant, error=error))
+            gone = ProtocolError("the request's items are gone")
+            self._answer(claimant, error=self._ended[ticket][0] or gone)
         elif len(entry.claims) >= entry.consumers or claimant in entry.claims:
             error = ProtocolError("more requests claim the items than were announced")
-            self._outcomes.append(Outcome(claimant, error=error))
+            self._answer(claimant, error=error)
         else:
             entry.claims[claimant] = message
             covered = frozenset(message.covered)
@@ -172,7 +147,7 @@ class Ledger:
         now: float,
         *,
         landing: str = "inline",
-        peer: Hashable | None = None,
+        peer: bytes | None = None,
     ) -> Block | wire.Decline | wire.Wait:
         """Decide on an encoder's offer; a block is a grant.
 
@@ -180,7 +155,7 @@ class Ledger:
 
         Args:
             landing: the way its payload is to come.
-            peer: the encoder; None is no encoder's name.
+            peer: the encoder's connection; None is none.
         """
         entry = self._entries.get(message.ticket)
         if entry is not None and peer is not None and 0 <= message.item < len(entry.items):
@@ -191,16 +166,16 @@ class Ledger:
         reason = self._refusal(entry, message)
         if reason is not None:
             if entry is not None:
-                self._stop_waiting(message.ticket, entry, message.item)
-            if entry is not None and reason == wire.DECLINE_COVERED:
-                # Another sample of the request may need it yet.
-                entry.items[message.item].asked = False
+                entry.waiting.discard(message.item)
+                if reason == wire.DECLINE_COVERED:
+                    # Another sample of the request may need it yet.
+                    entry.items[message.item].asked = False
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
         own_key = item.key in (b"", message.key)
         if item.state is _S.PLANNED and own_key and self.reservations.find(message.key):
-            self._stop_waiting(message.ticket, entry, message.item)
+            entry.waiting.discard(message.item)
             item.key = message.key
             self._rely(message.ticket, message.item, item)
             self._tally.add("hits", "offered")
@@ -212,15 +187,13 @@ class Ledger:
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
-            self._waiting[message.ticket] = entry
             return wire.Wait(message.ticket, message.item)
-        self._stop_waiting(message.ticket, entry, message.item)
+        entry.waiting.discard(message.item)
         if item.block is not None:
             self._revoke(item, now)
         item.move(_S.GRANTED)
-        item.offer, item.block = message, block
-        block.ticket, block.item, block.peer = message.ticket, message.item, peer
-        block.writer, block.landing = message.process, landing
+        item.block = block
+        block.peer, block.landing = peer, landing
         block.until = min(now + self._grant_ttl_s, entry.deadline)
         if not entry.open_items:
             self._turns += 1
@@ -246,11 +219,10 @@ class Ledger:
             self.reservations.settle_late(message.grant, message.ticket)
             return False
         assert item.block is not None
-        assert item.offer is not None
         item.move(_S.RECEIVED)
-        # A key that is not the item's own would be found by other requests.
-        key = item.offer.key if item.key in (b"", item.offer.key) else b""
-        if self.reservations.fill(item.block, key, item.offer.layout) and self._waiting:
+        # By a key that is not the item's own other requests must not find it.
+        own_key = item.key in (b"", item.block.offer.key)
+        if self.reservations.fill(item.block, findable=own_key):
             self._turns += 1
         self._tally.add("received_bytes", amount=item.block.nbytes)
         self._settle(message.ticket, now)
@@ -269,7 +241,7 @@ class Ledger:
         assert item.block is not None
         item.move(_S.PLANNED)
         self.reservations.free(item.block)
-        item.offer = item.block = None
+        item.block = None
         return True
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
@@ -286,7 +258,6 @@ class Ledger:
             item.move(ended)
         entry.error = error
         entry.waiting.clear()
-        self._waiting.pop(ticket, None)
         self._turns += 1
         self._settle(ticket, now)
 
@@ -295,14 +266,15 @@ class Ledger:
         self.fail(ticket, RequestCancelledError("the client went away"), now)
         self._end(ticket)
 
-    def abandon(self, claimant: Claimant, now: float) -> None:
+    def abandon(self, peer: bytes, claim: str, now: float) -> None:
         """Give a claim up; its claimant gets an outcome without items."""
+        claimant = peer, claim
         error = RequestCancelledError("the request was aborted")
         for ticket, entry in list(self._entries.items()):
             if entry.claims.pop(claimant, None) is None:
                 continue
             entry.consumers -= 1
-            self._outcomes.append(Outcome(claimant, error=error))
+            self._answer(claimant, error=error)
             if entry.consumers <= 0:
                 self.fail(ticket, error, now)
                 self._end(ticket)
@@ -334,15 +306,10 @@ class Ledger:
                     self._revoke(item, now)
                     item.move(_S.PLANNED)
 
-    def take_outcomes(self) -> list[Outcome]:
-        """Answers to claims, each returned once."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
-
-    def take_notices(self) -> list[Notice]:
-        """Messages to tokenizers, each returned once."""
-        notices, self._notices = self._notices, []
-        return notices
+    def take_messages(self) -> list[tuple[bytes, wire.Message]]:
+        """Messages to connections of the control channel, each returned once."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""
@@ -363,7 +330,6 @@ class Ledger:
             assert ticket not in self._ended, "an open ticket is also ended"
             assert entry.consumers > 0, "an entry without consumers is kept"
             assert len(entry.claims) <= entry.consumers, "more claims than consumers"
-            assert bool(entry.waiting) == (ticket in self._waiting), "lost count of who waits"
             assert entry.plan is not Plan.ASKING or not entry.claims, "it claimed before its answer"
             patient = entry.plan in (Plan.GATHERING, Plan.ASKING)
             assert patient or not entry.patient_until, "offers wait for a plan that is decided"
@@ -376,7 +342,7 @@ class Ledger:
             for claim in entry.claims.values():
                 assert not entry.satisfies(claim), "a complete request is still waited for"
                 assert entry.error is None, "a failed request is still waited for"
-        assert len(self._ended) <= self._remembered
+        assert len(self._ended) <= _MAX_ENDED
 
     def _refusal(self, entry: RequestEntry | None, message: wire.Offer) -> str | None:
         ended = self._ended.get(message.ticket)
@@ -398,7 +364,7 @@ class Ledger:
     def _too_large(self, entry: RequestEntry, message: wire.Offer) -> bool:
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
-        return others + aligned(message.nbytes) > self.reservations.size
+        return others + aligned(message.nbytes) > self.reservations.extents.size
 
     def _prefix_first(self, entry: RequestEntry, message: wire.Offer, now: float) -> bool:
         """Whether an offer has to wait until the prefix cache was asked about its request.
@@ -423,13 +389,15 @@ class Ledger:
             return
         del entry.claims[asker]
         entry.go(Plan.ASKING, now + _PREFIX_S)
-        self._outcomes.append(Outcome(asker, laid=known))
+        keys, layouts = zip(*known, strict=True)
+        peer, claim = asker
+        self._messages.append((peer, wire.AskPrefix(claim, keys, layouts)))
 
     def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
         if item.state is _S.CACHED:
             block = self.reservations.find(item.key)
-            assert block is not None and block.layout is not None
-            return block.key, block.layout
+            assert block is not None
+            return block.offer.key, block.offer.layout
         return item.laid
 
     def _room(self, entry: RequestEntry, message: wire.Offer) -> Block | None:
@@ -443,16 +411,16 @@ class Ledger:
         the others' items lie. Requests that hold nothing yet go by age, those that do
         before them.
         """
-        if not entry.places and self._waiting:
-            oldest = min(other.age for other in self._waiting.values())
-            if entry.age > oldest:
+        if not entry.places:
+            oldest = next((other for other in self._entries.values() if other.waiting), entry)
+            if entry.age > oldest.age:
                 return None
         still_open = entry.open_items - (entry.items[message.item].block is None)
         if not still_open:
-            return self.reservations.grant(message.nbytes)
-        half = self.reservations.size // 2 // ALIGNMENT * ALIGNMENT
-        upper = half, self.reservations.size
-        block = self.reservations.grant(message.nbytes, high=True, within=upper)
+            return self.reservations.grant(message)
+        half = self.reservations.extents.size // 2 // ALIGNMENT * ALIGNMENT
+        upper = half, self.reservations.extents.size
+        block = self.reservations.grant(message, high=True, within=upper)
         if block is not None:
             return block
         others = (other for other in self._entries.values() if other.open_items)
@@ -460,12 +428,7 @@ class Ledger:
             return None
         packed = max((end for begin, end in entry.places if begin < half), default=0)
         place = packed, packed + aligned(message.nbytes)
-        return self.reservations.grant(message.nbytes, within=place)
-
-    def _stop_waiting(self, ticket: str, entry: RequestEntry, item: int) -> None:
-        entry.waiting.discard(item)
-        if not entry.waiting:
-            self._waiting.pop(ticket, None)
+        return self.reservations.grant(message, within=place)
 
     def _granted(self, message: wire.Payload | wire.Withdraw) -> Item | None:
         entry = self._entries.get(message.ticket)
@@ -478,7 +441,7 @@ class Ledger:
     def _revoke(self, item: Item, now: float) -> None:
         assert item.block is not None
         self.reservations.revoke(item.block, now)
-        item.offer = item.block = None
+        item.block = None
         self._turns += 1
 
     def _release(self, ticket: str, number: int, now: float) -> None:
@@ -492,7 +455,7 @@ class Ledger:
             self.reservations.close(item.block)
         else:
             self.reservations.revoke(item.block, now)
-        item.offer = item.block = None
+        item.block = None
 
     def _rely(self, ticket: str, number: int, item: Item) -> None:
         item.move(_S.CACHED)
@@ -528,9 +491,19 @@ class Ledger:
                 entry.items[number].asked = True
             self._notify(entry.watcher, wire.Needed(ticket, tuple(needed)))
 
-    def _notify(self, watcher: Hashable | None, message: wire.Needed) -> None:
+    def _notify(self, watcher: bytes | None, message: wire.Needed) -> None:
         if watcher is not None:
-            self._notices.append(Notice(watcher, message))
+            self._messages.append((watcher, message))
+
+    def _answer(
+        self,
+        claimant: Claimant,
+        items: tuple[wire.Landed | None, ...] = (),
+        error: EpdError | None = None,
+    ) -> None:
+        peer, claim = claimant
+        code, text = (error.code, error.message) if error else ("", "")
+        self._messages.append((peer, wire.Settled(claim, items, code, text)))
 
     def _settle(self, ticket: str, now: float) -> None:
         """Tell the outcome, if there is one, to its claimants."""
@@ -539,7 +512,7 @@ class Ledger:
             if entry.error is None and not entry.satisfies(claim):
                 continue
             items = () if entry.error else self._hand(entry, claim)
-            self._outcomes.append(Outcome(claimant, items, entry.error))
+            self._answer(claimant, items, entry.error)
             del entry.claims[claimant]
             entry.consumers -= 1
         if entry.consumers <= 0:
@@ -551,7 +524,7 @@ class Ledger:
     def _hand(self, entry: RequestEntry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
         if claim.prefix:
             for item in entry.items:
-                self._see(item.key if item.offer is None else item.offer.key)
+                self._see(item.key if item.block is None else item.block.offer.key)
         cached = sum(
             item.state is _S.CACHED and number not in claim.covered
             for number, item in enumerate(entry.items)
@@ -564,31 +537,25 @@ class Ledger:
             if number in claim.covered:
                 landed.append(None)
                 continue
-            if item.state is _S.CACHED:
-                block = self.reservations.find(item.key)
-                assert block is not None and block.layout is not None
-                key, layout = block.key, block.layout
-            else:
-                block = item.block
-                assert block is not None and item.offer is not None
-                key, layout = item.offer.key, item.offer.layout
+            block = item.block or self.reservations.find(item.key)
+            assert block is not None
             self.reservations.hand(block, claim.first_reader, claim.readers)
+            key, layout = block.offer.key, block.offer.layout
             landed.append(wire.Landed(key, layout, block.nbytes, block.slot, block.offset))
         return tuple(landed)
 
     def _see(self, key: bytes) -> None:
         """A request with that item goes on; the prefix cache will have it."""
         if key:
+            self._seen.pop(key, None)
             self._seen[key] = None
-            self._seen.move_to_end(key)
-            while len(self._seen) > _MAX_SEEN:
-                self._seen.popitem(last=False)
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
 
     def _end(self, ticket: str) -> None:
         entry = self._entries.pop(ticket, None)
         if entry is None:
             return
-        self._waiting.pop(ticket, None)
         self._turns += 1
         over = entry.over or wire.Needed(ticket, over=True)
         self._remember(ticket, entry.error, over)
@@ -596,5 +563,5 @@ class Ledger:
 
     def _remember(self, ticket: str, error: EpdError | None, over: wire.Needed) -> None:
         self._ended[ticket] = error, over
-        while len(self._ended) > self._remembered:
-            self._ended.popitem(last=False)
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]

@@ -75,9 +75,12 @@ class MooncakeEngine:
         engine: an initialised `mooncake.engine.TransferEngine`.
     """
 
+    name = NAME
+
     def __init__(self, hostname: str, engine: Any) -> None:
         self._engine = engine
-        self._session = host_port(hostname, engine.get_rpc_port())
+        # That a peer passes to `write`: "host:port", with brackets around IPv6.
+        self.session = host_port(hostname, engine.get_rpc_port())
         self._lock = threading.Lock()
         # First contact with each session: its probe's result, 0 if it answers.
         self._contacts: dict[str, Future[int]] = {}
@@ -85,18 +88,9 @@ class MooncakeEngine:
         self._unfinished: dict[int, object] = {}
 
     @property
-    def name(self) -> str:
-        return NAME
-
-    @property
     def staged(self) -> bool:
         """TCP reads from anywhere."""
         return os.environ.get("MC_FORCE_TCP") != "1"
-
-    @property
-    def session(self) -> str:
-        """The session that a peer passes to `write`: "host:port", with brackets around IPv6."""
-        return self._session
 
     def register(self, address: int, nbytes: int) -> None:
         """Let peers write to this memory, and read it. RDMA needs it for sources too.
@@ -148,7 +142,9 @@ class MooncakeEngine:
         self._forget(session)
         if status == _FAILED:
             raise UnavailableError(f"{session} is gone, or refused a write of {nbytes} bytes")
-        self._leave(batch, keep)
+        with self._lock:
+            self._reap()
+            self._unfinished[batch] = keep
         raise UnavailableError(f"a write of {nbytes} bytes to {session} did not end in time")
 
     def _contact(self, session: str, deadline: float) -> None:
@@ -178,11 +174,6 @@ class MooncakeEngine:
             contact = self._contacts.get(session)
             if contact is not None and contact.done():
                 del self._contacts[session]
-
-    def _leave(self, batch: int, keep: object) -> None:
-        with self._lock:
-            self._reap()
-            self._unfinished[batch] = keep
 
     def _reap(self) -> None:
         """Drop batches that have ended; the lock must be held, as a batch may end only once."""

@@ -221,10 +221,8 @@ class Receiver:
         if now >= self._next_housekeeping:
             self._keep_house(now)
         self._answer_held(now)
-        self._tell_outcomes()
-        for notice in self._ledger.take_notices():
-            assert isinstance(notice.watcher, bytes)
-            self._send(self._control, notice.watcher, notice.message)
+        for peer, message in self._ledger.take_messages():
+            self._send(self._control, peer, message)
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
         for _ in range(_BURST):
@@ -264,9 +262,9 @@ class Receiver:
         elif isinstance(message, wire.Claim):
             if message.first_reader + message.readers > self._readers:
                 raise ProtocolError("claim: there are not that many readers")
-            self._ledger.claim((peer, message.claim), message, now)
+            self._ledger.claim(peer, message, now)
         elif isinstance(message, wire.Abandon):
-            self._ledger.abandon((peer, message.claim), now)
+            self._ledger.abandon(peer, message.claim, now)
         elif isinstance(message, wire.Fail):
             self._ledger.fail(message.ticket, from_code(message.code, message.message), now)
         elif isinstance(message, wire.Cancel):
@@ -379,7 +377,7 @@ class Receiver:
             self._decline(held, answer.reason)
         elif not self._tell(held.peer, self._grant(answer, now)):
             # The grant was not sent: its block can be used by others at once.
-            self._ledger.withdraw(wire.Withdraw(answer.ticket, answer.item, answer.grant))
+            self._ledger.withdraw(wire.Withdraw(*answer.name))
         elif held.waits:
             self.tally.waited(now - held.since)
 
@@ -424,8 +422,7 @@ class Receiver:
         elif block.landing == "shared":
             address, place = self._arena.address, self._arena.data_offset + block.offset
             landing = wire.Shared(address.path, address.size, address.seal, place)
-        ttl_s = block.until - now
-        return wire.Grant(block.ticket, block.item, block.grant, ttl_s, landing)
+        return wire.Grant(*block.name, block.until - now, landing)
 
     def _keep_house(self, now: float) -> None:
         self._next_housekeeping = now + (_WAITING_TICK_MS / 1e3 if self._held else _HOUSEKEEPING_S)
@@ -433,38 +430,19 @@ class Receiver:
         self._ledger.expire(now)
         if now >= self._next_question:
             self._next_question = now + _ASK_S
-            for block in self._reservations.in_doubt:
+            for block in self._reservations.quarantined:
                 # One that no time is left of is only a question: an encoder that does not
                 # know it, or not any more, withdraws it.
-                assert isinstance(block.peer, bytes)
-                question = wire.Grant(block.ticket, block.item, block.grant, 0.0, wire.Inline())
-                self._tell(block.peer, question)
+                assert block.peer is not None
+                self._tell(block.peer, wire.Grant(*block.name, 0.0, wire.Inline()))
         waiting = sum(held.waits for held in self._held.values())
         reserved = self._reservations
-        self.tally.held(
-            reserved.held_bytes, waiting, reserved.quarantined, kept=reserved.kept_bytes
-        )
+        quarantined = len(reserved.quarantined)
+        self.tally.held(reserved.held_bytes, waiting, quarantined, kept=reserved.kept_bytes)
         idle = self._last_payload is not None and now > self._last_payload + _IDLE_S
         if idle and not len(self._reservations):
-            self._arena.give_back(self._reservations.free_ranges)
+            self._arena.give_back(self._reservations.extents.free_ranges)
             self._last_payload = None
-
-    def _tell_outcomes(self) -> None:
-        for outcome in self._ledger.take_outcomes():
-            assert isinstance(outcome.claimant, tuple)
-            peer, claim = outcome.claimant
-            if outcome.laid:
-                keys, layouts = zip(*outcome.laid, strict=True)
-                self._send(self._control, peer, wire.AskPrefix(claim, keys, layouts))
-                continue
-            error = outcome.error
-            settled = wire.Settled(
-                claim,
-                outcome.items,
-                error.code if error else "",
-                error.message if error else "",
-            )
-            self._send(self._control, peer, settled)
 
     def _tell(self, encoder: bytes, message: wire.Message) -> bool:
         """Returns whether it was sent; it may be lost with the connection all the same."""

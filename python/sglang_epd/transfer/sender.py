@@ -47,10 +47,9 @@ _RECONNECT_MS = 100, 2_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
 _REMOTE_THREADS = 4
-# Copies into this machine's arenas; a batch's items are there at once.
+# Map the places of payloads in this machine's arenas while those are being made, then copy; a
+# batch's items are there at once.
 _SHARING_THREADS = 4
-# That map the places of payloads while those are being made.
-_POPULATING_THREADS = 2
 
 
 class GrantLostError(Exception):
@@ -167,7 +166,6 @@ class Sender:
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
         self._sharing = ThreadPoolExecutor(_SHARING_THREADS, "epd-share")
-        self._populating = ThreadPoolExecutor(_POPULATING_THREADS, "epd-populate")
         self._writing = ThreadPoolExecutor(_REMOTE_THREADS, "epd-write")
 
     @asynccontextmanager
@@ -246,7 +244,7 @@ class Sender:
         self._closed = True
         for endpoint in list(self._peers):
             await self._close_peer(endpoint)
-        for pool in (self._sharing, self._populating, self._writing):
+        for pool in (self._sharing, self._writing):
             pool.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=0)
 
@@ -480,7 +478,7 @@ class Sender:
         """Have the place of a payload mapped by the time that the payload is there."""
         landing = grant.landing
         if isinstance(landing, wire.Shared) and peer.shares and nbytes is not None:
-            self._populating.submit(self._shared.prepare, landing, nbytes)
+            self._sharing.submit(self._shared.prepare, landing, nbytes)
 
     async def _close_peer(self, endpoint: str) -> None:
         peer = self._peers.pop(endpoint, None)

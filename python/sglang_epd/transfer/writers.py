@@ -38,8 +38,7 @@ class SharedWriter:
         # The write meets the same error, and tells of it.
         with contextlib.suppress(OSError, ProtocolError):
             arena = self._arena(landing)
-            if not arena.taken:
-                arena.populate(landing.offset - arena.data_offset, nbytes)
+            arena.populate(landing.offset - arena.data_offset, nbytes)
 
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
@@ -68,10 +67,6 @@ class SharedWriter:
                 self._forget_gone()
                 arena = Arena.open(Address(landing.path, landing.size, landing.seal))
                 self._arenas[landing.seal] = arena
-                if arena.taken:
-                    populate = threading.Thread(target=arena.populate, name="epd-populate")
-                    populate.daemon = True
-                    populate.start()
             self._arenas.move_to_end(landing.seal)
             while len(self._arenas) > _MAX_ARENAS:
                 self._arenas.popitem(last=False)
@@ -119,10 +114,8 @@ class RemoteWriter:
         if self._engine.staged:
             self._write_staged(landing, payload, time.monotonic() + timeout_s)
             return
-        source = int(payload.ctypes.data)
-        self._engine.write(
-            landing.session, source, landing.address, len(payload), timeout_s, keep=payload
-        )
+        source, size = int(payload.ctypes.data), len(payload)
+        self._engine.write(landing.session, source, landing.address, size, timeout_s, keep=payload)
 
     def _write_staged(self, landing: wire.Remote, payload: np.ndarray, deadline: float) -> None:
         try:

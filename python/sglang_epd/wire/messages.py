@@ -22,6 +22,7 @@ items, and no other can.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -68,10 +69,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -225,7 +223,7 @@ class Payload(Message, frozen=True, tag="payload"):
     ticket: str
     item: int
     grant: int
-    offset: int = 0
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     last: bool = True
     checksum: bytes = b""
 
@@ -301,8 +299,8 @@ class Claim(Message, frozen=True, tag="claim"):
 
     claim: str
     expect: Expect
-    first_reader: int
-    readers: int
+    first_reader: Annotated[int, msgspec.Meta(ge=0)]
+    readers: Annotated[int, msgspec.Meta(ge=1)]
     covered: tuple[int, ...] = ()
     prefix: bool = False
 
@@ -395,29 +393,14 @@ class Cancel(Message, frozen=True, tag="cancel"):
     ticket: str
 
 
-_AnyMessage = (
-    Offer
-    | Wait
-    | Grant
-    | Decline
-    | Payload
-    | Withdraw
-    | Ack
-    | Hello
-    | Welcome
-    | Expect
-    | Claim
-    | AskPrefix
-    | Again
-    | Settled
-    | Needed
-    | Abandon
-    | Fail
-    | Cancel
-)
+_ToEncoders = Wait | Grant | Decline | Ack
+_ToReceiver = Hello | Expect | Claim | Fail | Cancel | Abandon
+_FromReceiver = Welcome | Needed | AskPrefix | Settled
 _ENCODER = msgspec.msgpack.Encoder()
 M = TypeVar("M")
-_DECODER = msgspec.msgpack.Decoder(_AnyMessage)
+_DECODER = msgspec.msgpack.Decoder(
+    Offer | Payload | Withdraw | _ToEncoders | _ToReceiver | _FromReceiver | Again
+)
 _ENCODERS_DECODER = msgspec.msgpack.Decoder(UnreadOffer | Payload | Withdraw)
 _LAYOUT_DECODER = msgspec.msgpack.Decoder(Layout)
 
@@ -441,16 +424,12 @@ def decode_message(frame: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES)
         _check_expect(message)
     elif isinstance(message, Claim):
         _check_expect(message.expect)
-        if message.first_reader < 0 or message.readers <= 0:
-            raise ProtocolError("claim: readers out of range")
         if any(not 0 <= item < message.expect.items for item in message.covered):
             raise ProtocolError("claim: covers items that the request does not have")
     elif isinstance(message, Again):
         _check_expect(message.expect)
         if not message.expect.announcer:
             raise ProtocolError("again: it is not said who announced the request")
-    elif isinstance(message, Payload):
-        _check_payload(message)
     return message
 
 
@@ -462,10 +441,7 @@ def decode_from_encoder(frame: bytes | memoryview) -> UnreadOffer | Payload | Wi
     Raises:
         ProtocolError: for anything else.
     """
-    message = _decode(_ENCODERS_DECODER, frame, MAX_HEADER_BYTES)
-    if isinstance(message, Payload):
-        _check_payload(message)
-    return message
+    return _decode(_ENCODERS_DECODER, frame, MAX_HEADER_BYTES)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview, max_bytes: int) -> M:
@@ -474,11 +450,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview, max_
         return decoder.decode(body)
     except MALFORMED as error:
         raise ProtocolError(f"malformed message: {error}") from None
-
-
-def _check_payload(payload: Payload) -> None:
-    if payload.offset < 0:
-        raise ProtocolError("payload: negative offset")
 
 
 def _check_expect(expect: Expect) -> None:

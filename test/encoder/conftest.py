@@ -13,7 +13,7 @@ import torch
 from encoder.site import Site, serving
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
@@ -215,9 +215,9 @@ async def reader(metrics: EncoderMetrics) -> AsyncIterator[UrlReader]:
 
 
 @pytest.fixture
-def limits() -> Limits:
+def batch() -> BatchBounds:
     """One item is run at a time, and one more may be ready meanwhile."""
-    return Limits(batch=BatchBounds(patches=1 << 20, items=1))
+    return BatchBounds(patches=1 << 20, items=1)
 
 
 @pytest.fixture
@@ -232,9 +232,9 @@ def cache(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache:
 
 @pytest.fixture
 async def computations(
-    fakes: Fakes, cache: EmbeddingCache, metrics: EncoderMetrics, limits: Limits
+    fakes: Fakes, cache: EmbeddingCache, metrics: EncoderMetrics, batch: BatchBounds
 ) -> AsyncIterator[Computations]:
-    computations = Computations([fakes], cache, metrics, limits)
+    computations = Computations([fakes], cache, metrics, batch=batch)
     yield computations
     fakes.preprocess.go_on()
     fakes.forwarded.go_on()

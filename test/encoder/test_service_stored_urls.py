@@ -11,7 +11,7 @@ import pytest
 
 from encoder.site import BODY, Site
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
@@ -59,7 +59,7 @@ class Stored:
 
 @pytest.fixture
 async def stored(
-    service_for: Any, fakes: Any, metrics: Any, site: Site, reader: Any, limits: Limits
+    service_for: Any, fakes: Any, metrics: Any, site: Site, reader: Any, batch: Any
 ) -> AsyncIterator[Stored]:
     backend = FakeBackend()
     service = service_for(fakes)
@@ -67,7 +67,9 @@ async def stored(
     url = StoreUrl.parse("file:///nowhere")
     store = SharedStore(backend, url, token="", timeout_s=TIMEOUT_S, observer=stored.counts)
     service.urls = reader
-    service.computations = Computations([fakes], EmbeddingCache(0), metrics, limits, store)
+    service.computations = Computations(
+        [fakes], EmbeddingCache(0), metrics, batch=batch, store=store
+    )
     yield stored
     backend.error = None
     backend.gate.set()

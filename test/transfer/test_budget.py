@@ -23,7 +23,7 @@ import torch
 
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Prepared
@@ -187,8 +187,8 @@ async def encode(
 ) -> list[EncodeReply]:
     sender = Sender(share_memory=shared)
     metrics = EncoderMetrics()
-    limits = Limits(batch=BatchBounds(patches=1024, items=1))
-    computations = Computations([tower], EmbeddingCache(0), metrics, limits)
+    bounds = BatchBounds(patches=1024, items=1)
+    computations = Computations([tower], EmbeddingCache(0), metrics, batch=bounds)
     service = EncoderService(
         computations=computations,
         fetcher=Fetcher(),  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
@@ -114,11 +114,17 @@ def launch(server_args: Any) -> None:
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
-            bounds = _bounds(settings)
-            half_mb = bounds.staged_bytes >> 20
+            half_mb = share_mb() // 2  # of a language server's share
             queue_mb = settings.encoder_queue_mb or half_mb
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, bounds, store),
+                computations=Computations(
+                    towers,
+                    cache,
+                    metrics,
+                    batch=_batch(settings),
+                    staged_bytes=half_mb << 20,
+                    store=store,
+                ),
                 fetcher=fetcher,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, queue_mb << 20),
@@ -287,22 +293,17 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
     return store
 
 
-def _bounds(settings: Settings) -> Limits:
-    from sglang.srt.runtime_context import get_device
-
-    patches, items = _batch(get_device().device)
-    batch = BatchBounds(
-        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
-    )
-    # Half of a language server's share.
-    return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
-
-
-def _batch(device: str) -> tuple[int, int]:
-    """The best size of a forward pass, in patches and items. A processor computes a patch of a
+def _batch(settings: Settings) -> BatchBounds:
+    """The size of a forward pass, as typed or the best one. A processor computes a patch of a
     batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
     that small pictures may be many."""
-    return (2048, 32) if device.startswith("cpu") else (16_384, 128)
+    from sglang.srt.runtime_context import get_device
+
+    on_cpu = get_device().device.startswith("cpu")
+    patches, items = (2048, 32) if on_cpu else (16_384, 128)
+    return BatchBounds(
+        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
+    )
 
 
 def _sender(settings: Settings) -> Sender:

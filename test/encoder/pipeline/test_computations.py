@@ -14,7 +14,7 @@ from media.samples import encoded, picture
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
@@ -50,8 +50,8 @@ async def start(towers, metrics) -> AsyncIterator[Callable[..., Computations]]:
     started: list[Computations] = []
 
     def make(capacity: int = ROOMY, staged_bytes: int = ROOMY, batch: BatchBounds = BATCH):
-        limits = Limits(batch=batch, staged_bytes=staged_bytes)
-        started.append(Computations(towers, EmbeddingCache(capacity), metrics, limits))
+        bounds = {"batch": batch, "staged_bytes": staged_bytes}
+        started.append(Computations(towers, EmbeddingCache(capacity), metrics, **bounds))
         return started[-1]
 
     yield make
@@ -824,7 +824,7 @@ async def test_after_closing_there_are_hits_and_refusals(tower, computations, as
 
 async def test_no_tower_is_no_encoder(metrics):
     with pytest.raises(ValueError, match="no tower"):
-        Computations([], EmbeddingCache(0), metrics, Limits(batch=BATCH))
+        Computations([], EmbeddingCache(0), metrics, batch=BATCH)
 
 
 @two_towers

@@ -193,14 +193,14 @@ def test_the_first_small_one_may_be_asked_for():
     queue = filled(large, later, small)
     assert queue.first(0.0, NO_RATE) is large
     assert queue.first(0.0, NO_RATE, large=False) is small
-    queue.begin(small)
+    queue.begin([small])
     assert order(queue) == [large, later]
     assert queue.first(0.0, NO_RATE, large=False) is None
 
 
 def test_what_is_begun_counts_as_what_is_taken():
     begun, taken = (filled(job("a", 4), job("b", 6), job("a", 4)) for _ in range(2))
-    begun.begin(begun.first(0.0, NO_RATE))
+    begun.begin([begun.first(0.0, NO_RATE)])
     take(taken)
     assert [one.owner for one in order(begun)] == [one.owner for one in order(taken)]
     assert begun._virtual == taken._virtual

@@ -12,7 +12,7 @@ import torch
 from encoder.towers import WIDTH, FakeTower, settle, until
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.errors import UnavailableError
@@ -55,8 +55,8 @@ async def towers(request: pytest.FixtureRequest) -> list[FakeTower]:
 
 @pytest.fixture(params=[0, 1 << 30], ids=["no cache", "cache"])
 async def computations(request, towers, store, metrics, backend) -> AsyncIterator[Computations]:
-    limits = Limits(batch=BatchBounds(patches=100, items=4))
-    made = Computations(towers, EmbeddingCache(request.param), metrics, limits, store)
+    batch = BatchBounds(patches=100, items=4)
+    made = Computations(towers, EmbeddingCache(request.param), metrics, batch=batch, store=store)
     yield made
     backend.gate.set()
     for tower in towers:

@@ -16,7 +16,7 @@ from encoder.towers import ROW_BYTES, FakeTower, until
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
@@ -207,7 +207,8 @@ async def service(dice, towers, receivers, metrics) -> EncoderService:
             towers,
             EmbeddingCache(dice.choice([0, 20, 1000]) * ROW_BYTES),
             metrics,
-            Limits(batch=BatchBounds(patches=20, items=4), staged_bytes=20 * ROW_BYTES),
+            batch=BatchBounds(patches=20, items=4),
+            staged_bytes=20 * ROW_BYTES,
         ),
         fetcher=receivers,
         sender=receivers,

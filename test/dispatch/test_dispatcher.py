@@ -495,7 +495,7 @@ async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(start,
 
         async def answer(request, admission=admission):
             try:
-                admission.admit(request.request_id, len(request.items), 1.0)
+                admission.admit(request.request_id, len(request.items))
             except EpdError as error:
                 body = encode_body(ErrorReply(error.code, error.message))
                 return web.Response(body=body, status=error.status, headers={"Retry-After": "1"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_epd.cache import UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.intake import Intake
+from sglang_epd.encoder.intake import Arrival, Intake
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.media import FetchingThread, MediaFetcher, MediaLimits
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
@@ -76,7 +76,7 @@ async def test_one_that_leaves_lets_the_next_go_on(intake, admission):
 
 async def test_a_request_has_as_many_bytes_as_are_free(intake, admission):
     admission.max_bytes = 160  # 120 of what is fetched
-    greedy = [intake.arrival((owner, number)) for owner in range(3) for number in range(9)]
+    greedy = [Arrival(intake, (owner, number)) for owner in range(3) for number in range(9)]
     growing = [asyncio.create_task(one.grow(n)) for n in range(1, 21) for one in greedy]
     await turns()
     assert 90 <= admission.nbytes <= 110, "a quarter each, and one item past the shares"
@@ -97,7 +97,7 @@ async def test_a_heir_keeps_the_place_past_the_bound(intake, admission):
         asker.share(shared)
         shared.close()
         assert admission.nbytes == FETCHED + 6
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        waits = asyncio.create_task(Arrival(intake, (2, 0)).grow(1))
         await turns()
         assert not waits.done()
         waits.cancel()
@@ -108,19 +108,19 @@ async def test_what_is_fetched_leaves_room_for_what_comes_inline(intake, admissi
     with intake.arrival((0, 0)) as fetched, intake.arrival((1, 0)) as over:
         await fetched.grow(FETCHED)
         await over.grow(1)
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        waits = asyncio.create_task(Arrival(intake, (2, 0)).grow(1))
         await turns()
         assert not waits.done()
-        admission.take_bytes(1, 1.0)
+        admission.take_bytes(1)
         waits.cancel()
 
 
 async def test_what_came_inline_leaves_the_rest_to_what_is_fetched(intake, admission):
-    admission.take_bytes(4, 1.0)
+    admission.take_bytes(4)
     with intake.arrival((0, 0)) as fetched, intake.arrival((1, 0)) as over:
         await fetched.grow(4)
         await over.grow(1)
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        waits = asyncio.create_task(Arrival(intake, (2, 0)).grow(1))
         await turns()
         assert not waits.done()
         waits.cancel()
@@ -140,7 +140,7 @@ def test_no_order_of_arrivals_stops_all_or_passes_the_bound_by_two(items, inline
 
     async def run() -> None:
         admission = Admission(1, BOUND)
-        admission.note_bytes(inline)
+        admission.nbytes += inline
         intake = Intake(admission)
         most = max(BOUND, inline) + max(sum(steps) for _, steps, _, _ in items)
 

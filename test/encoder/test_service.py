@@ -423,9 +423,8 @@ async def test_over_the_budget_a_request_is_told_to_come_again(service, fakes, a
     fakes.forwarded.hold()
     work = asyncio.create_task(service.encode(asking(*(bytes([n]) for n in range(6)))))
     await entered(fakes.forwarded)
-    with pytest.raises(OverloadedError, match="6 items in work, at most 8") as raised:
+    with pytest.raises(OverloadedError, match="6 items in work, at most 8"):
         await service.encode(asking(b"1", b"2", b"3", request_id="r2"))
-    assert raised.value.retry_after_s > 0
     fitting = asyncio.create_task(service.encode(asking(b"1", b"2", request_id="r3")))
     fakes.forwarded.go_on()
     await work
@@ -542,9 +541,8 @@ async def test_a_draining_service_finishes_what_it_has(service, fakes, asking, a
     await entered(fakes.forwarded)
     service.drain()
     idle = asyncio.create_task(service.wait_idle())
-    with pytest.raises(UnavailableError) as raised:
+    with pytest.raises(UnavailableError):
         await service.encode(asking(b"y", request_id="r2"))
-    assert raised.value.retry_after_s >= 1
     assert service.status()["state"] == "draining"
     assert not idle.done()
     fakes.forwarded.go_on()

@@ -44,6 +44,7 @@ class FakeTower:
         self.alive = True
         self.preparers = preparers
         self.depth = 1
+        self.weights_bytes = 0
         self.patches: dict[bytes, int] = {}
         self.rows: dict[bytes, int] = {}
         self.slow: dict[bytes, asyncio.Event] = {}

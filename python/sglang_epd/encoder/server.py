@@ -132,7 +132,6 @@ def launch(server_args: Any) -> None:
                 namespace=identity,
                 name=name,
                 urls=urls,
-                weights_bytes=sum(tower.weights_bytes for tower in towers),
             )
             info = {
                 "model_path": get_model().model_path,

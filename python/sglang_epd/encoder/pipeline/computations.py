@@ -169,6 +169,7 @@ class Computations:
             "towers": [
                 {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
             ],
+            "weights_bytes": sum(lane.tower.weights_bytes for lane in self._lanes),
             "staged_bytes": self._in_use(),
             "max_staged_bytes": self._staged_bytes,
             "cache": {

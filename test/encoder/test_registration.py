@@ -13,7 +13,7 @@ import certificates
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.registry import Registry
 from sglang_epd.encoder.registration import Beat, Registration
-from sglang_epd.encoder.server import registry_url
+from sglang_epd.encoder.server import checked_url
 from sglang_epd.errors import ConfigError
 from sglang_epd.trust import Trust
 
@@ -202,4 +202,4 @@ async def test_leaving_takes_two_seconds_at_most(register):
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])
 def test_where_to_register_has_to_be_a_servers_url(url):
     with pytest.raises(ConfigError, match="--encoder-register-urls"):
-        registry_url(url)
+        checked_url("--encoder-register-urls", url)

@@ -42,7 +42,6 @@ def at_rest(service, fakes, count):
         assert count("items_in_work") == 0
         assert status["cache"]["pinned_bytes"] == 0
         assert service.computations._kept_bytes == 0
-        assert service.computations._running_bytes == 0
         assert not fakes.open
 
     return check

@@ -74,7 +74,6 @@ class Registration:
         headers: dict[str, str],
         tls: ssl.SSLContext,
         beat: Beat | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         self._url = url
         self._registries = list(dict.fromkeys(one.rstrip("/") for one in registries))
@@ -82,7 +81,6 @@ class Registration:
         self._headers = headers
         self._tls = tls
         self._beat = beat or Beat()
-        self._rng = rng or random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -109,27 +107,20 @@ class Registration:
     async def _keep(self, session: aiohttp.ClientSession, registry: str) -> None:
         last: _Outcome | None = None
         while True:
-            try:
-                outcome = await self._announce(session, registry)
-            except Exception:
-                logger.exception("Registering at %s", registry)
-                outcome = _Outcome(logging.ERROR, "failed")
+            outcome = await self._announce(session, registry)
             if outcome != last:
                 logger.log(outcome.level, "Encoder %s at %s: %s", self._url, registry, outcome.text)
             last = outcome
             pause_s = self._beat.retry if outcome.refused else self._beat.lease / 3
             # So that a fleet does not come all at once.
-            await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.0))
 
     async def _announce(self, session: aiohttp.ClientSession, registry: str) -> _Outcome:
-        message = {
-            "url": self._url,
-            "namespace": self._namespace,
-            "lease_s": self._beat.lease,
-        }
+        lease_s = self._beat.lease
+        message = {"url": self._url, "namespace": self._namespace, "lease_s": lease_s}
         try:
             async with (
-                asyncio.timeout(min(_TIMEOUT_S, self._beat.lease / 3)),
+                asyncio.timeout(min(_TIMEOUT_S, lease_s / 3)),
                 session.post(
                     f"{registry}/register_encoder_url",
                     json=message,
@@ -145,7 +136,7 @@ class Registration:
             return _Outcome(logging.ERROR, f"no TLS connection; trying on: {error}")
         except aiohttp.ClientConnectorError:
             return _Outcome(logging.WARNING, "nobody listens there; trying on", refused=True)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except Exception as error:
             return _Outcome(logging.WARNING, f"out of reach ({type(error).__name__}); trying on")
         if status == 200:
             return _Outcome(logging.INFO, "registered")

@@ -17,6 +17,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -67,14 +68,9 @@ async def start_towers(
         engine = Engine(server_args, limits, decode_mb << 20)
         await engine.warm_up()
         return [engine], hf_config
-    starts = _Starts(server_args, limits, (decode_mb << 20) // (towers * ranks), towers, ranks)
+    starts = partial(starts_of, server_args, limits, decode_mb << 20)
     workers = [
-        WorkerTower(
-            f"vision worker {tower}",
-            _FACTORY,
-            lambda tower=tower: starts.of(tower),  # type: ignore[misc]
-            times=times,
-        )
+        WorkerTower(f"vision worker {tower}", _FACTORY, partial(starts, tower), times=times)
         for tower in range(towers)
     ]
     try:
@@ -130,51 +126,45 @@ def read_limits(plain: dict[str, Any]) -> MediaLimits:
     return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
 
 
-class _Starts:
-    """The start-up message of each worker."""
+def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
+    """The ranks of a tower; each call takes another port for their rendezvous.
 
-    def __init__(
-        self, server_args: Any, limits: MediaLimits, decode_bytes: int, towers: int, ranks: int
-    ) -> None:
-        self._server_args = server_args
-        self._limits = write_limits(limits)
-        self._decode_bytes = decode_bytes
-        self._towers = towers
-        self._ranks = ranks
-        self._typed = _typed(server_args, ranks)
+    Raises:
+        ConfigError: flags that workers cannot be given.
+    """
+    from sglang.srt.runtime_context import get_device, get_parallel
+    from sglang.srt.server_args import PortArgs
+    from sglang.srt.utils.common import maybe_reindex_device_id
+    from sglang.srt.utils.network import NetworkAddress
 
-    def of(self, tower: int) -> list[Rank]:
-        """The ranks of a tower; each call takes another port for their rendezvous."""
-        from sglang.srt.runtime_context import get_device
-        from sglang.srt.server_args import PortArgs
-        from sglang.srt.utils.common import maybe_reindex_device_id
-        from sglang.srt.utils.network import NetworkAddress
-
-        port = PortArgs.init_new(self._server_args).nccl_port
-        if self._server_args.nccl_port is not None:
-            port += tower
-        rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        made = []
-        for rank in range(self._ranks):
-            place = tower * self._ranks + rank
-            cores, threads = share_of_cores(place, self._towers * self._ranks, os.environ)
-            # It names the one device of a worker in the environment, where it is asked to.
-            with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
-                env = {_THREADS: str(threads), **os.environ}
-            options = {
-                # SGLang's processors use the device that this names.
-                "server_args": {**self._typed, "base_gpu_id": gpu_id},
-                "limits": self._limits,
-                "decode_bytes": self._decode_bytes,
-                "rank": rank,
-                "gpu_id": gpu_id,
-                "rendezvous": rendezvous,
-                "cores": cores,
-                "share": 1 if cores else self._towers * self._ranks,
-                "log_prefix": f" encoder {tower}" + (f" TP{rank}" if self._ranks > 1 else ""),
-            }
-            made.append(Rank(options, env))
-        return made
+    port = PortArgs.init_new(server_args).nccl_port
+    if server_args.nccl_port is not None:
+        port += tower
+    rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
+    ranks = get_parallel().tp_size
+    places = get_parallel().dp_size * ranks
+    typed = _typed(server_args, ranks)
+    made = []
+    for rank in range(ranks):
+        place = tower * ranks + rank
+        cores, threads = share_of_cores(place, places, os.environ)
+        # It names the one device of a worker in the environment, where it is asked to.
+        with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
+            env = {_THREADS: str(threads), **os.environ}
+        options = {
+            # SGLang's processors use the device that this names.
+            "server_args": {**typed, "base_gpu_id": gpu_id},
+            "limits": write_limits(limits),
+            "decode_bytes": decode_bytes // places,
+            "rank": rank,
+            "gpu_id": gpu_id,
+            "rendezvous": rendezvous,
+            "cores": cores,
+            "share": 1 if cores else places,
+            "log_prefix": f" encoder {tower}" + (f" TP{rank}" if ranks > 1 else ""),
+        }
+        made.append(Rank(options, env))
+    return made
 
 
 def _typed(server_args: Any, ranks: int) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class Computations:
         self._tasks: set[asyncio.Task[None]] = set()
         # Pinned for askers that do not want them now.
         self._kept_bytes = 0
-        self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
         self._pumping = False
         # Why nothing is made any more; empty while there is no such reason.
@@ -205,8 +204,6 @@ class Computations:
         """Make nothing any more, and fail waiting work; batches that run end by themselves, and
         has `_pump` look again."""
         self._refusal = self._refusal or why
-        if self._look_again is not None:
-            self._look_again.cancel()
         for work in list(self._works.values()):
             if work.state not in UNDER_WAY:
                 self._fail(work, UnavailableError(self._refusal))
@@ -311,8 +308,12 @@ class Computations:
         """Act upon whether a hold wants it now."""
         work.parked = not any(hold.wanted for hold in work.holds)
         if not work.parked and work.state is WorkState.DORMANT:
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
+            self._begin_again(work)
+
+    def _begin_again(self, work: Work) -> None:
+        work.prepared, work.lane = None, None
+        work.enter(WorkState.WAITING)
+        self._let_wait(work)
 
     def _let_wait(self, work: Work) -> None:
         """Its turn to be prepared, measured in pixels as that of all waiting work."""
@@ -334,8 +335,7 @@ class Computations:
                     hold.source = "stored"
             self._share(work, found.layout, found.embedding)
         elif work.holds and work.data is not None:
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
+            self._begin_again(work)
         else:
             self._fail(work, MediaNeededError("the store does not have the embedding"))
 
@@ -349,6 +349,9 @@ class Computations:
     def _pump(self) -> None:
         """Begin all work that may begin now."""
         self._pumping = False
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
         if self._refusal:
             self._refuse(self._refusal)
             return
@@ -365,7 +368,9 @@ class Computations:
         while self._begin_preparing(now):
             pass
         if self._works and not all(lane.tower.alive for lane in self._lanes):
-            self._pump_later()
+            # No event says when a tower that was lost is back.
+            loop = asyncio.get_running_loop()
+            self._look_again = loop.call_later(_LOOK_AGAIN_S, self._pump)
         self._metrics.patches_queued.set(self._patches())
         self._metrics.items_queued.set(len(self._works))
 
@@ -386,16 +391,6 @@ class Computations:
         lane.preparing.add(work)
         self._spawn(self._prepare(work, lane), [work])
         return True
-
-    def _pump_later(self) -> None:
-        """No event says when a tower that was lost is back."""
-        if self._look_again is None:
-
-            def look() -> None:
-                self._look_again = None
-                self._pump()
-
-            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
 
     def _preparer(self, work: Work) -> Lane | None:
         """The lane that is to prepare it, if any has room for more."""
@@ -480,7 +475,6 @@ class Computations:
             work.enter(WorkState.RUNNING)
         lane.batches += 1
         lane.running.update(works)
-        self._running_bytes += sum(work.nbytes for work in works)
         self._spawn(self._run(lane, works), list(works))
         return True
 
@@ -490,7 +484,8 @@ class Computations:
         Embeddings that are kept for receivers without memory do not count here: `_KEPT_BYTES`
         bounds them.
         """
-        return self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
+        running = sum(work.nbytes for lane in self._lanes for work in lane.running)
+        return self.cache.pinned_bytes - self._kept_bytes + running
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         batch = list(works)
@@ -506,7 +501,6 @@ class Computations:
         finally:
             lane.batches -= 1
             lane.running.difference_update(batch)
-            self._running_bytes -= sum(work.nbytes for work in batch)
 
     async def _run_batch(self, lane: Lane, works: list[Work]) -> None:
         """Run a batch; one that fails is run again in halves, so that the bad item fails alone."""
@@ -578,11 +572,6 @@ class Computations:
             lane.ready.remove(work)
             self._discard(work)
             self._begin_again(work)
-
-    def _begin_again(self, work: Work) -> None:
-        work.prepared, work.lane = None, None
-        work.enter(WorkState.WAITING)
-        self._let_wait(work)
 
     def _lost(self, work: Work) -> None:
         """Its tower is gone: from the beginning, alone, and not for ever."""

@@ -220,14 +220,9 @@ class Hold:
     asker waits, says whether it wants the embedding now, and releases it.
 
     Args:
-        key: of the embedding.
-        modality: of the item.
-        data: its encoded media; None where the embedding is at hand.
-        owner: whose turn it is taken in.
-        deadline: in seconds of `time.monotonic()`.
-        looked: the store does not have the embedding.
         changed: called when the asker wants the embedding again, or does not any more.
         released: called once.
+        key, modality, data, owner, deadline, looked: as of `Computations.hold`.
 
     Attributes:
         wanted: whether the embedding is of use now.

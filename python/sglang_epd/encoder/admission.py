@@ -40,14 +40,10 @@ class Admission:
     Items that wait for a receiver's memory are not in work. That memory comes free when another
     request has all of its items there, and that request may need this encoder for the rest.
 
-    Args:
-        max_items: items in work at a time.
-        max_bytes: encoded media in work at a time.
-
     Attributes:
-        items: in work now.
-        nbytes: of media in work now, fetched ones over the bound among them; users of
-            `take_bytes` subtract what they took.
+        max_items, items: in work at a time, and now.
+        max_bytes, nbytes: of encoded media in work at a time, and now. Fetched media are added
+            over the bound as well; users of `take_bytes` subtract what they took.
         fetching: of the items, those whose media are not here yet.
         waiting: items that wait for their receivers' memory.
         draining: nothing new is taken.

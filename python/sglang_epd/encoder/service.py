@@ -103,14 +103,12 @@ class EncoderService:
     """The encoder's work, for any transport of requests.
 
     Args:
-        computations: makes embeddings.
-        fetcher: reads media.
-        sender: the payload channel.
-        admission: bounds on the work.
-        metrics: counts items and requests.
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
         urls: reads URLs and remembers their content, instead of the fetcher.
+
+    Attributes:
+        finished: requests that have ended, in any way.
     """
 
     def __init__(
@@ -136,7 +134,6 @@ class EncoderService:
         self._idle.set()
         self.intake = Intake(admission)
         self._ages = itertools.count()
-        # Requests that have ended, in any way.
         self.finished = 0
         self._started = time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)

@@ -40,10 +40,8 @@ async def start_towers(
 ) -> tuple[Sequence[Tower], Any]:
     """Start the towers that the flags ask for; all are loaded and warm when it returns.
 
-    Call it once, in the server's event loop and on a thread that lives as long as the
-    server, after `publish(server_args, role="encoder")`. `close()` each tower before the
-    loop ends. With one tower of one rank that is `[Engine]`, whose loading blocks the
-    loop; else workers load side by side. All towers have the same `dtype`.
+    Call it on a thread that lives as long as the server, after
+    `publish(server_args, role="encoder")`. `close()` each tower before the loop ends.
 
     Args:
         server_args: SGLang's, resolved.
@@ -77,12 +75,11 @@ async def start_towers(
         async with asyncio.TaskGroup() as group:
             for worker in workers:
                 group.create_task(worker.start())
-    except ExceptionGroup as failures:
+    except BaseException as error:
         await asyncio.gather(*(worker.close() for worker in workers))
-        # One of them has the cause to be mended; the others repeat it, or were ended.
-        raise failures.exceptions[0] from None
-    except BaseException:
-        await asyncio.gather(*(worker.close() for worker in workers))
+        if isinstance(error, ExceptionGroup):
+            # One of them has the cause to be mended; the others repeat it, or were ended.
+            raise error.exceptions[0] from None
         raise
     return workers, hf_config
 
@@ -115,13 +112,12 @@ def create(options: dict[str, Any]) -> Engine:
     )
 
 
-def write_limits(limits: MediaLimits) -> dict[str, Any]:
+def write_limits(limits: MediaLimits) -> Any:
     """As plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(limits, enc_hook=str)
-    return plain
+    return msgspec.to_builtins(limits, enc_hook=str)
 
 
-def read_limits(plain: dict[str, Any]) -> MediaLimits:
+def read_limits(plain: Any) -> MediaLimits:
     """The limits that `write_limits` wrote."""
     return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
 

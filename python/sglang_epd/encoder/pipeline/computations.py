@@ -59,9 +59,7 @@ class Computations:
     """The stages between an item's bytes and its embedding.
 
     Args:
-        towers: prepare and run items; at least one.
-        cache: of embeddings.
-        metrics: counts lookups, batches and failures.
+        towers: at least one.
         batch: bounds on one forward pass.
         staged_bytes: embeddings in use or being made; past it no batch is begun.
         store: asked before an embedding is made, and filled behind it, if there is one.

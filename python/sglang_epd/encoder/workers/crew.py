@@ -87,12 +87,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Rank:
-    """How one worker is started.
-
-    Attributes:
-        options: for the factory, plain data.
-        env: the whole environment.
-    """
+    """How one worker is started: plain data for the factory, and the whole environment."""
 
     options: dict[str, Any]
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -107,10 +102,8 @@ class WorkerTower:
     Args:
         name: how messages call it.
         factory: `module:function`, called in each worker with its rank's options;
-            returns a Tower that also has `dtype` and `warm_up()`.
-        ranks: called before each start, so that a restart may take another port; one
-            entry a worker.
-        times: bounds.
+            returns a Tower that also has `warm_up()`.
+        ranks: one a worker; called before each start, so that a restart may take another port.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from encoder.towers import FakeTower
@@ -9,16 +7,6 @@ from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.pipeline.work import Lane, Work, WorkState
 
 BATCH = BatchBounds(patches=10, items=3)
-LEGAL = {
-    WorkState.LOOKING: "WAITING DONE FAILED",
-    WorkState.WAITING: "PREPARING FAILED",
-    WorkState.PREPARING: "READY WAITING FAILED",
-    WorkState.READY: "RUNNING DORMANT WAITING FAILED",
-    WorkState.RUNNING: "DONE WAITING FAILED",
-    WorkState.DORMANT: "WAITING FAILED",
-    WorkState.DONE: "",
-    WorkState.FAILED: "",
-}
 
 
 def work(state: WorkState = WorkState.WAITING, cost: float = 1.0, **job) -> Work:
@@ -31,16 +19,15 @@ async def lane() -> Lane:
     return Lane(FakeTower())
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(WorkState, WorkState)))
-def test_only_the_steps_in_the_picture_are_taken(old, new):
-    one = work(old)
-    if new.name in LEGAL[old].split():
-        one.enter(new)
-        assert one.state is new
-    else:
-        with pytest.raises(RuntimeError, match="->"):
-            one.enter(new)
-        assert one.state is old
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("WAITING", "READY"), ("READY", "DONE"), ("DORMANT", "RUNNING"), ("DONE", "WAITING")],
+)
+def test_a_step_that_is_not_in_the_picture_is_not_taken(old, new):
+    one = work(WorkState[old])
+    with pytest.raises(RuntimeError, match="->"):
+        one.enter(WorkState[new])
+    assert one.state is WorkState[old]
 
 
 def test_the_time_in_a_state_is_a_stage_at_each_visit():

@@ -282,16 +282,28 @@ def count(metrics: EncoderMetrics) -> Callable[..., float]:
 
 @pytest.fixture
 def asking() -> Callable[..., EncodeRequest]:
+    """A request for some media: their bytes, or their URL."""
+
     def request(
-        *media: bytes,
+        *media: bytes | str,
         request_id: str = "r1",
         ttl_s: float = 30.0,
         namespace: str = NAMESPACE,
+        modality: str = "IMAGE",
+        content_hash: str = "",
         **options: Any,
     ) -> EncodeRequest:
         items = [
-            EncodeItem(n, "IMAGE", f"image {n + 1} of {len(media)}", data=data, options=options)
-            for n, data in enumerate(media)
+            EncodeItem(
+                n,
+                modality,
+                f"image {n + 1} of {len(media)}",
+                data=one if isinstance(one, bytes) else None,
+                url=one if isinstance(one, str) else None,
+                options=options,
+                content_hash=content_hash,
+            )
+            for n, one in enumerate(media)
         ]
         reply_to = ReplyTo("tcp://receiver:1", "the-secret-ticket")
         return EncodeRequest(request_id, namespace, ttl_s, reply_to, items)

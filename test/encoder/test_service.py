@@ -445,27 +445,12 @@ async def test_the_history_is_bounded(service, asking):
 # Bytes that are fetched
 
 
-@pytest.fixture
-def fetching(asking):
-    """A request whose media are fetched; a URL is its media's name here."""
-
-    def request(*urls: str, request_id: str = "r1", ttl_s: float = 30.0):
-        asked = asking(*([b""] * len(urls)), request_id=request_id, ttl_s=ttl_s)
-        items = [
-            msgspec.structs.replace(item, data=None, url=url)
-            for item, url in zip(asked.items, urls, strict=True)
-        ]
-        return msgspec.structs.replace(asked, items=items)
-
-    return request
-
-
-async def test_while_too_many_bytes_are_in_work_nothing_more_is_fetched(service, fakes, fetching):
+async def test_while_too_many_bytes_are_in_work_nothing_more_is_fetched(service, fakes, asking):
     fakes.forwarded.hold()
     service.admission.max_bytes = 3
-    full = asyncio.create_task(service.encode(fetching("http://over/")))
+    full = asyncio.create_task(service.encode(asking("http://over/")))
     await entered(fakes.forwarded)
-    waits = asyncio.create_task(service.encode(fetching("http://next/", request_id="r2")))
+    waits = asyncio.create_task(service.encode(asking("http://next/", request_id="r2")))
     await until(lambda: service.status()["requests"] == 2)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -475,8 +460,8 @@ async def test_while_too_many_bytes_are_in_work_nothing_more_is_fetched(service,
     assert (await waits).outcomes[0].state == "delivered"
 
 
-async def test_a_request_does_not_wait_for_its_own_bytes(service, fetching):
+async def test_a_request_does_not_wait_for_its_own_bytes(service, asking):
     """They are free when it ends, which it does not while its items wait."""
     service.admission.max_bytes = 3
-    reply = await service.encode(fetching(*(f"http://{n}/" for n in range(4)), ttl_s=2.0))
+    reply = await service.encode(asking(*(f"http://{n}/" for n in range(4)), ttl_s=2.0))
     assert said(reply) == [("delivered", "")] * 4

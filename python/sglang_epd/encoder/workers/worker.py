@@ -59,8 +59,6 @@ class Worker:
         self._items: dict[int, Prepared] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
-        # Batches run in the order in which they came: ranks meet inside of them.
-        self._turn = asyncio.Lock()
         self._over = asyncio.get_running_loop().create_future()
         self._channel = Channel(end, TO_WORKER, self._received, self._over.set_result)
 
@@ -101,21 +99,20 @@ class Worker:
         self._channel.send(Laid(message.call, prepared.layout, prepared.patches, group))
 
     async def _forward(self, message: Forward) -> None:
-        async with self._turn:
-            try:
-                batch = [self._items[item] for item in message.items]
-                embeddings = await self._engine.forward(batch)
-                if self._rank == 0:
-                    for index, embedding in enumerate(embeddings):
-                        fd = await asyncio.to_thread(write_tensor, embedding)
-                        spec = batch[index].layout.embedding
-                        self._channel.send(Embedding(message.call, index, spec), [fd])
-            except Exception as error:
-                self._channel.send(_failure(message.call, error))
-            else:
-                for item in message.items:
-                    self._items.pop(item, None)
-                self._channel.send(Done(message.call))
+        try:
+            batch = [self._items[item] for item in message.items]
+            embeddings = await self._engine.forward(batch)
+            if self._rank == 0:
+                for index, embedding in enumerate(embeddings):
+                    fd = await asyncio.to_thread(write_tensor, embedding)
+                    spec = batch[index].layout.embedding
+                    self._channel.send(Embedding(message.call, index, spec), [fd])
+        except Exception as error:
+            self._channel.send(_failure(message.call, error))
+        else:
+            for item in message.items:
+                self._items.pop(item, None)
+            self._channel.send(Done(message.call))
 
 
 def _failure(call: int, error: Exception) -> Failed:

@@ -9,13 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from encoder.towers import until
 from sglang_epd.encoder import service as service_module
 from sglang_epd.errors import (
-    DuplicateError,
     MediaError,
-    MediaTooLargeError,
     NamespaceError,
-    OverloadedError,
     UnavailableError,
 )
 from sglang_epd.wire.messages import DECLINE_CANCELLED, DECLINE_DUPLICATE, KEY_BYTES, Decline, Wait
@@ -58,12 +56,6 @@ def begin(service, fakes, asking):
 
 async def entered(stage) -> None:
     await asyncio.wait_for(stage.entered.wait(), PATIENCE_S)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def said(reply) -> list[tuple[str, str]]:
@@ -122,14 +114,6 @@ async def test_the_key_depends_on_content_options_and_namespace(service, fakes, 
     assert len(set.union(*keys.values())) == 4
 
 
-async def test_the_offer_is_out_before_the_forward_begins(fakes, begin):
-    work = await begin(b"x")
-    await entered(fakes.offered)
-    assert not fakes.payloads
-    fakes.forwarded.go_on()
-    await work
-
-
 # Failures
 
 
@@ -159,15 +143,6 @@ async def test_a_hopeless_item_ends_the_others(service, fakes, asking, count, st
     assert count("items_total", modality="IMAGE", outcome="failed") == 1
     assert len(fakes.preprocess.calls) <= 1 + PIXELS, "the others have waited for their turn"
     assert not fakes.payloads
-
-
-async def test_what_another_request_asked_for_as_well_is_made(service, fakes, asking, begin):
-    fakes.preprocess.failures[b"bad"] = MediaError("cannot be decoded")
-    other = await begin(b"shared", request_id="other")
-    (outcome,) = (await service.encode(asking(b"shared", b"bad"))).outcomes
-    assert outcome.code == "MediaError"
-    fakes.forwarded.go_on()
-    assert (await other).outcomes[0].state == "delivered"
 
 
 async def test_an_item_that_cannot_be_delivered_fails_alone(service, fakes, asking):
@@ -251,22 +226,6 @@ async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(fak
     fakes.forwarded.go_on()
     await work
     assert len(fakes.preprocess.calls) == len(fakes.forwarded.calls) == 2
-
-
-async def test_items_of_other_receivers_pass_those_that_wait(service, fakes, asking, begin):
-    busy = await begin(b"busy", request_id="r0")
-    fakes.answers = dict.fromkeys(range(4), WAIT)
-    work = asyncio.create_task(service.encode(asking(*(bytes([n]) for n in range(4)))))
-    await until(lambda: any(offered.waits for _, offered in fakes.open))
-    fakes.answers = {}
-    fakes.forwarded.go_on()
-    await busy
-    other = await asyncio.wait_for(service.encode(asking(b"x", request_id="r2")), PATIENCE_S)
-    assert other.outcomes[0].state == "delivered"
-    for _, offered in list(fakes.open):
-        if offered.waits:
-            fakes.grant(0)
-    assert {outcome.state for outcome in (await work).outcomes} == {"delivered"}
 
 
 async def test_a_burst_of_grants_does_not_bring_all_pixels_back(service, fakes, asking):
@@ -357,46 +316,13 @@ async def test_a_request_is_cancelled_in_any_stage(service, fakes, asking, count
     assert said(await service.encode(asking(b"z"))) == [("delivered", "")]
 
 
-async def test_an_item_is_cancelled_while_it_waits_for_the_tower(service, fakes, asking, begin):
-    first = await begin(b"first")
-    second = asyncio.create_task(service.encode(asking(b"second", request_id="r2")))
-    await until(lambda: len(fakes.offered.calls) == 2)
-    assert service.cancel("r2")
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    fakes.forwarded.go_on()
-    assert (await first).outcomes[0].state == "delivered"
-    assert fakes.forwarded.calls == [b"first"]
-
-
 # Refusals
-
-
-async def test_an_id_is_live_once(service, fakes, asking, begin):
-    work = await begin(b"x")
-    with pytest.raises(DuplicateError, match="r1"):
-        await service.encode(asking(b"y"))
-    fakes.forwarded.go_on()
-    await work
-    assert (await service.encode(asking(b"y"))).outcomes[0].state == "delivered"
 
 
 async def test_another_namespace_is_refused_showing_both(service, fakes, asking):
     with pytest.raises(NamespaceError, match=rf"Other/x.*{service.namespace}"):
         await service.encode(asking(b"x", namespace="Other/x"))
     assert not fakes.acquire.calls
-
-
-async def test_over_the_budget_a_request_is_refused(service, fakes, asking, begin):
-    with pytest.raises(MediaTooLargeError, match="9 items for one encoder, which takes 8"):
-        await service.encode(asking(*(bytes([n]) for n in range(9))))
-    work = await begin(*(bytes([n]) for n in range(6)))
-    with pytest.raises(OverloadedError, match="6 items in work, at most 8"):
-        await service.encode(asking(b"1", b"2", b"3", request_id="r2"))
-    fitting = asyncio.create_task(service.encode(asking(b"1", b"2", request_id="r3")))
-    fakes.forwarded.go_on()
-    await work
-    assert len((await fitting).outcomes) == 2
 
 
 async def test_a_draining_service_finishes_what_it_has(service, fakes, asking, begin):
@@ -440,28 +366,3 @@ async def test_the_history_is_bounded(service, asking):
     recent = service.recent()
     assert len(recent) == service_module._RECENT < 480
     assert recent[-1]["request_id"] == "r59"
-
-
-# Bytes that are fetched
-
-
-async def test_while_too_many_bytes_are_in_work_nothing_more_is_fetched(service, fakes, asking):
-    fakes.forwarded.hold()
-    service.admission.max_bytes = 3
-    full = asyncio.create_task(service.encode(asking("http://over/")))
-    await entered(fakes.forwarded)
-    waits = asyncio.create_task(service.encode(asking("http://next/", request_id="r2")))
-    await until(lambda: service.status()["requests"] == 2)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert fakes.acquire.calls == [b"http://over/"]
-    fakes.forwarded.go_on()
-    assert (await full).outcomes[0].state == "delivered"
-    assert (await waits).outcomes[0].state == "delivered"
-
-
-async def test_a_request_does_not_wait_for_its_own_bytes(service, asking):
-    """They are free when it ends, which it does not while its items wait."""
-    service.admission.max_bytes = 3
-    reply = await service.encode(asking(*(f"http://{n}/" for n in range(4)), ttl_s=2.0))
-    assert said(reply) == [("delivered", "")] * 4

@@ -233,25 +233,6 @@ async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(
     await hold.embedding()
 
 
-async def test_a_tower_with_one_place_prepares_large_items_too(tower, ask):
-    tower.preparers = 1
-    assert await value(ask(b"large")) == sum(b"large")
-
-
-async def test_large_items_in_preparation_are_no_batch_for_small_ones(tower, computations, ask):
-    (lane,) = computations._lanes
-    tower.hold(prepare=True)
-    lane.typical = 100.0  # one of them would be a batch
-    ask(b"large")
-    await until(lambda: tower.preparing)
-    small = encoded(picture(64, 64), "JPEG")
-    hold = ask(small, "honest")
-    await settle()
-    assert tower.preparations == [b"large", small]
-    tower.go_on()
-    await hold.embedding()
-
-
 async def test_what_comes_and_goes_together_is_one_look_at_the_queue(tower, ask, monkeypatch):
     looks = []
     look = FairQueue.take_expired
@@ -266,15 +247,6 @@ async def test_what_comes_and_goes_together_is_one_look_at_the_queue(tower, ask,
         hold.release()
     await asyncio.sleep(0)
     assert len(looks) == 4, "of two queues, twice"
-
-
-async def test_single_images_need_not_wait_for_all_of_a_large_request(tower, ask):
-    large = [ask(b"%d" % n, "large") for n in range(64)]
-    await value(large[0])
-    single = ask(b"single", "single")
-    await value(single)
-    assert sum(hold.made.done() for hold in large) < 24
-    await asyncio.gather(*map(value, large))
 
 
 @pytest.mark.parametrize("stage", ["prepare", "forward"])
@@ -490,17 +462,6 @@ async def test_a_hit_prepares_nothing(tower, ask, count):
     assert (await value(hit), hit.source) == (ord("x"), "cached")
     assert tower.preparations == [b"x"]
     assert count("lookups_total", source="cached") == 1
-
-
-@bounded(capacity=0)
-async def test_without_capacity_nothing_is_remembered(computations, ask):
-    first = ask(b"x", "r1")
-    await value(first)
-    first.release()
-    assert computations.cache.nbytes == 0
-    again = ask(b"x", "r2")
-    assert again.source == "computed"
-    await value(again)
 
 
 async def test_what_is_dropped_while_in_use_stays_for_its_user(computations, ask):

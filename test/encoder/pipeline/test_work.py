@@ -77,6 +77,16 @@ async def test_a_batch_is_complete_if_nothing_is_prepared_that_would_fit_in(lane
     assert lane.has_batch(BATCH), "three items"
 
 
+async def test_large_items_in_preparation_are_no_batch_for_small_ones(lane):
+    lane.preparing = {work(large=True) for _ in range(3)}
+    assert lane.full(BATCH)
+    assert not lane.full(BATCH, large=False)
+    assert lane.has_place(large=False)
+    assert not lane.has_place(large=True), "the last of four is for small ones"
+    lane.preparing, lane.tower.preparers = set(), 1
+    assert lane.has_place(large=True)
+
+
 async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):
     for _ in range(3):
         lane.ready.push(work(parked=True))

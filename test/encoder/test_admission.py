@@ -178,9 +178,3 @@ def test_one_request_has_no_more_urls_than_may_ever_be_fetched(admission):
     with pytest.raises(MediaTooLargeError, match="4 URLs for one encoder, which fetches 3"):
         admission.admit("a", 4, urls=4)
     admission.admit("b", 4, urls=3)
-
-
-@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
-def test_bounds_are_positive(bounds):
-    with pytest.raises(ValueError, match="at least"):
-        Admission(*bounds)

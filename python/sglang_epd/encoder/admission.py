@@ -50,8 +50,6 @@ class Admission:
     """
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
-        if max_items < 1 or max_bytes < 1:
-            raise ValueError("an encoder takes at least one item and one byte")
         self.max_items = max_items
         self.max_bytes = max_bytes
         self.items = 0

@@ -10,10 +10,8 @@ import pytest
 
 from encoder.towers import ROW_BYTES, key_of, settle, states, until, value
 from media.samples import encoded, picture
-from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue
 from sglang_epd.encoder.pipeline.work import MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
@@ -695,11 +693,6 @@ async def test_after_closing_there_are_hits_and_refusals(computations, ask):
     with pytest.raises(UnavailableError):
         await ask(b"y").layout()
     await computations.close()
-
-
-async def test_no_tower_is_no_encoder(metrics):
-    with pytest.raises(ValueError, match="no tower"):
-        Computations([], EmbeddingCache(0), metrics, batch=BatchBounds(1, 1))
 
 
 # A tower that is broken for good

@@ -238,23 +238,6 @@ def test_the_parked_wait_and_keep_their_turn():
 # Bookkeeping
 
 
-def test_a_job_waits_once():
-    queue = filled(one := job())
-    with pytest.raises(ValueError, match="waits already"):
-        queue.push(one)
-    queue.remove(one)
-    with pytest.raises(KeyError):
-        queue.remove(one)
-    queue.push(one)
-    assert one in queue and len(queue) == 1
-
-
-@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
-def test_a_batch_has_room_for_something(bounds):
-    with pytest.raises(ValueError, match="at least"):
-        BatchBounds(*bounds)
-
-
 jobs_of_any_kind = st.builds(
     Job,
     owner=st.sampled_from("abc"),

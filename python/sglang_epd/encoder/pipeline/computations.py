@@ -79,8 +79,6 @@ class Computations:
         staged_bytes: int = 1 << 30,
         store: SharedStore | None = None,
     ) -> None:
-        if not towers:
-            raise ValueError("there is no tower")
         self.cache = cache
         self.store = store
         self._metrics = metrics

@@ -29,7 +29,7 @@ _SPAN_S = 60.0
 
 @dataclass(frozen=True)
 class BatchBounds:
-    """A key of jobs that may run together.
+    """How much may run together.
 
     Attributes:
         patches: of a batch of several items; one item may have more.
@@ -38,10 +38,6 @@ class BatchBounds:
 
     patches: int
     items: int
-
-    def __post_init__(self) -> None:
-        if self.patches < 1 or self.items < 1:
-            raise ValueError("a batch has at least one patch and one item")
 
 
 @dataclass(eq=False)
@@ -97,13 +93,7 @@ class FairQueue(Generic[_J]):
         return job in self._jobs
 
     def push(self, job: _J) -> None:
-        """Let a job wait.
-
-        Raises:
-            ValueError: it waits already.
-        """
-        if job in self._jobs:
-            raise ValueError("the job waits already")
+        """Let a job wait, which does not yet."""
         self._pushed += 1
         job.number = self._pushed
         end, number = self._ends.get(job.owner, (0.0, job.number))
@@ -112,11 +102,7 @@ class FairQueue(Generic[_J]):
         self.cost += job.cost
 
     def remove(self, job: _J) -> None:
-        """Take a job out that will not be done.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Take a job out that will not be done."""
         self._take_out(job)
         if job.owner in self._ends:
             end, number = self._ends[job.owner]

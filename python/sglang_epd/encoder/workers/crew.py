@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -184,14 +185,12 @@ class WorkerTower:
     def _living(self) -> _Crew:
         if self._crew is None:
             raise TowerLostError(f"{self.name} is not running")
-        if self._crew.lost.done():
-            raise TowerLostError(f"{self.name} is lost: {self._crew.lost.result()}")
         return self._crew
 
     async def _bring_up(self) -> None:
-        crew = _Crew(self.name, self._factory, self._ranks(), self._times)
+        crew = _Crew(self.name, self._times)
         try:
-            ready = await crew.ready()
+            ready = await crew.start(self._ranks(), self._factory)
         except BaseException as error:
             statuses = await crew.close(0.0)
             if isinstance(error, TowerLostError):
@@ -266,7 +265,7 @@ class _Crew:
         lost: done, with the reason, when they are of no use any more.
     """
 
-    def __init__(self, name: str, factory: str, ranks: Sequence[Rank], times: Times) -> None:
+    def __init__(self, name: str, times: Times) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._name = name
@@ -278,28 +277,21 @@ class _Crew:
         self._ready: dict[int, Ready] = {}
         self._up: asyncio.Future[None] = self._loop.create_future()
         # Pings since each rank last said anything.
-        self._unheard = [0] * len(ranks)
-        try:
-            for number, rank in enumerate(ranks):
-                self._spawn(number, rank, factory)
-        except BaseException:
-            self.lose("it could not be started")
-            for channel in self._channels:
-                channel.close()
-            for process in self._processes:
-                process.wait()
-            raise
+        self._unheard: Counter[int] = Counter()
 
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    async def ready(self) -> Ready:
-        """Rank 0's description, when all ranks are ready.
+    async def start(self, ranks: Sequence[Rank], factory: str) -> Ready:
+        """Start the processes; rank 0's description, when all ranks are ready.
 
         Raises:
-            TowerLostError: one is not and will not be.
+            OSError: a process could not be started.
+            TowerLostError: one is not ready and will not be.
         """
+        for number, rank in enumerate(ranks):
+            self._spawn(number, rank, factory)
         signs: list[asyncio.Future[Any]] = [self._up, self.lost]
         limit = self._times.start_s
         await asyncio.wait(signs, timeout=limit, return_when=asyncio.FIRST_COMPLETED)

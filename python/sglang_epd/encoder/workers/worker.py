@@ -133,9 +133,8 @@ def main() -> NoReturn:
     fd, front = map(int, sys.argv[1:])
     depend_on(front)
     os.set_inheritable(fd, False)
-    end = socket.socket(fileno=fd)
     try:
-        _run(end)
+        asyncio.run(_serve(socket.socket(fileno=fd)))
     except BaseException:
         traceback.print_exc()
         _exit(1)
@@ -149,40 +148,25 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _give_up(end: socket.socket, error: Exception) -> NoReturn:
-    # First, as the front kills its workers when it hears of it.
-    traceback.print_exception(error)
-    send_now(end, Failed(0, type(error).__name__, str(error)))
-    _exit(1)
-
-
-def _run(end: socket.socket) -> None:
+async def _serve(end: socket.socket) -> None:
     try:
         start, _ = receive_now(end, TO_WORKER)
     except EOFError:
         return
     assert isinstance(start, Start)
     try:
-        engine = _load(start)
-    except Exception as error:
-        _give_up(end, error)
-    asyncio.run(_serve(end, engine, start.rank))
-
-
-def _load(start: Start) -> Any:
-    module, _, name = start.factory.partition(":")
-    return getattr(importlib.import_module(module), name)(start.options)
-
-
-async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
-    try:
+        module, _, name = start.factory.partition(":")
+        engine = getattr(importlib.import_module(module), name)(start.options)
         await engine.warm_up()
     except Exception as error:
-        _give_up(end, error)
+        # First, as the front kills its workers when it hears of it.
+        traceback.print_exception(error)
+        send_now(end, Failed(0, type(error).__name__, str(error)))
+        _exit(1)
     keep_for_good()
     modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.dtype, modalities, engine.weights_bytes)
-    await Worker(end, engine, rank).serve(ready)
+    await Worker(end, engine, start.rank).serve(ready)
     _exit(0)
 
 

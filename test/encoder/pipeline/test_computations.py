@@ -60,35 +60,27 @@ async def test_many_askers_of_one_key_share_one_preparation_and_one_forward(towe
     assert count("lookups_total", source="coalesced") == 24
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["others want it", "nobody wants it"])
 @pytest.mark.parametrize("stage", ["waiting", "preparing", "ready", "running"])
-async def test_others_get_it_although_the_first_asker_left(tower, computations, ask, stage):
+async def test_an_asker_that_leaves_takes_only_its_own_interest_along(
+    tower, computations, ask, stage, shared
+):
     tower.hold(prepare=stage in ("waiting", "preparing"), forward=stage in ("ready", "running"))
-    others = [ask(bytes([n]), "other") for n in range({"waiting": 3, "ready": 1}.get(stage, 0))]
-    await until(lambda: not others or tower.preparing or tower.running)
-    first, second = ask(b"x", "r1"), ask(b"x", "r2")
+    busy = [ask(bytes([n]), "other") for n in range({"waiting": 3, "ready": 1}.get(stage, 0))]
+    await until(lambda: not busy or tower.preparing or tower.running)
+    first = ask(b"x", "r1")
+    others = [ask(b"x", "r2")] if shared else []
     await until(lambda: states(computations).get(stage) == 1)
+    first.release()
     first.release()
     await settle()
     tower.go_on()
-    assert await value(second) == ord("x")
-    assert tower.preparations.count(b"x") == 1
-    await asyncio.gather(*map(value, others))
-
-
-@pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
-async def test_what_nobody_wants_any_more_is_not_run(tower, computations, ask, stage):
-    tower.hold(prepare=stage != "ready", forward=True)
-    busy = [ask(bytes([n]), "other") for n in range(4 if stage == "waiting" else 1)]
-    if stage == "ready":
-        await until(lambda: tower.running)
-    hold = ask(b"x")
-    await until(lambda: states(computations).get(stage))
-    hold.release()
-    hold.release()
-    tower.go_on()
+    for one in others:
+        assert await value(one) == ord("x")
     await asyncio.gather(*map(value, busy))
     await until(lambda: not states(computations))
-    assert [b"x"] not in tower.batches
+    assert tower.preparations.count(b"x") == (shared or stage != "waiting")
+    assert ([b"x"] in tower.batches) == (shared or stage == "running")
     assert not tower.in_memory
 
 

@@ -88,9 +88,6 @@ class Fakes:
         self.withdrawn: list[int] = []
         self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
         self.batches: list[list[bytes]] = []
-        self.discarded: list[bytes] = []
-        self.at_once = 0
-        self.most_at_once = 0
         self._grants = 0
         self._prepared: list[tuple[bytes, weakref.ref[Prepared]]] = []
 
@@ -118,17 +115,12 @@ class Fakes:
         return prepared
 
     def discard(self, prepared: Prepared) -> None:
-        self.discarded.append(prepared.content)
+        pass
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
         self.batches.append([prepared.content for prepared in batch])
-        try:
-            for prepared in batch:
-                await self.forwarded(prepared.content)
-        finally:
-            self.at_once -= 1
+        for prepared in batch:
+            await self.forwarded(prepared.content)
         return [torch.full((ROWS, WIDTH), float(len(one.content))) for one in batch]
 
     # Sender

@@ -20,7 +20,7 @@ from sglang_epd.media import FetchingThread, MediaFetcher, MediaLimits
 MIB = 1 << 20
 BOUND = 8
 FETCHED = 6  # of these, for what is fetched
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 async def turns(count: int = 5) -> None:

@@ -48,9 +48,18 @@ def order(queue: FairQueue, bounds: BatchBounds = ONE, **more) -> list[Job]:
 # Fairness
 
 
-def test_alone_a_request_goes_in_its_own_order():
-    jobs = [job(cost=n + 1.0) for n in range(5)]
-    assert order(filled(*jobs)) == jobs
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("a1 a2 a3", "a1 a2 a3"),  # alone in its own order
+        ("a1 b1 a1 b1 a1 b1", "a1 a1 a1 b1 b1 b1"),  # none waits for the other's last item
+        ("a9 a9 b1 b1 b1", "b1 b1 b1 a9 a9"),  # what is asked for decides
+        ("a1 a1 a1 a1 a1 b4", "b4 a1 a1 a1 a1 a1"),  # and not in how many items
+    ],
+)
+def test_those_who_would_be_done_first_with_equal_shares_are_first(asked, expected):
+    jobs = [job(one[0], cost=float(one[1])) for one in asked.split()]
+    assert " ".join(f"{one.owner}{one.cost:.0f}" for one in order(filled(*jobs))) == expected
 
 
 @pytest.mark.parametrize("cost", [1.0, 7.0])
@@ -80,19 +89,6 @@ def test_clients_with_single_images_do_not_starve_a_request_of_64(clients):
         if taken[-1].owner != "large":
             queue.push(job(f"{taken[-1].owner[0]} {len(taken)}"))
     assert 64 + 60 * clients <= len(taken) <= 64 + 64 * (clients + 1)
-
-
-def test_what_is_asked_for_decides_and_not_in_how_many_items():
-    dear = [job("dear", cost=100.0) for _ in range(3)]
-    cheap = [job("cheap", cost=10.0) for _ in range(29)]
-    assert order(filled(*dear, *cheap)) == cheap + dear
-    many = [job("many", cost=10.0) for _ in range(31)]
-    assert order(filled(*many, *dear)) == dear + many
-
-
-def test_two_requests_do_not_wait_for_each_others_last_image():
-    jobs = [job(owner) for _ in range(4) for owner in ("a", "b")]
-    assert [one.owner for one in order(filled(*jobs))] == ["a"] * 4 + ["b"] * 4
 
 
 def test_who_was_served_before_is_not_behind_for_it():
@@ -222,17 +218,6 @@ def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
     assert take(queue, ANY, room=3) == []
     assert take(queue, ANY, room=5) == [jobs[0]], "or the second might wait for ever"
     assert take(queue, ANY, room=5) == jobs[1:]
-
-
-def test_the_parked_wait_and_keep_their_turn():
-    jobs = [job("a", parked=True), job("b"), job("c")]
-    queue = filled(*jobs)
-    assert take(queue) == [jobs[1]]
-    jobs[0].parked = False
-    assert take(queue) == [jobs[0]]
-    jobs[2].parked = True
-    assert take(queue) == []
-    assert len(queue) == 1
 
 
 # Bookkeeping

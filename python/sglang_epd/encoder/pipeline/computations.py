@@ -136,7 +136,7 @@ class Computations:
             data,
             owner,
             deadline,
-            looked=looked,
+            looked,
             changed=self._want,
             released=self._release,
         )

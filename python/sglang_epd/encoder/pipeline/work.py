@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -120,6 +121,7 @@ class Work(Job):
         self.state, self.since = state, now
 
 
+@dataclass(eq=False)
 class Lane:
     """A tower and the work that is assigned to it.
 
@@ -129,16 +131,15 @@ class Lane:
             item; averages over the recent past.
     """
 
-    def __init__(self, tower: Tower) -> None:
-        self.tower = tower
-        self.preparing: set[Work] = set()
-        self.ready: FairQueue[Work] = FairQueue()
-        self.running: set[Work] = set()
-        self.batches = 0
-        self.free_at = 0.0
-        self.rate = 0.0
-        self.pixel_rate = 0.0
-        self.typical = 1.0
+    tower: Tower
+    preparing: set[Work] = field(default_factory=set)
+    ready: FairQueue[Work] = field(default_factory=FairQueue)
+    running: set[Work] = field(default_factory=set)
+    batches: int = 0
+    free_at: float = 0.0
+    rate: float = 0.0
+    pixel_rate: float = 0.0
+    typical: float = 1.0
 
     @property
     def patches(self) -> float:
@@ -213,18 +214,21 @@ def _moved(average: float, value: float) -> float:
     return average + 0.2 * (value - average) if average else value
 
 
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(eq=False, repr=False)
 class Hold:
     """One asker's interest in an embedding.
 
     `Computations` makes it and reports its outcome (`join`, `show`, `give`, `fail`); the
     asker waits, says whether it wants the embedding now, and releases it.
 
-    Args:
+    Attributes:
+        key, modality, data, owner, deadline, looked: as of `Computations.hold`.
         changed: called when the asker wants the embedding again, or does not any more.
         released: called once.
-        key, modality, data, owner, deadline, looked: as of `Computations.hold`.
-
-    Attributes:
         wanted: whether the embedding is of use now.
         work: the embedding in the making that it waits for, if any.
         entry: the embedding in the cache, pinned for it, if it has one.
@@ -234,35 +238,23 @@ class Hold:
         began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        modality: str,
-        data: bytes | None,
-        owner: str,
-        deadline: float,
-        *,
-        looked: bool,
-        changed: Callable[[Hold], None],
-        released: Callable[[Hold], None],
-    ) -> None:
-        self.key = key
-        self.modality = modality
-        self.data = data
-        self.owner = owner
-        self.deadline = deadline
-        self.looked = looked
-        self._changed = changed
-        self._released = released
-        self._over = False
-        self.wanted = True
-        self.work: Work | None = None
-        self.entry: Entry | None = None
-        self._layout: asyncio.Future[Layout] = asyncio.get_running_loop().create_future()
-        self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.source = "computed"
-        self.began = time.perf_counter()
-        self._stages: list[list[Stage]] = []
+    key: bytes
+    modality: str
+    data: bytes | None
+    owner: str
+    deadline: float
+    looked: bool
+    changed: Callable[[Hold], None]
+    released: Callable[[Hold], None]
+    wanted: bool = True
+    work: Work | None = None
+    entry: Entry | None = None
+    made: asyncio.Future[None] = field(default_factory=_future)
+    source: str = "computed"
+    began: float = field(default_factory=time.perf_counter)
+    _layout: asyncio.Future[Layout] = field(default_factory=_future)
+    _stages: list[list[Stage]] = field(default_factory=list)
+    _over: bool = False
 
     # Its asker
 
@@ -307,13 +299,13 @@ class Hold:
         """
         if wanted != self.wanted and not self._over:
             self.wanted = wanted
-            self._changed(self)
+            self.changed(self)
 
     def release(self) -> None:
         """Give the interest up; may be called again."""
         if not self._over:
             self._over = True
-            self._released(self)
+            self.released(self)
             # An error that was raised from here may keep the hold.
             self.data = self.work = self.entry = None
 
@@ -325,7 +317,7 @@ class Hold:
 
     def begin_again(self) -> None:
         """The embedding that was there has gone."""
-        self.made = asyncio.get_running_loop().create_future()
+        self.made = _future()
 
     def join(self, work: Work) -> None:
         """Its embedding is being made."""

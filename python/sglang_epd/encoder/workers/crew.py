@@ -233,14 +233,14 @@ class _Handle:
     item: int
 
 
+@dataclass
 class _Call:
     """Something asked of all ranks: done when each has answered, or the crew is lost."""
 
-    def __init__(self, rows: int = 0) -> None:
-        self.answers: dict[int, Laid | Done | Failed] = {}
-        self.embeddings: list[torch.Tensor | None] = [None] * rows
-        self.timers: list[asyncio.TimerHandle] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[None]
+    embeddings: list[torch.Tensor | None] = field(default_factory=list)
+    answers: dict[int, Laid | Done | Failed] = field(default_factory=dict)
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Failed]:
@@ -322,7 +322,7 @@ class _Crew:
     async def prepare(self, modality: str, fd: int, deadline: float) -> Prepared:
         """Prepare the media in a file, which stays the caller's, on all ranks."""
         number = next(self._numbers)
-        call = _Call()
+        call = _Call(self._loop.create_future())
         try:
             await self._ask(call, number, Prepare(number, number, modality, deadline), fd)
             if call.failures:
@@ -338,7 +338,7 @@ class _Crew:
     async def forward(self, items: list[int]) -> list[torch.Tensor]:
         """Run items on all ranks; one call at a time."""
         number = next(self._numbers)
-        call = _Call(len(items))
+        call = _Call(self._loop.create_future(), [None] * len(items))
         limit = self._times.forward_s
         call.timers.append(
             self._loop.call_later(limit, self.lose, f"a batch takes longer than {limit:g} s")

@@ -215,6 +215,22 @@ def test_an_offer_waits_until_a_reader_drops_what_it_read(receiver, connect, sch
     assert receiver.tally.counts["waits", ""] == 1
 
 
+def test_an_offer_that_finds_no_room_asks_at_once_for_what_was_dropped(
+    start_receiver, connect, connect_scheduler, monkeypatch
+):
+    monkeypatch.setattr(receiver_module, "_HOUSEKEEPING_S", 3600)
+    receiver = start_receiver()
+    scheduler, encoder = connect_scheduler(), connect(receiver)
+    for ticket in "ab":
+        scheduler.expecting(ticket, ticket)
+        answer = encoder.offer(ticket, layout=FULL_LAYOUT)
+        if isinstance(answer, wire.Wait):
+            answer = encoder.receive()
+        assert not encoder.deliver(answer, torch.ones(BUDGET // 16, 4)).error
+        scheduler.tensors().clear()
+        gc.collect()
+
+
 def test_the_budget_is_never_exceeded(receiver, connect, scheduler):
     """Many requests at once, all served, each by an encoder of its own."""
     count, most = 8, 0

@@ -372,6 +372,8 @@ class Receiver:
                 self.tally.add("waits")
                 self._tell(held.peer, answer)
                 held.waits = True
+                # What readers have dropped since the last look may be room enough.
+                self._next_housekeeping = now
             self._held[held.name] = held
         elif isinstance(answer, wire.Decline):
             self._decline(held, answer.reason)

@@ -12,11 +12,11 @@ from aiohttp import web
 import certificates
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.registry import Registry
-from sglang_epd.encoder.registration import Beat, Registration
+from sglang_epd.encoder.registration import Registration
 from sglang_epd.trust import Trust
 
 URL = "http://127.0.0.1:30000"
-BEAT = Beat(lease=2.0, retry=0.05)
+BEAT = {"lease_s": 2.0, "retry_s": 0.05}
 
 
 class Directory:
@@ -67,11 +67,10 @@ async def directory(unused_tcp_port_factory):
 async def register():
     made: list[Registration] = []
 
-    def start(*urls: str, trust: Trust | None = None, beat: Beat = BEAT) -> Registration:
-        trust = trust or Trust()
-        registration = Registration(
-            URL, urls, namespace="ours", headers=trust.headers(), tls=trust.client_ssl(), beat=beat
-        )
+    def start(*urls: str, trust: Trust | None = None, **beat: float) -> Registration:
+        trust, beat = trust or Trust(), {**BEAT, **beat}
+        shown = {"headers": trust.headers(), "tls": trust.client_ssl()}
+        registration = Registration(URL, urls, namespace="ours", **shown, **beat)
         made.append(registration)
         registration.start()
         return registration
@@ -108,7 +107,7 @@ async def test_the_lease_is_renewed_before_it_ends(directory, register):
     one.pool.register = count
     register(one.url)
     await until(lambda: len(renewed) == 3)
-    assert max(b - a for a, b in itertools.pairwise(renewed)) < BEAT.lease / 2
+    assert max(b - a for a, b in itertools.pairwise(renewed)) < BEAT["lease_s"] / 2
 
 
 async def test_a_language_server_that_restarts_knows_it_within_a_heartbeat(directory, register):
@@ -118,13 +117,13 @@ async def test_a_language_server_that_restarts_knows_it_within_a_heartbeat(direc
     await one.stop()
     await one.start()
     assert one.pool.urls() == []
-    await until(lambda: one.pool.urls() == [URL], seconds=BEAT.lease / 3 + 0.3)
+    await until(lambda: one.pool.urls() == [URL], seconds=BEAT["lease_s"] / 3 + 0.3)
 
 
 async def test_one_that_comes_later_is_found_soon_and_logged_once(directory, register, caplog):
     caplog.set_level("INFO", logger="sglang_epd.encoder.registration")
     one = await directory(start=False)
-    register(one.url, beat=Beat(lease=15.0, retry=0.02))
+    register(one.url, lease_s=15.0, retry_s=0.02)
     await asyncio.sleep(0.2)
     await one.start()
     # The directory knows it before its answer is here and logged.
@@ -142,7 +141,7 @@ async def test_a_refusal_is_said_loudly_and_not_the_end(
     directory, register, caplog, namespace, tokens, said
 ):
     one = await directory(namespace, Trust(tokens))
-    register(one.url, beat=Beat(lease=2.0, retry=0.05))
+    register(one.url)
     await until(lambda: said in caplog.text)
     assert not one.pool.urls()
     ours = [one for one in caplog.records if one.name == "sglang_epd.encoder.registration"]

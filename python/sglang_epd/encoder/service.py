@@ -130,8 +130,6 @@ class EncoderService:
         self.admission = admission
         self._metrics = metrics
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.intake = Intake(admission)
         self._ages = itertools.count()
         self.finished = 0
@@ -189,7 +187,6 @@ class EncoderService:
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
-        self._idle.clear()
         self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
         try:
             deadline = time.monotonic() + request.ttl_s
@@ -213,8 +210,6 @@ class EncoderService:
             self.admission.leave(request.request_id)
             self.finished += 1
             self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
-            if not self._live:
-                self._idle.set()
 
     @property
     def healthy(self) -> bool:
@@ -227,7 +222,8 @@ class EncoderService:
 
     async def wait_idle(self) -> None:
         """Return when nothing is in work."""
-        await self._idle.wait()
+        while self._live:
+            await asyncio.wait(self._live.values())
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a live request; False if there is none of that id."""

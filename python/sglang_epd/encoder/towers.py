@@ -26,7 +26,7 @@ from sglang_epd import logs
 from sglang_epd.config import Settings
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Tower
-from sglang_epd.encoder.workers.crew import Rank, Times, WorkerTower
+from sglang_epd.encoder.workers.crew import Rank, WorkerTower
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
 
@@ -36,7 +36,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 async def start_towers(
-    server_args: Any, limits: MediaLimits, decode_mb: int, times: Times | None = None
+    server_args: Any, limits: MediaLimits, decode_mb: int
 ) -> tuple[Sequence[Tower], Any]:
     """Start the towers that the flags ask for; all are loaded and warm when it returns.
 
@@ -47,7 +47,6 @@ async def start_towers(
         server_args: SGLang's, resolved.
         limits: bounds on one item's decoding.
         decode_mb: for all that is decoded at a time, in all workers together.
-        times: bounds on worker processes.
 
     Returns:
         The towers, and the model's configuration as the checkpoint has it, which a language
@@ -68,7 +67,7 @@ async def start_towers(
         return [engine], hf_config
     starts = partial(starts_of, server_args, limits, decode_mb << 20)
     workers = [
-        WorkerTower(f"vision worker {tower}", _FACTORY, partial(starts, tower), times=times)
+        WorkerTower(f"vision worker {tower}", _FACTORY, partial(starts, tower))
         for tower in range(towers)
     ]
     try:

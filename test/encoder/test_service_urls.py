@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from encoder.site import BODY, Site
+from encoder.towers import until
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.errors import OverloadedError
 from sglang_epd.wire.messages import Wait
@@ -35,12 +36,6 @@ def encode(service, reader, site: Site, asking):
         return outcome
 
     return ask
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, site, cache) -> None:

@@ -476,13 +476,15 @@ async def test_an_expired_item_is_not_begun(tower, ask):
     assert not tower.preparations
 
 
-@pytest.mark.parametrize("patient", ["none", "shares", "joins", "shares alone"])
+@pytest.mark.parametrize("patient", ["none", "shares", "joins", "shares alone", "leaves"])
 async def test_an_expired_item_is_run_for_those_who_have_time_left(
     tower, computations, ask, busy, patient
 ):
     hurried = ask(b"x", "r1", ttl_s=0.02)
-    others = [ask(b"x", "r2")] if patient.startswith("shares") else []
+    others = [] if patient in ("none", "joins") else [ask(b"x", "r2")]
     await hurried.layout()
+    if patient == "leaves":
+        others.pop().release()
     await asyncio.sleep(0.03)
     if patient == "joins":
         others = [ask(b"x", "r2")]

@@ -29,9 +29,9 @@ HERE = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 # Generous where the machine may be slow, small where a test waits for the bound itself.
 TIMES = Times(
-    start_s=240, ping_s=0.1, silence_s=60, forward_s=60, ranks_s=0.2, stop_s=5, restart_s=0.05
+    start_s=240, ping_s=0.1, silence_s=120, forward_s=240, ranks_s=0.2, stop_s=5, restart_s=0.05
 )
-WAIT_S = 120
+WAIT_S = 240
 
 Make = Callable[..., Awaitable[WorkerTower]]
 

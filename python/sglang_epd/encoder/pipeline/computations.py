@@ -592,7 +592,7 @@ class Computations:
         self._discard(work)
         work.enter(state)
         del self._works[work.key]
-        work.data = None  # the frames of an error may keep the work
+        work.data = None  # a batch that still runs may keep the work
 
     def _discard(self, work: Work) -> None:
         if work.prepared is not None and work.lane is not None:

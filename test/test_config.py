@@ -36,20 +36,14 @@ def test_each_variable_is_read():
             "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
             "SGLANG_EPD_SHARED_MEMORY": "off",
             "SGLANG_EPD_CHECKSUM": "on",
-            "SGLANG_EPD_STORE": "redis://:secret@cache",
+            "SGLANG_EPD_STORE": "file:///secret",
             "SGLANG_EPD_STORE_TIMEOUT_MS": "99",
-            "SGLANG_EPD_ENCODE": "off",
-            "SGLANG_EPD_MIN_PATCHES": "256",
             "SGLANG_EPD_URL_CACHE_ENTRIES": "0",
-            "SGLANG_EPD_ENCODER_HEADER": "on",
             "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
         }
     ) == Settings(
         token="secret",
-        encode=False,
-        min_patches=256,
         url_cache_entries=0,
-        encoder_header=True,
         request_timeout_s=2.5,
         dispatch_policy="shuffle",
         max_body_mb=7,
@@ -57,7 +51,7 @@ def test_each_variable_is_read():
         grant_timeout_s=0.5,
         shared_memory=False,
         checksum=True,
-        store="redis://:secret@cache",
+        store="file:///secret",
         store_timeout_ms=99.0,
         encoder_advertise_url="http://encoder:1",
     )
@@ -123,8 +117,6 @@ def test_a_switch_is_on_or_off(name, raw, value):
         ("SGLANG_EPD_GRANT_TIMEOUT_S", "never"),
         ("SGLANG_EPD_SHARED_MEMORY", "maybe"),
         ("SGLANG_EPD_STORE_TIMEOUT_MS", "0"),
-        ("SGLANG_EPD_MIN_PATCHES", "-1"),
-        ("SGLANG_EPD_MIN_PATCHES", "few"),
         ("SGLANG_EPD_URL_CACHE_ENTRIES", "-1"),
         ("SGLANG_EPD_URL_CACHE_ENTRIES", "off"),
         ("SGLANG_EPD_CHECKSUM", ""),
@@ -167,7 +159,7 @@ def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expecte
 
 
 def test_a_token_is_not_shown():
-    assert "secret" not in repr(Settings(token="secret", store="redis://:secret@cache"))
+    assert "secret" not in repr(Settings(token="secret", store="file:///secret"))
 
 
 def test_the_prefix_is_one_of_ours():

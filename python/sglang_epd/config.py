@@ -94,15 +94,9 @@ class Settings(Struct, frozen=True, kw_only=True):
             it gets 503.
         encoder_timeout_s [language]: How long one encoder may take for its share of a request
             before others are asked. Unless given, half of the deadline above where that is more.
-        encoder_header [language]: Whether a request may name its encoders (`x-encoder-hosts-ports:
-            host:port,...`).
         tell_sources [language]: Whether answers of `/generate` say where their media came from
             (`meta_info.media_sources`). A user learns from it whether another client with the same
             cache salt has sent the same media before.
-        encode [language, with `--enable-adaptive-dispatch-to-encoder`]: Whether anything goes to
-            encoders.
-        min_patches [language, with `--enable-adaptive-dispatch-to-encoder`]: Requests whose images
-            are all smaller than so many patches (14 x 14 px) do not go to encoders.
         receive_budget_mb [language]: Embeddings that it holds at a time: granted, received, being
             read or kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
             server may use, from 2048 to 16384. On an accelerator all of it is taken at start.
@@ -132,7 +126,7 @@ class Settings(Struct, frozen=True, kw_only=True):
             machine, instead of sending over a socket.
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
             arrives.
-        store [encoders]: URL of a store of embeddings that they share: `file://`, `redis://`,
+        store [encoders]: URL of a store of embeddings that they share: `file://` or
             `mooncake://`.
         store_timeout_ms [encoders]: How long the store may delay an item.
         fingerprint [encoders, language]: What of each tensor of a tower tells two servers that
@@ -169,10 +163,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     dispatch_policy: Text = "affinity"
     encoder_wait_s: Number = 30.0
     encoder_timeout_s: Number = 60.0
-    encoder_header: Switch = False
     tell_sources: Switch = True
-    encode: Switch = True
-    min_patches: Whole = 0
     receive_budget_mb: Count | None = None
     embedding_cache_mb: Whole | None = None
     grant_timeout_s: Number = 30.0

@@ -7,7 +7,6 @@ EpdError
 │   ├── MediaTooLargeError   413  over a limit on bytes, pixels or frames
 │   └── MediaTypeError       415  a modality or format that the model cannot take
 ├── ProtocolError       400  a message that cannot be understood or is not allowed
-│   └── EncoderChoiceError 400  a request names encoders, and this server knows none of them
 ├── DuplicateError      409  the request id is live already
 ├── OverloadedError     503  over a budget; try again later or elsewhere
 ├── UnavailableError    503  the peer is down, draining or out of reach
@@ -86,10 +85,6 @@ class MediaTypeError(MediaError):
 
 class ProtocolError(EpdError):
     status = 400
-
-
-class EncoderChoiceError(ProtocolError, ValueError):
-    pass
 
 
 class DuplicateError(EpdError):

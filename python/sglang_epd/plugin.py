@@ -14,7 +14,6 @@ from typing import Any
 from sglang_epd.seams import (
     bootstrap,
     contract,
-    headers,
     hooks,
     large_bodies,
     prefix,
@@ -113,9 +112,13 @@ HOOKS = (
         "around",
         requests.around("answer_before_streaming"),
     ),
-    # ... tokenizer process: the HTTP request, with SGLANG_EPD_ENCODER_HEADER or the flag below.
-    Hook(_TOKENIZER, "TokenizerManager._init_req_state", "around", headers.note),
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
+    Hook(
+        _TOKENIZER,
+        "TokenizerManager._init_req_state",
+        "after",
+        requests.after("adaptive.noted"),
+    ),
     Hook(
         _TOKENIZER,
         "TokenizerManager._should_dispatch_to_encoder",

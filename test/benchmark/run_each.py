@@ -16,7 +16,8 @@ from pathlib import Path
 def run(command: list[str]) -> str:
     sys.argv = command
     # As Python does for a script; the folder's names hide none that others import.
-    sys.path.insert(0, str(Path(command[0]).parent))
+    folder = str(Path(command[0]).parent)
+    sys.path.insert(0, folder)
     try:
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
@@ -24,7 +25,7 @@ def run(command: list[str]) -> str:
     except Exception:
         return traceback.format_exc()
     finally:
-        del sys.path[0]
+        sys.path.remove(folder)
     return ""
 
 

@@ -18,6 +18,8 @@ NAMES = sorted(
 SMALL = {
     "zipf": ("zipf.py", "--requests", "40", "--seeds", "1", "--out", "OUT/dispatch.md"),
     "scale": ("simulator.py", "scale", "--cells", "1", "--jobs", "1", "--out", "OUT/simulator.md"),
+    "adaptive": ("adaptive.py", "--seeds", "1", "--out", "OUT/mechanisms.json"),
+    "restarts": ("mechanisms.py", "restarts", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "dry run": ("compare.py", "--dry-run"),
     "compare's page": ("compare.py", "--render", "OUT/images_sweep.json"),
     "ttft's page": ("ttft.py", "--render", "OUT/profile.json"),
@@ -73,6 +75,7 @@ def test_it_runs(name: str, errors: dict[str, str]) -> None:
         ("images_sweep.md", "TTFT"),
         ("profile.md", "time to the first token"),
         ("hostile.md", "| tiff | sglang-epd"),
+        ("mechanisms.json", '"restarts"'),
     ],
 )
 @pytest.mark.usefixtures("errors")

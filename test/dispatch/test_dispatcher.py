@@ -260,18 +260,6 @@ async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, c
     assert only.items == [0] * 4
 
 
-async def test_only_the_encoders_that_the_request_names_are_asked(start, client):
-    named, other = await start(), await start()
-    named.refuses(UnavailableError("draining"))
-    one = dispatcher(client, ready(named.url, other.url))
-    with pytest.raises(UnavailableError, match="draining"):
-        deadline = time.monotonic() + 5
-        await one.run(REPLY_TO, some_items(2), deadline, among={named.url})
-    assert other.items == []
-    with pytest.raises(UnavailableError, match="none of the encoders that the request names"):
-        await one.run(REPLY_TO, some_items(2), time.monotonic() + 5, among={"http://no:1"})
-
-
 async def test_an_item_that_every_encoder_fails_at_is_given_up(start, dispatch):
     encoders = [await start() for _ in range(5)]
     for encoder in encoders:

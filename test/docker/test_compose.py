@@ -35,7 +35,7 @@ def test_the_image_is_sglangs_of_our_version_and_ends_as_nobody():
 
 def test_what_is_named_is_there(compose):
     services = compose["services"]
-    assert SERVERS | {"router", "redis", "prometheus", "grafana"} == set(services)
+    assert SERVERS | {"router", "prometheus", "grafana"} == set(services)
     for name, service in services.items():
         assert set(service["networks"]) <= set(compose["networks"]), name
         assert set(service.get("depends_on", ())) <= set(services), name

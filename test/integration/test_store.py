@@ -27,7 +27,7 @@ from integration.counters import counted
 from integration.test_forms import IMAGE
 from integration.test_parity import TOLERANCE
 from integration.topology import Machine, Topology
-from stores import Server, mooncake_master, mooncake_node, redis_server
+from stores import Server, mooncake_master, mooncake_node
 
 TOKENS = 4
 # Requests of a load with a fault, half of them for what is stored; what the fault comes after.
@@ -221,17 +221,6 @@ def damage(files: list[Path]) -> None:
     # A pipe that nobody writes to.
     files[5].unlink()
     os.mkfifo(files[5])
-
-
-@pytest.mark.extended
-def test_redis(case: Case, tmp_path: Path, resources: ExitStack) -> None:
-    server = resources.enter_context(redis_server(tmp_path))
-    fill_and_start_anew(case, f"redis://127.0.0.1:{server.port}")
-    load_with_a_fault(case, STORED, server.kill)
-    assert is_left_alone(case)
-    server.start()
-    comes_back(case)
-    freeze(case, server, STORED + NEW)
 
 
 @pytest.mark.extended

@@ -297,8 +297,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "adaptive": lambda: Topology(
         _TINY,
         _TOGETHER,
-        # A picture of 224 px has 256 patches, one of 448 px 1024.
-        {"SGLANG_EPD_MIN_PATCHES": "1000", "SGLANG_EPD_ENCODER_HEADER": "on", **_NOTHING_KEPT},
+        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "3", **_NOTHING_KEPT},
         flags={
             "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES} "
             "--allowed-media-domains 127.0.0.1 --media-url-max-file-size-mb 1"
@@ -331,14 +330,13 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         flags={"language": "--enable-metrics"},
         own_env={"language@miss": {"SGLANG_RADIX_FORCE_MISS": "1", **_NOTHING_KEPT}},
     ),
-    # Both encode themselves, whatever is not named an encoder.
+    # Both encode themselves what has fewer than four pictures.
     "content": lambda: Topology(
         "tiny-qwen3-vl",
         ("encoder", "language", "caching"),
         {
             "SGLANG_EPD_CONTENT_IDENTITY": "on",
-            "SGLANG_EPD_MIN_PATCHES": "100000",
-            "SGLANG_EPD_ENCODER_HEADER": "on",
+            "SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "4",
             "SGLANG_VLM_CACHE_SIZE_MB": "100",
         },
         {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},

@@ -83,7 +83,6 @@ class FakeDispatcher:
         reply_to: ReplyTo,
         items: list[EncodeItem],
         deadline: float,
-        among=None,
         note=None,
         span=OFF,
         asker="",
@@ -287,32 +286,34 @@ async def test_the_decode_server_is_told_of_a_cancellation(frontend, dispatcher,
     assert told(slot).error.code == "RequestCancelledError"
 
 
-@pytest.fixture
-def ends(frontend):
-    """How requests ended."""
+async def test_the_end_of_each_request_is_told(frontend, dispatcher, idle):
     ends: list[tuple[str, str]] = []
-    frontend.on_end = lambda rid, error: ends.append((rid, error.code if error else ""))
-    return ends
 
+    def start(rid: str) -> None:
+        frontend.start(rid, ITEMS, 1)
+        frontend.ended(rid).add_done_callback(
+            lambda ended: ends.append((rid, ended.result().code if ended.result() else ""))
+        )
 
-async def test_the_end_of_each_request_is_told_once(frontend, dispatcher, ends, idle):
     dispatcher.go_on.set()
-    frontend.start("delivered", ITEMS, 1)
+    start("delivered")
     await idle()
     dispatcher.error = UnavailableError("none")
-    frontend.start("failed", ITEMS, 1)
+    start("failed")
     await idle()
     dispatcher.error = ZeroDivisionError()
-    frontend.start("surprised", ITEMS, 1)
+    start("surprised")
     await idle()
     dispatcher.go_on.clear()
     dispatcher.started.clear()
-    frontend.start("cancelled", ITEMS, 1)
+    start("cancelled")
     frontend.cancel("cancelled")  # before it began
-    frontend.start("cancelled later", ITEMS, 1)
+    start("cancelled later")
     await dispatcher.started.wait()
     frontend.cancel("cancelled later")
     await idle()
+    await asyncio.sleep(0)
+    assert frontend.ended("cancelled later") is None
     assert ends == [
         ("delivered", ""),
         ("failed", "UnavailableError"),
@@ -348,21 +349,18 @@ async def test_only_what_the_receiver_needs_is_sent(dispatcher, control, idle, m
     items, known = mixed
     control.talks = True
     frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, known)
-    ended = []
-    frontend.on_end = lambda rid, error: ended.append((rid, error))
     dispatcher.layouts = {2: layout_of(items[2])}
     expect = frontend.start("rid", items, 1)
+    ended = frontend.ended("rid")
     assert expect.keys == (b"a" * 32, b"b" * 32, b"", b"")
     await dispatcher.started.wait()
     assert dispatcher.runs[0][1] == items[2:], "these cannot be here"
     dispatcher.go_on.set()
     await asyncio.sleep(0.01)
-    assert not ended, "the receiver has not said what it needs"
+    assert not ended.done(), "the receiver has not said what it needs"
     control.news[expect.ticket].put_nowait(Needed(expect.ticket, (1,)))
-    while not ended:
-        await asyncio.sleep(0)
+    assert await ended is None
     assert [run[1] for run in dispatcher.runs] == [items[2:], items[1:2]]
-    assert ended == [("rid", None)]
     assert known.find(b"c" * 32) == layout_of(items[2]).layout, "it was learnt"
     # It had to make room before the scheduler came for it.
     control.news[expect.ticket].put_nowait(Needed(expect.ticket, (0,)))
@@ -371,7 +369,6 @@ async def test_only_what_the_receiver_needs_is_sent(dispatcher, control, idle, m
         while len(frontend):
             await asyncio.sleep(0)
     assert dispatcher.runs[-1][1] == items[:1]
-    assert ended == [("rid", None)], "told once"
 
 
 async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(

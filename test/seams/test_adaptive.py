@@ -9,7 +9,6 @@ from fastapi import HTTPException
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from sglang_epd.dispatch.decider import Knobs
 from sglang_epd.dispatch.pool import Health, Snapshot, View
 from sglang_epd.errors import (
     DeadlineError,
@@ -22,7 +21,7 @@ from sglang_epd.errors import (
 )
 from sglang_epd.language.local_images import LocalImage
 from sglang_epd.observability.language import DecisionMetrics
-from sglang_epd.seams import adaptive, headers
+from sglang_epd.seams import adaptive
 from sglang_epd.seams.adaptive import Adaptive
 
 URL = "http://encoder:1"
@@ -50,8 +49,10 @@ class Prompt(SimpleNamespace):
 
 
 class Batch(Prompt):
-    def __init__(self, *prompts) -> None:
-        super().__init__(is_single=False, batch_size=len(prompts))
+    def __init__(self, *prompts, samples: int = 1) -> None:
+        rids = [prompt.rid for prompt in prompts]
+        rids += [f"{rid}-{sample}" for rid in rids for sample in range(1, samples)]
+        super().__init__(rid=rids, is_single=False, batch_size=len(prompts))
         self.prompts = prompts
 
     def __getitem__(self, index):
@@ -60,7 +61,7 @@ class Batch(Prompt):
 
 class FakeFrontend:
     def __init__(self) -> None:
-        self.on_end = lambda _rid, _error: None
+        self.live: dict[str, asyncio.Future] = {}
         self.cancelled: list[str] = []
         self.here = 0
 
@@ -70,7 +71,14 @@ class FakeFrontend:
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)
         gone = RequestCancelledError("the request was cancelled")
-        asyncio.get_running_loop().call_soon(self.on_end, rid, gone)
+        asyncio.get_running_loop().call_soon(self.end, rid, gone)
+
+    def ended(self, rid: str) -> asyncio.Future | None:
+        return self.live.get(rid)
+
+    def end(self, rid: str, error: Exception | None) -> None:
+        if rid in self.live:
+            self.live.pop(rid).set_result(error)
 
 
 class FakeImages:
@@ -99,6 +107,7 @@ class Manager:
         self.frontend = frontend
         self.places = 1
         self.tokenized: list[Prompt] = []
+        self.rid_to_state: dict[str, SimpleNamespace] = {}
         self.error: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -111,6 +120,8 @@ class Manager:
                     if prompt.contains_mm_input() and self.to_scheduler:
                         prompt.need_wait_for_mm_inputs = True
                         prompt.encoder_urls = ["a manifest"]
+                        ended = asyncio.get_running_loop().create_future()
+                        self.frontend.live[prompt.rid] = ended
 
         self.seam.handle(original, self, obj)
 
@@ -148,19 +159,16 @@ def views():
 async def build(views, monkeypatch):
     monkeypatch.setattr(adaptive, "_LOOK_S", 0.01)
     monkeypatch.setattr(adaptive, "_current", contextvars.ContextVar("test", default=None))
-    monkeypatch.setattr(headers, "_request", contextvars.ContextVar("test", default=None))
+    monkeypatch.setattr(adaptive, "_http", contextvars.ContextVar("test", default=None))
 
-    def run(chosen=None, rate=1.0, **knobs):
+    def run(min_items=1):
         frontend, images = FakeFrontend(), FakeImages()
         registry = CollectorRegistry()
         seam = Adaptive(
             frontend=frontend,
             images=images,
             snapshot=lambda: Snapshot(tuple(views)),
-            chosen=lambda: chosen,
-            estimate=lambda item: float(item.data or b"1"),
-            knobs=Knobs(**knobs),
-            rate=lambda: rate,
+            min_items=min_items,
             metrics=DecisionMetrics(registry),
             timeout_s=10.0,
         )
@@ -182,7 +190,7 @@ async def build(views, monkeypatch):
 
 
 async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
-    manager = build(min_patches=100.0)
+    manager = build(min_items=3)
     manager.places = 2
     prompt = Prompt(images=["10", "20"])
     manager.dispatch(prompt)
@@ -193,36 +201,35 @@ async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     keys = [item.identity for item in tokenized.mm_inputs.mm_items]
     assert keys == [bytes(32), bytes([1]) * 32]
     assert tokenized.mm_inputs.padded_input_ids is None, "a prompt of the old names"
-    assert manager.counted() == {("local", "small"): 1}
+    assert manager.counted() == {("local", "few"): 1}
 
 
 async def test_a_batch_goes_one_way(build):
-    manager = build(min_patches=100.0)
+    manager = build(min_items=3)
     prompts = [Prompt("a", ["10"]), Prompt("b", []), Prompt("c", ["20"])]
     manager.dispatch(Batch(*prompts))
     # SGLang copies the batch's own to none of them.
     assert [prompt.need_wait_for_mm_inputs for prompt in prompts] == [False, None, False]
     await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
     assert sorted(manager.images.read_items) == [[b"10"], [b"20"]]
-    assert manager.counted() == {("local", "small"): 2}
-    prompts = [Prompt("a", ["10"]), Prompt("b", []), Prompt("c", ["2000"])]
+    assert manager.counted() == {("local", "few"): 2}
+    prompts = [Prompt("a", ["10"]), Prompt("b", []), Prompt("c", ["20", "30"])]
     manager.dispatch(Batch(*prompts))
     assert [prompt.need_wait_for_mm_inputs for prompt in prompts] == [True, None, True]
     for rid in "ac":
-        manager.frontend.on_end(rid, None)
+        manager.frontend.end(rid, None)
     await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
 
 
 @pytest.mark.parametrize("media", [{"video_data": [b"9"]}, {"audio_data": [b"9"]}])
-@pytest.mark.parametrize("knobs", [{"encode": False}, {"min_patches": 1e9}])
-async def test_videos_and_sounds_always_go_to_encoders(build, views, media, knobs):
+async def test_videos_and_sounds_always_go_to_encoders(build, views, media):
     views.clear()
-    manager = build(**knobs)
+    manager = build(min_items=9)
     prompt = Prompt(images=["1"], **media)
     manager.dispatch(prompt)
     assert prompt.need_wait_for_mm_inputs is True
     failure = UnavailableError("no encoder is known to this server")
-    asyncio.get_running_loop().call_later(0.1, manager.frontend.on_end, "rid", failure)
+    asyncio.get_running_loop().call_later(0.1, manager.frontend.end, "rid", failure)
     # The scheduler knows of the failure, and ends the request.
     assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
     assert manager.counted() == {("remote", "no_tower"): 1}
@@ -234,32 +241,12 @@ async def test_what_no_encoder_took_is_encoded_here(build, error):
     manager = build()
     prompt = Prompt(images=["1000"])
     manager.dispatch(prompt)
-    manager.frontend.on_end("rid", error("nobody took it"))
+    manager.frontend.end("rid", error("nobody took it"))
     tokenized = await manager.tokenize(prompt)
     assert tokenized.prompt.need_wait_for_mm_inputs is False
     assert tokenized.prompt.encoder_urls is None
     assert tokenized.mm_inputs.mm_items[0].identity == bytes(32)
-    assert manager.counted() == {("remote", "cost"): 1, ("local", "failed"): 1}
-
-
-@pytest.mark.parametrize("to_scheduler", [True, False])
-async def test_only_what_was_delivered_teaches_the_link(build, views, to_scheduler):
-    """A request that waited for an encoder that had died would make it look slow."""
-    manager = build()
-    manager.to_scheduler = to_scheduler
-    learnt: list[float] = []
-    manager.seam._link.learn = lambda _nbytes, seconds, _now: learnt.append(seconds)
-    for delivered in (True, False):
-        prompt = Prompt(images=["1000"])
-        manager.dispatch(prompt)
-        if delivered:
-            manager.frontend.on_end("rid", None)
-        else:
-            manager.gate.clear()
-            views[0] = View(URL, Health.SUSPECT)
-            asyncio.get_running_loop().call_later(0.1, manager.gate.set)
-        await manager.tokenize(prompt)
-    assert len(learnt) == 1
+    assert manager.counted() == {("remote", "items"): 1, ("local", "failed"): 1}
 
 
 @pytest.mark.parametrize("error", [EncodeError, MediaError, DeadlineError])
@@ -268,7 +255,7 @@ async def test_what_encoders_failed_at_is_not_tried_here(build, error):
     manager = build()
     prompt = Prompt(images=["1000"])
     manager.dispatch(prompt)
-    manager.frontend.on_end("rid", error("no"))
+    manager.frontend.end("rid", error("no"))
     assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
     assert not manager.images.read_items
 
@@ -311,7 +298,7 @@ async def test_one_moment_without_an_encoder_changes_nothing(build, views, monke
     prompt = Prompt(images=["1000"])
     manager.dispatch(prompt)
     views[0] = View(URL, Health.SUSPECT)
-    asyncio.get_running_loop().call_later(0.1, manager.frontend.on_end, "rid", None)
+    asyncio.get_running_loop().call_later(0.1, manager.frontend.end, "rid", None)
     assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
     assert not manager.frontend.cancelled
 
@@ -320,14 +307,14 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(build):
     manager = build()
     prompt = Prompt(images=["1000"])
     http = Http()
-    headers.note(lambda *_: None, SimpleNamespace(mm_receiver="ours"), prompt, http)
+    manager.seam.noted(prompt, http)
+    # The copies that SGLang makes of a sampled request come without it.
+    manager.seam.noted(prompt)
     manager.dispatch(prompt)
     asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
     with pytest.raises(ValueError, match="left"):
         await manager.tokenize(prompt)
     assert manager.frontend.cancelled == ["rid"]
-    await asyncio.sleep(0)
-    assert not manager.seam._running
 
 
 async def test_it_can_be_cancelled_while_it_waits(build):
@@ -344,7 +331,7 @@ async def test_it_can_be_cancelled_while_it_waits(build):
 
 async def test_a_prompt_with_fewer_placeholders_is_the_users_fault(build):
     """SGLang would answer as if the image were not there."""
-    manager = build(encode=False)
+    manager = build(min_items=2)
     manager.places = 0
     prompt = Prompt()
     manager.dispatch(prompt)
@@ -361,14 +348,55 @@ async def test_a_change_is_logged_once(build, views, caplog):
         for _ in range(3):
             manager.dispatch(Prompt(images=["1000"]))
     said = [record.message for record in caplog.records]
-    remote, local = "Encoding of media: remote (cost)", "Encoding of media: local (no_encoder)"
+    remote, local = "Encoding of media: remote (items)", "Encoding of media: local (no_encoder)"
     assert said == [remote, local, remote]
 
 
-async def test_what_stays_here_makes_the_next_wait(build, views):
-    """The tower here is as fast as the encoder, until it has something to do."""
-    views[0] = View(URL, Health.READY, rate=1000.0)
-    manager = build(rate=1000.0, interference=1.0)
-    for _ in range(3):
-        manager.dispatch(Prompt(images=["100"]))
-    assert manager.counted() == {("local", "cost"): 1, ("remote", "cost"): 2}
+def live(first_token_time: float) -> SimpleNamespace:
+    """SGLang's state of a request."""
+    return SimpleNamespace(time_stats=SimpleNamespace(first_token_time=first_token_time))
+
+
+@pytest.mark.parametrize(
+    ("states", "decided"),
+    [
+        ({}, ("local", "few")),
+        ({"rid": live(0)}, ("local", "few")),
+        ({"rid": live(0), "decodes": live(12.5)}, ("local", "few")),
+        ({"rid": live(0), "waits": live(0)}, ("remote", "load")),
+    ],
+)
+async def test_few_images_stay_while_no_other_request_waits(build, states, decided):
+    manager = build(min_items=2)
+    manager.rid_to_state = states
+    manager.dispatch(Prompt())
+    assert manager.counted() == {decided: 1}
+
+
+async def test_samples_and_prompts_of_one_request_are_no_others(build):
+    manager = build(min_items=3)
+    batch = Batch(Prompt("a"), Prompt("b"), samples=2)
+    manager.rid_to_state = {rid: live(0) for rid in batch.rid}
+    manager.dispatch(batch)
+    assert manager.counted() == {("local", "few"): 2}
+
+
+@pytest.mark.parametrize(
+    ("encoders", "decided"),
+    [
+        ([], ("local", "no_encoder")),
+        ([Health.SUSPECT], ("local", "no_encoder")),
+        (["full"], ("local", "busy")),
+        (["full", Health.READY], ("remote", "items")),
+        (["full", Health.JOINING], ("local", "busy")),
+    ],
+)
+async def test_what_encoders_cannot_take_now_stays(build, views, encoders, decided):
+    views[:] = [
+        View(f"http://e{index}:1", Health.READY if state == "full" else state, busy=state == "full")
+        for index, state in enumerate(encoders)
+    ]
+    manager = build()
+    manager.rid_to_state = {"another": live(0)}
+    manager.dispatch(Prompt())
+    assert manager.counted() == {decided: 1}

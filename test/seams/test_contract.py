@@ -185,10 +185,13 @@ CALLS: dict[tuple[str, str, str], list[str]] = {
         "if mm_inputs and mm_inputs.input_ids is not None: input_ids = mm_inputs.input_ids",
         'or get_disagg().encoder_transfer_backend == "zmq_to_tokenizer"',
     ],
-    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager.generate_request"): [
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager.generate_request"): [
         "self._init_req_state(obj, request)",
         "try: if get_disagg().language_only: self._handle_epd_disaggregation_encode_request(obj)",
         "tokenized_obj = await self._tokenize_one_request(obj)",
+    ],
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._handle_batch_output"): [
+        "if state.time_stats.first_token_time == 0.0:",
     ],
     (
         "seams/adaptive",

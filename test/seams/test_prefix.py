@@ -177,9 +177,7 @@ def scheduler():
 
 @pytest.fixture
 def queue(scheduler, gate):
-    queue = SchedulerQueue(scheduler)
-    queue.gate = gate
-    return queue
+    return SchedulerQueue(scheduler)
 
 
 def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):

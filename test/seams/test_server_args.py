@@ -161,17 +161,6 @@ def test_without_an_epd_flag_everything_passes(check):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("SGLANG_EPD_ENCODE", "off"), ("SGLANG_EPD_MIN_PATCHES", "256")]
-)
-def test_without_a_tower_nothing_can_be_kept_here(check, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name}.*--enable-adaptive-dispatch-to-encoder"):
-        check()
-    check(enable_adaptive_dispatch_to_encoder=True)
-    check(**ENCODER)  # the environment is often one for all servers
-
-
-@pytest.mark.parametrize(
     ("setting", "workers", "theirs"),
     [("on", 2, True), ("on", 1, False), ("off", 2, False), (None, 2, False)],
 )

@@ -37,7 +37,7 @@ class FakeFrontend:
         self.cancelled: list[str] = []
         self.sent_again: list[tuple] = []
 
-    def start(self, rid, items, consumers, slot, among=None, parent=None) -> Expect:
+    def start(self, rid, items, consumers, slot, parent=None) -> Expect:
         self.started.append((rid, [item.data for item in items], consumers))
         self.slots.append(slot)
         return Expect(f"ticket of {rid}", len(items), consumers, 60.0)

@@ -8,9 +8,9 @@ import pytest
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.shared import open_store
 from store.fakes import Counts, FakeBackend, Open
-from stores import Server, mooncake_master, mooncake_node, redis_server
+from stores import Server, mooncake_master, mooncake_node
 
-KINDS = ("file", "redis", "mooncake")
+KINDS = ("file", "mooncake")
 NODE_BYTES = 64 << 20
 
 
@@ -39,12 +39,6 @@ async def fake(backend: FakeBackend, counts: Counts) -> AsyncIterator[Callable[.
     backend.error = None
     for store in made:
         await store.close()
-
-
-@pytest.fixture(scope="session")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What all stores have in common, asked of the real ones: a folder, Redis, Mooncake Store."""
+"""What all stores have in common, asked of the real ones: a folder, Mooncake Store."""
 
 from __future__ import annotations
 

@@ -16,33 +16,18 @@ def test_a_folder():
     assert url.max_item_bytes == 4 << 20
 
 
-@pytest.mark.parametrize(
-    ("scheme", "tls"), [("redis", False), ("rediss", True), ("valkey", False), ("valkeys", True)]
-)
-def test_redis_and_valkey(scheme: str, tls: bool):
-    url = StoreUrl.parse(f"{scheme}://me:p%40ss@cache.internal:6380/3?namespace=team-a")
-    assert (url.kind, url.tls, url.host, url.port) == ("redis", tls, "cache.internal", 6380)
-    assert (url.database, url.username, url.password) == (3, "me", "p@ss")
-    assert url.bounds.namespace == "team-a"
-    assert StoreUrl.parse(f"{scheme}://cache").port == 6379
-
-
 def test_mooncake():
     url = StoreUrl.parse("mooncake://master:50051?protocol=rdma&device=mlx5_0&segment_mb=512")
     assert (url.kind, url.host, url.port) == ("mooncake", "master", 50051)
     assert url.bounds == MooncakeOptions(protocol="rdma", device="mlx5_0", segment_mb=512)
 
 
-@pytest.mark.parametrize("secret", ["hunter2", "p%40ss"])
-def test_a_password_is_never_shown(secret: str):
-    typed = f"redis://me:{secret}@cache:6380/3?ttl_s=60"
-    url = StoreUrl.parse(typed)
-    assert url.shown == "redis://cache:6380/3"
-    assert url.password not in repr(url)
-    for broken in (typed + "&what=1", typed.replace("/3", "/x"), typed + "#x", "ftp" + typed):
+@pytest.mark.parametrize("scheme", ["mooncake", "redis"])
+def test_a_password_is_never_shown(scheme: str):
+    for typed in ("hunter2@cache:6380", "me:hunter2@cache:6380?ttl_s=60", "hunter2@cache:x"):
         with pytest.raises(ConfigError) as refused:
-            StoreUrl.parse(broken)
-        assert secret not in str(refused.value)
+            StoreUrl.parse(f"{scheme}://{typed}")
+        assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -51,19 +36,17 @@ def test_a_password_is_never_shown(secret: str):
         ("", "begin with"),
         ("/mnt/store", "begin with"),
         ("s3://bucket", "begin with"),
-        ("redis://[::1", "no URL"),
-        ("redis://cache:99999", "no URL"),
+        ("redis://cache", "begin with"),
+        ("mooncake://[::1", "no URL"),
+        ("mooncake://cache:99999", "no URL"),
         ("file://mnt/store", "absolute"),
         ("file:///", "absolute"),
         ("file:store", "absolute"),
-        ("redis://", "no host"),
-        ("redis://cache/zero", "database"),
-        ("redis://cache?max_item_mb=512&queue_mb=1024", "511"),
         ("mooncake://master", "host:port"),
         ("mooncake://master:50051/path", "host:port"),
         ("mooncake://me@master:50051", "host:port"),
         ("file:///mnt?segment_mb=1", "segment_mb"),
-        ("redis://cache?max_mb=1", "max_mb"),
+        ("mooncake://master:1?max_mb=1", "max_mb"),
         ("file:///mnt?ttl_s=0", "ttl_s"),
         ("file:///mnt?ttl_s=-1", "ttl_s"),
         ("file:///mnt?ttl_s=1.5", "ttl_s"),

@@ -82,7 +82,6 @@ class _Run:
 
     reply_to: ReplyTo
     deadline: float
-    among: Collection[str] | None
     progress: dict[int, _Progress]
     note: Callable[[int, str], None]
     span: Span
@@ -162,7 +161,6 @@ class Dispatcher:
         reply_to: ReplyTo,
         items: Sequence[EncodeItem],
         deadline: float,
-        among: Collection[str] | None = None,
         note: Callable[[int, str], None] = lambda _item, _source: None,
         *,
         span: Span = OFF,
@@ -172,7 +170,6 @@ class Dispatcher:
 
         Args:
             deadline: on the clock of `time.monotonic`.
-            among: encoders that may be asked; None for all.
             note: called for each delivered item with the source of its embedding.
             span: has each encoder's share, and each wait, as a part.
             asker: the request's id, for encoders' logs.
@@ -184,13 +181,13 @@ class Dispatcher:
             EpdError: the user's error; the items not delivered by then
                 have been cancelled at their encoders.
         """
-        run = _Run(reply_to, deadline, among, {}, note, span, asker[:_MOST_ASKER_CHARS])
+        run = _Run(reply_to, deadline, {}, note, span, asker[:_MOST_ASKER_CHARS])
         self._budget.sent(len(items))
         tasks: dict[asyncio.Task[list[Failure]], int] = {}
         begun = 0
         try:
             while tasks or begun < len(items):
-                most = _AHEAD * max(1, len(self._candidates(run, ())))
+                most = _AHEAD * max(1, len(self._candidates(())))
                 room = most - sum(tasks.values())
                 if begun < len(items) and room >= _MOST_ITEMS:
                     part, begun = items[begun : begun + room], begun + room
@@ -253,7 +250,7 @@ class Dispatcher:
         until = run.deadline
         if not isinstance(reason, OverloadedError):
             until = min(run.stranded_at + self._patience.encoder_s, until)
-        nobody = reason or UnavailableError(self._nobody(run))
+        nobody = reason or UnavailableError(self._nobody())
         complaint = self._pool.complaint()
         if complaint is not None or isinstance(reason, EncodeError) or now >= until:
             raise complaint or nobody
@@ -262,7 +259,7 @@ class Dispatcher:
         seconds = pause(max(one.returns for one in progress), self._rng)
         if reason is not None and reason.retry_after_s:
             seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
-        elif not self._candidates(run, frozenset()):
+        elif not self._candidates(frozenset()):
             seconds = until - now
         with run.span.child("epd_wait_for_encoder", items=len(items)):
             await self._pool.changed(min(seconds, until - now))
@@ -271,21 +268,15 @@ class Dispatcher:
             one.tried = set(one.faults)
         return [(item, nobody) for item in items]
 
-    def _nobody(self, run: _Run) -> str:
+    def _nobody(self) -> str:
         known = self._pool.describe()
         if not known:
             return "no encoder is known to this server"
-        if run.among is not None:
-            return "none of the encoders that the request names can be asked"
         reasons = "; ".join(f"{one['url']}: {one['state']}, {one['why']}" for one in known[:4])
         return f"none of {len(known)} encoders can be asked ({reasons})"
 
-    def _candidates(self, run: _Run, tried: Collection[str]) -> list[View]:
-        return usable(
-            view
-            for view in self._pool.snapshot().encoders
-            if view.url not in tried and (run.among is None or view.url in run.among)
-        )
+    def _candidates(self, tried: Collection[str]) -> list[View]:
+        return usable(view for view in self._pool.snapshot().encoders if view.url not in tried)
 
     def _assign(
         self, run: _Run, items: Sequence[EncodeItem]
@@ -298,7 +289,7 @@ class Dispatcher:
         stranded: list[EncodeItem] = []
         snapshot = self._pool.snapshot()
         for tried, members in groups.items():
-            views = self._candidates(run, tried)
+            views = self._candidates(tried)
             if not views:
                 stranded += members
                 continue

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -58,8 +58,8 @@ _SCHEDULER_TIMEOUT_S = 5.0
 class _Live:
     ticket: str
     task: asyncio.Task[EpdError | None]
-    # Whether `on_end` was called.
-    told: bool = False
+    # Its error, None where all was delivered.
+    ended: asyncio.Future[EpdError | None]
 
 
 @dataclass
@@ -79,7 +79,6 @@ class _Request:
     layouts: dict[int, ItemLayout]
     expect: Expect
     slot: Slot | None
-    among: Collection[str] | None
     deadline: float
     span: Span = OFF
     unheard: bool = False
@@ -123,9 +122,6 @@ class Frontend:
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Live] = {}
-        # Called with a request's id and its error, None where all was delivered;
-        # once for each request that was started.
-        self.on_end: Callable[[str, EpdError | None], None] = lambda _rid, _error: None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -136,7 +132,6 @@ class Frontend:
         items: list[EncodeItem],
         consumers: int,
         slot: Slot | None = None,
-        among: Collection[str] | None = None,
         *,
         parent: Span = OFF,
     ) -> Expect:
@@ -148,7 +143,6 @@ class Frontend:
             rid: the request's id, under which it may be cancelled.
             consumers: how many scheduler requests will wait for these items.
             slot: where a decode server learns the layouts, or that there will be none.
-            among: encoders that may be asked; None for all.
             parent: the span of the request.
         """
         keys = [self._key(item) for item in items]
@@ -158,7 +152,7 @@ class Frontend:
             self._tally.observe("request_items", count, modality)
         expect = self._announcement(items, keys, layouts, consumers, span)
         deadline = time.monotonic() + self._timeout_s
-        self._begin(_Request(rid, items, keys, layouts, expect, slot, among, deadline, span))
+        self._begin(_Request(rid, items, keys, layouts, expect, slot, deadline, span))
         return expect
 
     def again(self, rid: str, items: list[EncodeItem], expect: Expect, parent: Span = OFF) -> None:
@@ -177,7 +171,7 @@ class Frontend:
         layouts = self._recall(items, keys)
         deadline = time.monotonic() + expect.ttl_s
         span = parent.child("epd_media", items=len(items), again=True)
-        self._begin(_Request(rid, items, keys, layouts, expect, None, None, deadline, span))
+        self._begin(_Request(rid, items, keys, layouts, expect, None, deadline, span))
 
     def _announcement(
         self,
@@ -212,10 +206,11 @@ class Frontend:
         rid, slot, ticket = request.rid, request.slot, request.expect.ticket
         span = request.span
         with logs.about(rid):
-            task = asyncio.get_running_loop().create_task(self._run(request), name=f"encode {rid}")
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(self._run(request), name=f"encode {rid}")
+            live = self._live[rid] = _Live(ticket, task, loop.create_future())
             # Not in `_run`, of which not a line runs if it is cancelled before it begins.
-            task.add_done_callback(lambda task: self._forget(rid, ticket, task, span))
-        self._live[rid] = _Live(ticket, task)
+            task.add_done_callback(lambda task: self._forget(rid, live, task, span))
         if slot is not None:
             # Does nothing where the task itself said how it ended.
             task.add_done_callback(
@@ -231,6 +226,11 @@ class Frontend:
         """
         return self._accounts.get(rid)
 
+    def ended(self, rid: str) -> asyncio.Future[EpdError | None] | None:
+        """Has a live request's error when it ends, or None when all is delivered."""
+        live = self._live.get(rid)
+        return None if live is None else live.ended
+
     def encoded_here(self, items: int) -> None:
         """So many items of a request went to no encoder: this server's tower has them."""
         self._tally.add("items", "local", amount=items)
@@ -242,13 +242,10 @@ class Frontend:
             live.task.cancel()
 
     def _forget(
-        self, rid: str, ticket: str, task: asyncio.Task[EpdError | None], span: Span
+        self, rid: str, live: _Live, task: asyncio.Task[EpdError | None], span: Span
     ) -> None:
-        live = self._live.get(rid)
-        told = False
-        if live is not None and live.ticket == ticket:
+        if self._live.get(rid) is live:
             del self._live[rid]
-            told = live.told
         error: EpdError | None = RequestCancelledError("the request was cancelled")
         if not task.cancelled():
             surprise = task.exception()
@@ -259,8 +256,8 @@ class Frontend:
             self._tally.add("failures", error.code)
             span.fail(error.code, error.message)
         span.end()
-        if not told:
-            self.on_end(rid, error)
+        if not live.ended.done():
+            live.ended.set_result(error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
@@ -359,7 +356,6 @@ class Frontend:
             reply_to,
             items,
             request.deadline,
-            request.among,
             request.sources.__setitem__,
             span=request.span,
             asker=request.rid,
@@ -388,9 +384,8 @@ class Frontend:
             *(total, request.rid, elapsed_ms, request.sent),
         )
         live = self._live.get(request.rid)
-        if live is not None and live.ticket == request.expect.ticket:
-            live.told = True
-            self.on_end(request.rid, None)
+        if live is not None and live.ticket == request.expect.ticket and not live.ended.done():
+            live.ended.set_result(None)
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""

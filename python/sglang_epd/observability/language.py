@@ -87,13 +87,6 @@ class DecisionMetrics(Metrics):
     )
 
 
-class HeaderMetrics(Metrics):
-    """Of requests that name their encoders."""
-
-    prefix = "sglang:epd_dispatch_"
-    unknown_encoders = counter("Encoders that requests named and this server does not know")
-
-
 class ReceiverMetrics(Metrics):
     prefix = "sglang:epd_receiver_"
     offers = counter("Offers of encoders")

@@ -1,42 +1,35 @@
 """Adaptive dispatch: a language server with a tower, and the images that it encodes itself.
 
 Under `--enable-adaptive-dispatch-to-encoder` SGLang asks for each request whether encoders
-are to have it, and processes the others as one server would. Here the question is
-answered by predicted cost (`dispatch/decider.py`). Images that stay are read by the rules of
-encoders (`language/local_images.py`). A request that was sent, but that no encoder took, is
-taken back before a scheduler has seen it.
+are to have it, and processes the others as one server would. SGLang's rule is that those of
+fewer items than `SGLANG_ENCODER_DISPATCH_MIN_ITEMS` stay. Here they stay only while no other
+request waits for its first token, because that one would wait for the tower as well. Images
+that stay are read by the rules of encoders (`language/local_images.py`). A request that was
+sent, but that no encoder took, is taken back before a scheduler has seen it.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
-`_init_req_state(obj, request)`, then `_handle_epd_disaggregation_encode_request(obj)`,
+`_init_req_state(obj, request)` with the HTTP request (None of one that did not come over
+HTTP), then `_handle_epd_disaggregation_encode_request(obj)`,
 which asks `_should_dispatch_to_encoder(obj)` and sets `need_wait_for_mm_inputs`; then
 `_tokenize_one_request(obj)` for each prompt, which leaves the media of those that do not
 wait to SGLang's own processor, takes PIL images, and returns an object with `mm_inputs`.
+All of them run in the request's own task. `rid_to_state` has the live requests, and
+`time_stats.first_token_time` of each is 0 until there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_epd.config import Settings
-from sglang_epd.dispatch.decider import (
-    Decision,
-    Knobs,
-    Link,
-    LocalQueue,
-    LocalRate,
-    decide,
-)
-from sglang_epd.dispatch.policies import ItemCost
 from sglang_epd.dispatch.pool import Health, Pool, Snapshot
-from sglang_epd.dispatch.work import Costs
 from sglang_epd.errors import (
     EncoderLostError,
     EpdError,
@@ -51,7 +44,7 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import IMAGE
-from sglang_epd.seams import headers, identities, local_rate
+from sglang_epd.seams import identities
 from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -62,8 +55,6 @@ logger = logging.getLogger(__name__)
 # A request of this kind of failure has not been the encoders' work: the tower here may
 # have it. Not one that they failed at, which this server is not to fail at as well.
 _CURABLE = (UnavailableError, OverloadedError, NamespaceError)
-# Of a tower that was not measured yet; only for how long its queue is.
-_SLOW_PATCHES_PER_S = 5_000.0
 # How often it is looked whether the client is still there, and an encoder; and at how many
 # looks in a row there may be none, before the tower here takes over.
 _LOOK_S = 0.5
@@ -75,8 +66,6 @@ class _Sent:
     """The items of one prompt that were sent to encoders."""
 
     items: list[EncodeItem]
-    decision: Decision
-    began: float
     ended: asyncio.Future[EpdError | None] | None = None
 
 
@@ -89,6 +78,8 @@ class _Request:
 
 
 _current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", default=None)
+# The `fastapi.Request` that the current task serves.
+_http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
 
 class Adaptive:
@@ -98,13 +89,9 @@ class Adaptive:
         frontend: sends requests to encoders, and reports how they end.
         images: reads images that stay.
         snapshot: the encoders now.
-        chosen: the URLs that the current request names; None for all.
-        estimate: patches of an item.
-        knobs: users' settings.
-        rate: patches a second of the tower here; 0 where unknown.
+        min_items: requests of fewer may stay.
         metrics: counts decisions.
         timeout_s: a request's deadline.
-        clock: seconds.
     """
 
     def __init__(
@@ -113,33 +100,26 @@ class Adaptive:
         frontend: Frontend,
         images: LocalImages,
         snapshot: Callable[[], Snapshot],
-        chosen: Callable[[], tuple[str, ...] | None],
-        estimate: Callable[[EncodeItem], float],
-        knobs: Knobs,
-        rate: Callable[[], float],
+        min_items: int,
         metrics: DecisionMetrics,
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._frontend = frontend
         self._images = images
         self._snapshot = snapshot
-        self._chosen = chosen
-        self._estimate = estimate
-        self._knobs = knobs
-        self._rate = rate
+        self._min_items = min_items
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._link = Link()
-        self._queue = LocalQueue()
-        # By request id, from the start of a dispatch to its end.
-        self._running: dict[str, _Sent] = {}
         self._seen: set[tuple[str, str]] = set()
         self._forced = ""
-        frontend.on_end = self._ended
 
-    def should_dispatch(self, _original: Any, _manager: Any, obj: Any) -> bool:
+    def noted(self, _obj: Any, request: Any = None) -> None:
+        """After `_init_req_state`: the copies of a sampled request come without the HTTP request,
+        in the same task."""
+        if request is not None:
+            _http.set(request)
+
+    def should_dispatch(self, _original: Any, manager: Any, obj: Any) -> bool:
         """Around `_should_dispatch_to_encoder`: all prompts of a request go one way.
 
         Raises:
@@ -150,19 +130,19 @@ class Adaptive:
             items = {prompt.rid: plan(prompt) for prompt in prompts}
         except MediaError as error:
             raise ValueError(error.message) from None
-        decision = self._decide([item for planned in items.values() for item in planned])
+        where, why = self._decide([item for planned in items.values() for item in planned])
+        if (where, why) == ("local", "few") and _others_wait(manager, obj):
+            where, why = "remote", "load"
         for _ in prompts:
-            self._count(decision.where, decision.why)
+            self._count(where, why)
         request = _Request(items)
         _current.set(request)
-        if decision.where == "remote":
-            now = self._clock()
-            request.sent = {rid: _Sent(planned, decision, now) for rid, planned in items.items()}
+        if where == "remote":
+            request.sent = {rid: _Sent(planned) for rid, planned in items.items()}
             return True
         for prompt in prompts:
             # SGLang does not copy the request's own to the prompts of a batch.
             prompt.need_wait_for_mm_inputs = False
-            self._queued(items[prompt.rid])
         return False
 
     def planned(self, rid: str) -> list[EncodeItem] | None:
@@ -177,13 +157,11 @@ class Adaptive:
         request = _current.get()
         if request is None:
             return
-        loop = asyncio.get_running_loop()
         for prompt in _prompts(obj):
             sent = request.sent.get(prompt.rid)
-            # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
-            if sent is not None and prompt.encoder_urls:
-                sent.ended = loop.create_future()
-                self._running[prompt.rid] = sent
+            if sent is not None:
+                # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
+                sent.ended = self._frontend.ended(prompt.rid)
 
     async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
         """Around `_tokenize_one_request`: a prompt's media are encoded here, or have been
@@ -204,7 +182,6 @@ class Adaptive:
             return tokenized
         logger.warning("Encoding %s here: %s", prompt.rid, reason)
         self._count("local", "failed")
-        self._queued(items)
         prompt.need_wait_for_mm_inputs = False
         prompt.encoder_urls = None
         return await self._here(original, manager, prompt, items)
@@ -245,7 +222,7 @@ class Adaptive:
         may_return = _local(sent.items)
         work = asyncio.ensure_future(self._outcome(original, manager, prompt, sent))
         # SGLang looks after clients that leave only when the scheduler has the request.
-        http = None if getattr(prompt, "background", False) else headers.current_request()
+        http = None if getattr(prompt, "background", False) else _http.get()
         without = 0
         try:
             while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
@@ -280,48 +257,22 @@ class Adaptive:
             if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
                 raise
             return None, UnavailableError(str(error.detail))
-        failure = None if sent.ended is None else await sent.ended
-        if failure is None:
-            self._learn(sent)
-        return tokenized, failure
+        return tokenized, None if sent.ended is None else await sent.ended
 
-    def _ended(self, rid: str, error: EpdError | None) -> None:
-        sent = self._running.pop(rid, None)
-        if sent is not None and sent.ended is not None and not sent.ended.done():
-            sent.ended.set_result(error)
+    def _decide(self, items: Sequence[EncodeItem]) -> tuple[str, str]:
+        """Where a request's items are to be encoded, and why.
 
-    def _learn(self, sent: _Sent) -> None:
-        """All was delivered. What fetching takes would be taken here as well, and says
-        nothing of the link."""
-        if all(item.url is None for item in sent.items):
-            now = self._clock()
-            nbytes = self._patches(sent.items) * self._knobs.bytes_per_patch
-            self._link.learn(nbytes, now - sent.began - sent.decision.compute_s, now)
-
-    def _decide(self, items: list[EncodeItem]) -> Decision:
-        chosen = self._chosen()
-        snapshot = self._snapshot()
-        if chosen is not None:
-            views = tuple(view for view in snapshot.encoders if view.url in chosen)
-            snapshot = replace(snapshot, encoders=views)
-        work = [ItemCost(b"", self._estimate(item)) for item in items]
-        local = self._local_rate() if _local(items) else None
-        decision = decide(work, snapshot, local, self._knobs, self._link.cost(self._clock()))
-        if chosen is not None and decision.why in ("cost", "small", "few"):
-            # Decided already.
-            return replace(decision, where="remote", why="chosen")
-        return decision
-
-    def _local_rate(self) -> LocalRate:
-        rate = self._rate()
-        return LocalRate(rate, self._queue.patches(self._clock(), rate or _SLOW_PATCHES_PER_S))
-
-    def _queued(self, items: list[EncodeItem]) -> None:
-        rate = self._rate() or _SLOW_PATCHES_PER_S
-        self._queue.add(self._patches(items), self._clock(), rate)
-
-    def _patches(self, items: Sequence[EncodeItem]) -> float:
-        return sum(self._estimate(item) for item in items)
+        Only ready encoders count: with a tower here, no request has to wait for a silent
+        encoder to come back.
+        """
+        if not _local(items):
+            return "remote", "no_tower"
+        ready = [view for view in self._snapshot().encoders if view.state is Health.READY]
+        if not ready:
+            return "local", "no_encoder"
+        if all(view.busy for view in ready):
+            return "local", "busy"
+        return ("local", "few") if len(items) < self._min_items else ("remote", "items")
 
     def _count(self, where: str, why: str) -> None:
         """Count every decision; log a new reason and a change of mode."""
@@ -346,21 +297,18 @@ def _local(items: Sequence[EncodeItem]) -> bool:
     return all(item.modality == IMAGE for item in items)
 
 
-def create(
-    frontend: Frontend,
-    pool: Pool,
-    costs: Costs,
-    *,
-    chosen: Callable[[], tuple[str, ...] | None],
-    settings: Settings,
-    hf_config: Any,
-) -> Adaptive | None:
-    """The adaptive decider of this tokenizer process; None without
-    `--enable-adaptive-dispatch-to-encoder`.
+def _others_wait(manager: Any, obj: Any) -> bool:
+    """Whether another request than this one waits for its first token."""
+    # Of a batch, and of several samples, a list.
+    own = {obj.rid} if isinstance(obj.rid, str) else set(obj.rid)
+    states = manager.rid_to_state.items()
+    return any(state.time_stats.first_token_time == 0 for rid, state in states if rid not in own)
 
-    Args:
-        chosen: as `headers.chooser` makes it.
-    """
+
+def create(frontend: Frontend, pool: Pool, settings: Settings) -> Adaptive | None:
+    """The adaptive decider of this tokenizer process; None without
+    `--enable-adaptive-dispatch-to-encoder`."""
+    from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_disagg, get_mm
 
     if not get_disagg().enable_adaptive_dispatch_to_encoder:
@@ -370,38 +318,13 @@ def create(
     limits = MediaLimits.from_env(
         hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
     )
-    adaptive = Adaptive(
+    least = envs.SGLANG_ENCODER_DISPATCH_MIN_ITEMS.get()
+    logger.info("EPD: this server holds its tower, and requests of fewer than %d items stay", least)
+    return Adaptive(
         frontend=frontend,
         images=LocalImages(pool.namespace, limits, (settings.decode_mb or decode_mb()) << 20),
         snapshot=pool.snapshot,
-        chosen=chosen,
-        estimate=costs.estimate,
-        knobs=_knobs(settings, hf_config),
-        rate=local_rate.read,
+        min_items=least,
         metrics=DecisionMetrics(),
         timeout_s=settings.request_timeout_s,
     )
-    logger.info("EPD: this server holds its tower and encodes images itself where that is faster")
-    return adaptive
-
-
-def _knobs(settings: Settings, hf_config: Any) -> Knobs:
-    # Unset it is 2, of SGLang's own rule, which the costs have replaced.
-    few = os.environ.get("SGLANG_ENCODER_DISPATCH_MIN_ITEMS", "")
-    return Knobs(
-        encode=settings.encode,
-        min_patches=float(settings.min_patches),
-        min_items=int(few) if few.isdecimal() else 0,
-        bytes_per_patch=_bytes_per_patch(hf_config),
-    )
-
-
-def _bytes_per_patch(hf_config: Any) -> float:
-    """Of an embedding; the families that SGLang disaggregates merge two by two patches."""
-    holder = getattr(hf_config, "thinker_config", None) or hf_config
-    vision = getattr(holder, "vision_config", None)
-    merged: int = getattr(vision, "spatial_merge_size", 2) ** 2
-    text = getattr(holder, "text_config", None) or holder
-    width = float(getattr(vision, "out_hidden_size", 0) or getattr(text, "hidden_size", 4096))
-    layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return width * layers * 2.0 / merged

@@ -159,7 +159,7 @@ SIGNATURES: dict[tuple[str, str, str], str] = {
     ),
     ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
     ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
-    ("seams/headers", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
+    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
         "self obj request"
     ),
     (

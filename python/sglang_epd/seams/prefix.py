@@ -73,13 +73,13 @@ class SchedulerQueue:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self.gate: PrefixGate | None = None
 
     def add(self, request: Any, *, retracted: bool) -> None:
-        assert self.gate is not None
+        gate = Installed.gate
+        assert gate is not None
         if getattr(request, "disagg_kv_sender", None) is None:
             self._scheduler._add_request_to_queue(request, is_retracted=retracted)
-        elif self.gate.admit(request, retracted=retracted):
+        elif gate.admit(request, retracted=retracted):
             # Of a prefill server, and its decode server is waiting already.
             self._scheduler.waiting_queue.append(request)
 
@@ -174,7 +174,6 @@ def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) ->
     """Put a gate before this process's scheduler."""
     from sglang_epd.language.prefix import PrefixGate
 
-    queue = SchedulerQueue(scheduler)
-    gate = queue.gate = PrefixGate(RadixTree(scheduler.tree_cache), queue, leader, arena, reader)
-    Installed.gate = gate
+    tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)
+    gate = Installed.gate = PrefixGate(tree, queue, leader, arena, reader)
     return gate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles
@@ -72,8 +71,6 @@ def check(server_args: Any) -> None:
     if args.language_only and args.tokenizer_worker_num > 1:
         _check_workers(args)
         roles.announce_workers()
-    if args.language_only and not args.enable_adaptive_dispatch_to_encoder:
-        _check_no_choice(Settings.from_env())
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
@@ -145,24 +142,6 @@ def _check_workers(args: Any) -> None:
             "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
             f"embeddings; use another backend, or {_RIVAL}"
         )
-
-
-def _check_no_choice(settings: Settings) -> None:
-    """Without a tower of its own a language server can keep nothing to itself.
-
-    Raises:
-        ConfigError: a setting says that it should.
-    """
-    changed = {
-        "SGLANG_EPD_ENCODE=off": not settings.encode,
-        "SGLANG_EPD_MIN_PATCHES": settings.min_patches > 0,
-    }
-    for name, given in changed.items():
-        if given:
-            raise ConfigError(
-                f"{name} with --language-only needs --enable-adaptive-dispatch-to-encoder, "
-                "which keeps the vision tower"
-            )
 
 
 def _check_heads(hf_config: Any, ranks: int) -> None:

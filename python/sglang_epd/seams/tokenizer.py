@@ -47,7 +47,6 @@ from sglang_epd.observability.language import DispatchTally
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
-    headers,
     receiving,
     roles,
     rundir,
@@ -74,7 +73,6 @@ class TokenizerSeam:
         frontend: Frontend,
         control: Control,
         request_timeout_s: float,
-        chosen: Callable[[], tuple[str, ...] | None] = lambda: None,
         *,
         lays_out: Callable[[Any], Any] | None = None,
         plan: Callable[[Any], list[EncodeItem]] = plan,
@@ -91,8 +89,6 @@ class TokenizerSeam:
         self.adaptive: adaptive.Adaptive | None = None
         self._control = control
         self._timeout_s = request_timeout_s
-        # The encoders that the current request names (`headers.chooser`).
-        self._chosen = chosen
         # On a prefill server: the layouts for its decode servers (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         # Where prompts are laid out here: makes what does it of SGLang's processor.
@@ -143,12 +139,9 @@ class TokenizerSeam:
         try:
             planned = [self._planned(prompt) for prompt in prompts]
             reading.forget()
-            among = self._chosen()
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
                 parent = tracing.span_of_state(self._live.get(prompt.rid))
-                expect = self.frontend.start(
-                    prompt.rid, items, consumers, slot, among, parent=parent
-                )
+                expect = self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
                 started.append(prompt.rid)
                 prompt.need_wait_for_mm_inputs = True
                 prompt.encoder_urls = manifest.write(expect, rundir.secret())
@@ -283,9 +276,8 @@ class TokenizerSeam:
     def _start(self, prompt: Any, slot: Slot | None) -> Expect:
         try:
             items = self._planned(prompt)
-            among = self._chosen()
             parent = tracing.span_of_state(self._live.get(prompt.rid))
-            return self.frontend.start(prompt.rid, items, 1, slot, among, parent=parent)
+            return self.frontend.start(prompt.rid, items, 1, slot, parent=parent)
         except Exception as error:
             _refuse([slot], error)
             raise
@@ -333,7 +325,6 @@ def create_frontend(
         ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
         tally=tally,
     )
-    chosen = headers.chooser(settings.encoder_header, pool.urls)
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
     planner = plan if family_of(architecture) is None else plan_without_options
@@ -341,16 +332,13 @@ def create_frontend(
         frontend,
         control,
         timeout_s,
-        chosen,
         lays_out=lay_out,
         plan=planner,
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
     )
     control.on_again = seam.send_again
-    seam.adaptive = adaptive.create(
-        frontend, pool, costs, chosen=chosen, settings=settings, hf_config=hf_config
-    )
+    seam.adaptive = adaptive.create(frontend, pool, settings)
     return seam
 
 

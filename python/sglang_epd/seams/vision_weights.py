@@ -3,8 +3,8 @@
 SGLang's models build their tower and read its weights even with `--language-only`;
 nothing calls it there, because every image arrives as an embedding. So it is built of one
 block, none of its tensors is read from the checkpoint, files without any other are not
-opened, and its few built layers are released, before SGLang sizes the KV cache. Kept, and its
-speed measured, where `--enable-adaptive-dispatch-to-encoder` may run it.
+opened, and its few built layers are released, before SGLang sizes the KV cache. It is
+kept where `--enable-adaptive-dispatch-to-encoder` may run it.
 
 Leans on `model_executor.model_runner.ModelRunner.load_model`, and on `families.reading`.
 """
@@ -28,7 +28,6 @@ from sglang_epd.families.names import prove_names
 from sglang_epd.families.proof import adapt
 from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower
-from sglang_epd.seams import local_rate
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +71,9 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
 
     disagg = get_disagg()
     # A draft model is of another architecture, and has no tower.
-    if not disagg.language_only or model_runner.is_draft_worker:
+    keeps = not disagg.language_only or disagg.enable_adaptive_dispatch_to_encoder
+    if keeps or model_runner.is_draft_worker:
         original(model_runner)
-        return
-    if disagg.enable_adaptive_dispatch_to_encoder:
-        original(model_runner)
-        model = getattr(model_runner.model, "thinker", model_runner.model)
-        towers = [getattr(model, name, None) for name in _TOWERS]
-        watch = local_rate.TowerWatch(local_rate.path())
-        watch.watch(tower for tower in towers if isinstance(tower, nn.Module))
         return
     with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)

@@ -1,4 +1,4 @@
-"""Embeddings beyond one process: Mooncake Store, Redis or Valkey, a folder of files.
+"""Embeddings beyond one process: Mooncake Store, a folder of files.
 
 The encoder may import this package; it imports `wire` and `errors`. It keeps embeddings by
 key, and decides when to leave a store alone.

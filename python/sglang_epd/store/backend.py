@@ -1,4 +1,4 @@
-"""The contract of a store; `folder`, `redis` and `mooncake` implement it.
+"""The contract of a store; `folder` and `mooncake` implement it.
 
 A backend moves bytes by name and reports failures. Whether it is asked at all, and how
 long it may take, is decided by a breaker. `Threads` run calls that block.

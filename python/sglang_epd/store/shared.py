@@ -250,10 +250,6 @@ def _backend(url: StoreUrl) -> StoreBackend:
 
         root = url.folder / url.bounds.namespace
         return FolderStore(root, url.bounds.max_mb << 20, url.bounds.ttl_s)
-    if url.kind == "redis":
-        from sglang_epd.store.redis import RedisStore
-
-        return RedisStore(url)
     from sglang_epd.store.mooncake import MooncakeStore
 
     return MooncakeStore(url)

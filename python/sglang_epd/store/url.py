@@ -1,16 +1,15 @@
 """`SGLANG_EPD_STORE`: which store, and within which bounds, in one URL.
 
-    file:///folder                      redis://[user:password@]host[:port][/database]
-    mooncake://master:port              rediss://, valkey://, valkeys:// likewise
+    file:///folder
+    mooncake://master:port
 
 Bounds are query parameters. One that has no effect is an error.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -20,13 +19,7 @@ import msgspec
 from sglang_epd.errors import ConfigError
 
 _NAME = "SGLANG_EPD_STORE"
-_KINDS = {"file": "file", "redis": "redis", "rediss": "redis", "valkey": "redis"}
-_KINDS |= {"valkeys": "redis", "mooncake": "mooncake"}
-_TLS = {"rediss", "valkeys"}
 _NAMESPACE = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}$"
-_DATABASE = re.compile(r"[0-9]{1,5}")
-# The most that one string of Redis may hold, less our own overhead.
-_REDIS_MAX_ITEM_MB = 511
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=10**12)]
 
 
@@ -62,11 +55,7 @@ class MooncakeOptions(Bounds, frozen=True):
     segment_mb: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] = 0
 
 
-_PARAMETERS: dict[str, type[Bounds]] = {
-    "file": FolderBounds,
-    "redis": Bounds,
-    "mooncake": MooncakeOptions,
-}
+_KINDS: dict[str, type[Bounds]] = {"file": FolderBounds, "mooncake": MooncakeOptions}
 
 
 @dataclass(frozen=True)
@@ -74,12 +63,11 @@ class StoreUrl:
     """A store, as the user typed it.
 
     Attributes:
-        kind: "file", "redis" or "mooncake".
-        shown: the URL for logs and status, without credentials and parameters.
+        kind: "file" or "mooncake".
+        shown: the URL for logs and status, without parameters.
         bounds: its parameters.
         folder: of a file:// URL.
-        host, port, database, username, password, tls: of Redis; the first two of
-            Mooncake's master, too.
+        host, port: of Mooncake's master.
     """
 
     kind: str
@@ -88,10 +76,6 @@ class StoreUrl:
     folder: Path
     host: str
     port: int
-    database: int
-    username: str
-    password: str = field(repr=False)
-    tls: bool
 
     @property
     def max_item_bytes(self) -> int:
@@ -102,34 +86,30 @@ class StoreUrl:
         """Read and check the setting.
 
         Raises:
-            ConfigError: the parameter cannot be honoured; never shows a password.
+            ConfigError: the parameter cannot be honoured; never shows what was typed.
         """
         try:
             url = urlsplit(typed)
             port = url.port or 0
         except ValueError:
             raise ConfigError(f"{_NAME} is no URL") from None
-        kind = _KINDS.get(url.scheme)
-        if kind is None:
-            raise ConfigError(f"{_NAME} must begin with one of {', '.join(_KINDS)}, then ://")
-        bounds = _parameters(url, _PARAMETERS[kind])
-        for problem in _problems(url, kind, port, bounds):
+        form = _KINDS.get(url.scheme)
+        if form is None:
+            raise ConfigError(f"{_NAME} must begin with file:// or mooncake://")
+        bounds = _parameters(url, form)
+        for problem in _problems(url, port, bounds):
             raise ConfigError(f"{_NAME}: {problem}")
         return cls(
-            kind=kind,
-            shown=f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}",
+            kind=url.scheme,
+            shown=f"{url.scheme}://{url.netloc}{url.path}",
             bounds=bounds,
             folder=Path(unquote(url.path)),
             host=url.hostname or "",
-            port=port or 6379,
-            database=int(url.path.strip("/") or "0") if kind == "redis" else 0,
-            username=unquote(url.username or ""),
-            password=unquote(url.password or ""),
-            tls=url.scheme in _TLS,
+            port=port,
         )
 
 
-def _problems(url: SplitResult, kind: str, port: int, bounds: Bounds) -> Iterator[str]:
+def _problems(url: SplitResult, port: int, bounds: Bounds) -> Iterator[str]:
     """The parameters that cannot be honoured."""
     if url.fragment:
         yield "a fragment (#...) has no meaning"
@@ -140,13 +120,6 @@ def _problems(url: SplitResult, kind: str, port: int, bounds: Bounds) -> Iterato
             yield "file:// wants an absolute folder (file:///folder)"
         if bounds.max_mb < bounds.max_item_mb:
             yield "max_mb is less than max_item_mb, one embedding"
-    elif kind == "redis":
-        if not url.hostname:
-            yield "the URL names no host"
-        if bounds.max_item_mb > _REDIS_MAX_ITEM_MB:
-            yield f"max_item_mb is over the {_REDIS_MAX_ITEM_MB} of Redis"
-        if not _DATABASE.fullmatch(url.path.strip("/") or "0"):
-            yield "the path of a Redis URL is the database's number"
     elif not url.hostname or not port or url.path not in ("", "/") or "@" in url.netloc:
         yield "mooncake:// wants its master's host:port, no more"
 

@@ -118,6 +118,18 @@ async def test_bytes_that_are_fetched_leave_a_quarter_to_others(intake, admissio
         waits.cancel()
 
 
+async def test_bytes_that_came_inline_give_their_room_to_fetched_ones(service):
+    service.admission.max_bytes = BOUND
+    with service.intake.arrival((0, 0)) as over, service.intake.arrival((1, 0)) as fetched:
+        with service.receiving() as room:
+            room.take(BOUND)
+            await over.grow(1)
+            waits = asyncio.create_task(fetched.grow(1))
+            await turns()
+            assert not waits.done()
+        await asyncio.wait_for(waits, 5)
+
+
 ITEM = st.tuples(
     st.integers(0, 5),  # the request that it is of
     st.lists(st.integers(1, 12), min_size=1, max_size=4),  # what it grows by

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from packages import folder_of
 from sglang_epd.cli.processes import free_port
 
 _READY_S = 30.0
@@ -25,12 +25,6 @@ print("ready" if code == 0 else code, flush=True)
 sys.stdin.read()
 store.close()
 """
-
-
-def _package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
 
 
 class Server:
@@ -80,7 +74,7 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[Server]:
 def mooncake_master(folder: Path) -> Iterator[Server]:
     """A Mooncake master; nothing can be stored before there is a node."""
     port, metrics = free_port(), free_port()
-    command = [str(_package("mooncake") / "mooncake_master")]
+    command = [str(folder_of("mooncake") / "mooncake_master")]
     command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}"]
     command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
     with _running(command, port, folder / "master.log") as server:

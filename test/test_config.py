@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 import reference
 import sglang_epd
+from packages import folder_of
 from sglang_epd import config
 from sglang_epd.config import UNREAD, Settings, announce
 from sglang_epd.dispatch.policies import policy
@@ -25,35 +25,23 @@ def test_without_variables_the_defaults_hold():
     policy(settings.dispatch_policy)
 
 
-def test_each_variable_is_read():
-    assert Settings.from_env(
-        {
-            "SGLANG_EPD_TOKEN": "secret",
-            "SGLANG_EPD_REQUEST_TIMEOUT_S": "2.5",
-            "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
-            "SGLANG_EPD_MAX_BODY_MB": "7",
-            "SGLANG_EPD_RECEIVE_BUDGET_MB": "8",
-            "SGLANG_EPD_GRANT_TIMEOUT_S": "0.5",
-            "SGLANG_EPD_SHARED_MEMORY": "off",
-            "SGLANG_EPD_CHECKSUM": "on",
-            "SGLANG_EPD_STORE": "file:///secret",
-            "SGLANG_EPD_STORE_TIMEOUT_MS": "99",
-            "SGLANG_EPD_URL_CACHE_ENTRIES": "0",
-            "SGLANG_EPD_ENCODER_ADVERTISE_URL": "http://encoder:1",
-        }
-    ) == Settings(
+def test_variables_are_read_by_their_types():
+    env = {"TOKEN": "secret", "MAX_BODY_MB": "7", "URL_CACHE_ENTRIES": "0", "STORE_TIMEOUT_MS": "9"}
+    env |= {
+        "TELL_SOURCES": "off",
+        "CHECKSUM": "on",
+        "FINGERPRINT": "full",
+        "EMBEDDING_CACHE_MB": "2",
+    }
+    assert Settings.from_env({f"SGLANG_EPD_{name}": raw for name, raw in env.items()}) == Settings(
         token="secret",
-        url_cache_entries=0,
-        request_timeout_s=2.5,
-        dispatch_policy="shuffle",
         max_body_mb=7,
-        receive_budget_mb=8,
-        grant_timeout_s=0.5,
-        shared_memory=False,
+        url_cache_entries=0,
+        store_timeout_ms=9.0,
+        tell_sources=False,
         checksum=True,
-        store="file:///secret",
-        store_timeout_ms=99.0,
-        encoder_advertise_url="http://encoder:1",
+        fingerprint="full",
+        embedding_cache_mb=2,
     )
 
 
@@ -74,55 +62,29 @@ def test_sglangs_deadline_counts_where_ours_is_not_set(env, request_s, encoder_s
     assert (settings.request_timeout_s, settings.encoder_timeout_s) == (request_s, encoder_s)
 
 
-@pytest.mark.parametrize("name", ["shared_memory", "checksum"])
 @pytest.mark.parametrize(
     ("raw", "value"),
-    [
-        ("1", True),
-        ("true", True),
-        (" ON ", True),
-        ("0", False),
-        ("False", False),
-        ("off", False),
-    ],
+    [("1", True), ("true", True), (" ON ", True), ("0", False), ("False", False), ("off", False)],
 )
-def test_a_switch_is_on_or_off(name, raw, value):
-    settings = Settings.from_env({f"SGLANG_EPD_{name.upper()}": raw})
-    assert getattr(settings, name) is value
+def test_a_switch_is_on_or_off(raw, value):
+    assert Settings.from_env({"SGLANG_EPD_SHARED_MEMORY": raw}).shared_memory is value
+
+
+# By its type: values of a variable that are none.
+WRONG = {
+    "SGLANG_EPD_TOKENS": ["x"],
+    "SGLANG_EPD_": ["x"],
+    "SGLANG_EPD_REQUEST_TIMEOUT_S": ["soon", "", "0", "-1", "nan", "inf"],
+    "SGLANG_ENCODER_RECV_TIMEOUT": ["0", "long"],
+    "SGLANG_EPD_MAX_BODY_MB": ["1.5", "0", "-1", "2G"],
+    "SGLANG_EPD_RECEIVE_BUDGET_MB": ["0", "2G"],
+    "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
+    "SGLANG_EPD_CHECKSUM": ["", "2", "maybe"],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SGLANG_EPD_TOKENS", "x"),
-        ("SGLANG_EPD_", "x"),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "soon"),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", ""),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "0"),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "-1"),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "nan"),
-        ("SGLANG_EPD_REQUEST_TIMEOUT_S", "inf"),
-        ("SGLANG_ENCODER_RECV_TIMEOUT", "0"),
-        ("SGLANG_ENCODER_RECV_TIMEOUT", "long"),
-        ("SGLANG_EPD_MAX_BODY_MB", "1.5"),
-        ("SGLANG_EPD_MAX_BODY_MB", "0"),
-        ("SGLANG_EPD_MAX_BODY_MB", "-1"),
-        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "0"),
-        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "-1"),
-        ("SGLANG_EPD_RECEIVE_BUDGET_MB", "2G"),
-        ("SGLANG_EPD_GRANT_TIMEOUT_S", "0"),
-        ("SGLANG_EPD_GRANT_TIMEOUT_S", "-1"),
-        ("SGLANG_EPD_GRANT_TIMEOUT_S", "nan"),
-        ("SGLANG_EPD_GRANT_TIMEOUT_S", "inf"),
-        ("SGLANG_EPD_GRANT_TIMEOUT_S", "never"),
-        ("SGLANG_EPD_SHARED_MEMORY", "maybe"),
-        ("SGLANG_EPD_STORE_TIMEOUT_MS", "0"),
-        ("SGLANG_EPD_URL_CACHE_ENTRIES", "-1"),
-        ("SGLANG_EPD_URL_CACHE_ENTRIES", "off"),
-        ("SGLANG_EPD_CHECKSUM", ""),
-        ("SGLANG_EPD_CHECKSUM", "2"),
-        ("SGLANG_EPD_CHECKSUM", "blake3"),
-    ],
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
 def test_what_cannot_be_honoured_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"{name}\b"):
@@ -160,10 +122,6 @@ def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expecte
 
 def test_a_token_is_not_shown():
     assert "secret" not in repr(Settings(token="secret", store="file:///secret"))
-
-
-def test_the_prefix_is_one_of_ours():
-    assert config.PREFIX == "SGLANG_EPD_"
 
 
 def written(tmp_path: Path, text: str) -> dict[str, str]:
@@ -281,15 +239,12 @@ def test_where_nothing_is_set_nothing_is_said(caplog, server):
 
 def test_every_variable_of_sglangs_epd_is_read_or_named():
     """Of its encoder's and receiver's source, and the section of its declarations."""
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.submodule_search_locations
-    sglang_folder = Path(found.submodule_search_locations[0])
-    declared = (sglang_folder / "srt/environ.py").read_text()
+    srt = folder_of("sglang") / "srt"
+    declared = (srt / "environ.py").read_text()
     section = declared.partition("# Encoder pipeline and disaggregation")[2].partition("# =====")
     rest = section[2].partition("    # =====")[0]
     names = set(re.findall(r"^    (SGLANG_\w+) = ", rest, re.M))
-    for path in (sglang_folder / "srt/disaggregation/encoder").glob("*.py"):
+    for path in (srt / "disaggregation/encoder").glob("*.py"):
         names |= set(re.findall(r"\bSGLANG_(?:ENCODER|EMBEDDING|VLM)_\w+", path.read_text()))
     named = {name for table in UNREAD.values() for name in table if name.startswith("SGLANG_")}
     assert len(names) > 15

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from sglang_epd import logs
-from sglang_epd.config import Settings
-from sglang_epd.errors import ConfigError
 
 logger = logging.getLogger("sglang_epd.test_logs")
 
@@ -84,7 +82,7 @@ def test_text_has_the_request_behind_the_message(caplog):
     ]
 
 
-def test_an_id_begins_no_line_of_its_own(caplog, written):
+def test_an_id_begins_no_line_of_its_own(written):
     with logs.about("x\n[2026] forged \x1b[31m" + "y" * 1000):
         logger.info("one")
     (line,) = written()
@@ -103,13 +101,6 @@ async def test_tasks_that_are_begun_meanwhile_are_about_it_too(caplog):
     with logs.about("r2"):
         await task
     assert [record.getMessage() for record in caplog.records] == ["working [request r1]"]
-
-
-def test_the_format_is_a_setting():
-    assert Settings.from_env({}).log_format == "text"
-    assert Settings.from_env({"SGLANG_EPD_LOG_FORMAT": "JSON"}).log_format == "json"
-    with pytest.raises(ConfigError, match="SGLANG_EPD_LOG_FORMAT='xml': expected text, json"):
-        Settings.from_env({"SGLANG_EPD_LOG_FORMAT": "xml"})
 
 
 def test_a_line_that_cannot_be_formatted_raises_nothing(monkeypatch):

@@ -25,6 +25,7 @@ from sglang_epd.errors import ConfigError
 
 _SAMPLE_BYTES = 512
 _CHUNK_BYTES = 32 << 20
+_MOST_HEADER_BYTES = 100 << 20
 CONFIG = "config.json"
 # How media are made into pixels and samples.
 PROCESSOR_CONFIGS = (
@@ -71,9 +72,6 @@ class Tensor(NamedTuple):
 def served(*, whole: bool = False) -> Checkpoint:
     """The checkpoint of this process's server; downloads files that the cache lacks.
 
-    Args:
-        whole: as of `Checkpoint`.
-
     Raises:
         ConfigError: `--model-path` is neither a folder nor a name on a hub.
         OSError, RuntimeError: the files are not there, or the hub does not give them.
@@ -112,9 +110,6 @@ def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
 
     SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
     layers that are left out.
-
-    Args:
-        config: the checkpoint's.
     """
     own = config.get("quantization_config") or config.get("compression_config") or {}
     if not flag or flag == own.get("quant_method"):
@@ -144,12 +139,8 @@ def _weights(
 def tensors(
     path: Path, left_out: Callable[[str], bool], *, whole: bool = False
 ) -> Iterator[Tensor]:
-    """The fingerprints of a weight file's tensors.
-
-    Args:
-        path: a safetensors file, or one that `torch.save` wrote (`*.bin`, `*.pt`).
-        left_out: names of tensors that are of no interest.
-        whole: as of `Checkpoint`.
+    """The fingerprints of the tensors in a file of safetensors or of `torch.save`, but for those
+    whose names are left out.
 
     Raises:
         ConfigError: the file cannot be mapped into memory, or holds more than tensors.
@@ -159,9 +150,15 @@ def tensors(
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's entries by tensor name, and the offset of the first data byte."""
+    """A safetensors file's entries by tensor name, and the offset of the first data byte.
+
+    Raises:
+        ValueError, struct.error: it is no such file.
+    """
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
+        if header_bytes > min(path.stat().st_size, _MOST_HEADER_BYTES):
+            raise ValueError(f"{path.name}: its header cannot be read")
         entries: dict[str, Any] = json.loads(file.read(header_bytes))
     entries.pop("__metadata__", None)
     return entries, 8 + header_bytes

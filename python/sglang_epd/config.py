@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -327,11 +327,9 @@ def _read(name: str, raw: str, hint: Any) -> Any:
     except ValidationError:
         told = bounds(hint)
         limits = (("at least", told.ge), ("more than", told.gt), ("less than", told.lt))
-        allowed = [
-            told.title,
-            *(f"{word} {limit:g}" for word, limit in limits if limit is not None),
-        ]
-        raise ConfigError(f"{name}={raw!r}: expected {', '.join(map(str, allowed))}") from None
+        allowed = [str(told.title)]
+        allowed += [f"{word} {limit:g}" for word, limit in limits if limit is not None]
+        raise ConfigError(f"{name}={raw!r}: expected {', '.join(allowed)}") from None
 
 
 def announce(server: str, flags: Mapping[str, Any]) -> None:
@@ -341,11 +339,10 @@ def announce(server: str, flags: Mapping[str, Any]) -> None:
         server: "encoder" or "language".
         flags: those of `UNREAD`, with their values.
     """
-    if told := "; ".join(_set(server, flags)):
-        logger.warning("Set, but not read by sglang-epd: %s", told)
-
-
-def _set(server: str, flags: Mapping[str, Any]) -> Iterator[str]:
-    for name, instead in UNREAD[server].items():
-        if flags.get(name) or name in os.environ:
-            yield f"{name} (instead: {instead})"
+    set_ones = [
+        f"{name} (instead: {instead})"
+        for name, instead in UNREAD[server].items()
+        if flags.get(name) or name in os.environ
+    ]
+    if set_ones:
+        logger.warning("Set, but not read by sglang-epd: %s", "; ".join(set_ones))

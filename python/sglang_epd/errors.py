@@ -26,12 +26,8 @@ from http import HTTPStatus
 
 
 class EpdError(Exception):
-    """Base of all errors that this package raises on purpose.
-
-    Attributes:
-        status: HTTP status for the user.
-        retry_elsewhere: whether another encoder may cure it.
-    """
+    """Base of all errors that this package raises on purpose: the HTTP status for the user, and
+    whether another encoder may cure it."""
 
     status = 500
     retry_elsewhere = False

@@ -41,9 +41,7 @@ def about(request: str, item: int | None = None) -> Iterator[None]:
 
 
 def install(log_format: str, role: str) -> None:
-    """Have this process's own loggers say whose request a line is about.
-
-    May be called again; the last call counts.
+    """Have this process's own loggers say whose request a line is about; the last call counts.
 
     Args:
         log_format: "text", as SGLang has it, or "json".

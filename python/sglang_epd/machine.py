@@ -21,9 +21,6 @@ MOST_MB = 16_384
 def share_mb(memory_bytes: int | None = None) -> int:
     """MiB of embeddings that one language server may hold: a sixteenth of the memory.
 
-    Args:
-        memory_bytes: of this machine, unless given.
-
     >>> [share_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [2048, 4096, 8192, 16384]
     """
@@ -33,9 +30,6 @@ def share_mb(memory_bytes: int | None = None) -> int:
 
 def decode_mb(memory_bytes: int | None = None) -> int:
     """MiB that one server may decode media in: an eighth of the memory.
-
-    Args:
-        memory_bytes: of this machine, unless given.
 
     >>> [decode_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [4096, 8192, 16384, 32768]

@@ -1,11 +1,10 @@
 """The namespace: a digest of everything that makes two servers hold the same tower.
 
-A namespace is a digest over everything that an embedding depends on besides the
-media: architecture, tower configuration, the tensors that join towers and language model, the
-tower's weights, the media processor's configuration, dtype, how SGLang quantises weights as
-it loads them, and protocol version. It is
-made from the checkpoint's content (`checkpoint.py`), not its path, so that servers may
-keep it in different places.
+It is over everything that an embedding depends on besides the media: architecture, tower
+configuration, the tensors that join towers and language model, the tower's weights, the media
+processor's configuration, dtype, how SGLang quantises weights as it loads them, and protocol
+version. It is made from the checkpoint's content (`checkpoint.py`), not its path, so that
+servers may keep it in different places.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
     loaded), and 16 hex digits.
 
     Args:
-        hf_config: the model's configuration.
-        checkpoint: files and fingerprints of the weights.
         dtype: of embeddings, without "torch.".
 
     Raises:
@@ -92,12 +89,8 @@ def _fingerprints(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def embedding_key(identity: str, digest: bytes, modality: str, options: object) -> bytes:
-    """EmbeddingKey: everything that an item's embedding depends on.
-
-    Args:
-        identity: a namespace.
-        digest: of the item's bytes.
-        options: the item's own, as plain data.
+    """Everything that an item's embedding depends on: a namespace, the digest of the item's
+    bytes, its modality and its own options.
 
     Raises:
         ProtocolError: the options are not plain data.

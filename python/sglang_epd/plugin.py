@@ -9,6 +9,7 @@ nothing. The servers without such a flag that it serves are the decode server
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_epd.seams import (
@@ -25,7 +26,7 @@ from sglang_epd.seams import (
     tracing,
     vision_weights,
 )
-from sglang_epd.seams.hooks import Hook
+from sglang_epd.seams.hooks import Hook, Kind
 
 _FLAGS = "sglang.srt.arg_groups.pd_disaggregation_hook"
 _CONTEXT = "sglang.srt.runtime_context"
@@ -67,6 +68,10 @@ def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     return pulled if pulled is None or seam is None else seam.pass_on(pulled)
 
 
+def _manager(method: str, kind: Kind, function: Callable[..., Any]) -> Hook:
+    return Hook(_TOKENIZER, f"TokenizerManager.{method}", kind, function)
+
+
 # In the launcher of every server, and in each of its processes: a server that needs this
 # package does not run without it.
 GUARDS = (
@@ -86,57 +91,24 @@ HOOKS = (
     # ... tokenizer process: JSON of many parts is parsed one body at a time.
     Hook(_HTTP, "ORJSONRequest.json", "around", large_bodies.read),
     # ... tokenizer process: large media are read in a thread, before the request is begun.
-    Hook(_TOKENIZER, "TokenizerManager.generate_request", "around", requests.around("read_first")),
+    _manager("generate_request", "around", requests.around("read_first")),
     # ... tokenizer process: how late its event loop is; a large request's turn is over.
-    Hook(_TOKENIZER, "TokenizerManager.auto_create_handle_loop", "after", requests.after("begun")),
+    _manager("auto_create_handle_loop", "after", requests.after("begun")),
     # ... tokenizer process: encoders hear that a request is over.
-    Hook(_TOKENIZER, "TokenizerManager.abort_request", "after", requests.after("cancel")),
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._release_req_states_on_failure",
-        "after",
-        requests.after("cancel_refused"),
-    ),
+    _manager("abort_request", "after", requests.after("cancel")),
+    _manager("_release_req_states_on_failure", "after", requests.after("cancel_refused")),
     # ... tokenizer process: an answer, and a trace, say where the media came from.
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._wait_one_response",
-        "around",
-        requests.around("tell_sources"),
-    ),
-    Hook(_TOKENIZER, "TokenizerManager.convert_to_span_attrs", "after", tracing.add_sources),
+    _manager("_wait_one_response", "around", requests.around("tell_sources")),
+    _manager("convert_to_span_attrs", "after", tracing.add_sources),
     # ... tokenizer process: a stream that fails before its first token has an HTTP status.
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._handle_abort_finish_reason",
-        "around",
-        requests.around("answer_before_streaming"),
-    ),
+    _manager("_handle_abort_finish_reason", "around", requests.around("answer_before_streaming")),
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._init_req_state",
-        "after",
-        requests.after("adaptive.noted"),
+    _manager("_init_req_state", "after", requests.after("adaptive.noted")),
+    _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
+    _manager(
+        "_handle_epd_disaggregation_encode_request", "around", requests.around("adaptive.handle")
     ),
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._should_dispatch_to_encoder",
-        "around",
-        requests.around("adaptive.should_dispatch"),
-    ),
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._handle_epd_disaggregation_encode_request",
-        "around",
-        requests.around("adaptive.handle"),
-    ),
-    Hook(
-        _TOKENIZER,
-        "TokenizerManager._tokenize_one_request",
-        "around",
-        requests.around("adaptive.tokenize"),
-    ),
+    _manager("_tokenize_one_request", "around", requests.around("adaptive.tokenize")),
     # ... schedulers: requests whose items have not landed stay with the leading rank.
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
     # ... schedulers: no vision weights in memory.
@@ -162,7 +134,7 @@ HOOKS = (
     # Decode, tokenizer process: prompts are laid out by what the prefill server knows.
     # --language-only: our dispatcher gets the parts of the manager.
     # SGLANG_EPD_CONTENT_IDENTITY: a server that encodes itself names media as encoders do.
-    Hook(_TOKENIZER, "TokenizerManager.init_disaggregation", "after", requests.made),
+    _manager("init_disaggregation", "after", requests.made),
     # Prefill and decode, --enable-trace: one trace on both.
     Hook(_STATS, "APIServerReqTimeStats.set_created_time", "around", tracing.begin_root),
     Hook(_TRACE, "TraceCustomIdGenerator.generate_trace_id", "around", tracing.trace_id),

@@ -14,7 +14,6 @@ import functools
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from opentelemetry import trace
@@ -97,12 +96,7 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, EpdError):
             self.fail(error.code, error.message)
         elif isinstance(error, asyncio.CancelledError):

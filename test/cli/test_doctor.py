@@ -149,8 +149,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_checkpoint(folder):
-    assert worst(list(checkpoint(str(folder)))) is Verdict.OK
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (lambda at: None, Verdict.OK),
+        # Saved by torch.
+        (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), Verdict.OK),
+        # Not on SGLang's list.
+        (
+            lambda at: (at / "config.json").write_text(
+                '{"architectures": ["Gemma3ForConditionalGeneration"]}'
+            ),
+            Verdict.NOTE,
+        ),
+    ],
+)
+def test_a_checkpoint_that_will_do(folder, change, verdict):
+    change(folder)
+    assert worst(list(checkpoint(str(folder)))) is verdict
 
 
 @pytest.mark.parametrize(
@@ -185,16 +201,6 @@ def test_what_a_checkpoint_lacks_is_told(folder, spoil, told):
     assert told in str(found)
 
 
-def test_a_model_that_is_not_listed_is_no_failure(folder):
-    (folder / "config.json").write_text('{"architectures": ["Gemma3ForConditionalGeneration"]}')
-    assert worst(list(checkpoint(str(folder)))) is Verdict.NOTE
-
-
-def test_a_checkpoint_that_torch_has_saved(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert worst(list(checkpoint(str(folder)))) is Verdict.OK
-
-
 def test_what_is_no_name_on_a_hub():
     (found,) = checkpoint("no such/name/at all")
     assert (found.verdict, "Repo id" in found.found) == (Verdict.FAIL, True)
@@ -225,15 +231,8 @@ def of_hub(model: str, cache: Path, offline: str) -> list[dict[str, str]]:
     code += "from dataclasses import asdict;"
     code += f"print(json.dumps([asdict(found) for found in checkpoint({model!r})]))"
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": offline}
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=env,
-        check=True,
-    )
-    return list(json.loads(told.stdout))
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120, env=env)
+    return list(json.loads(told))
 
 
 def encoder(token: str, date: str = "") -> type[QuietHandler]:

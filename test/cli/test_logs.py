@@ -24,7 +24,7 @@ def test_a_new_file_is_read_from_its_beginning(tmp_path):
     path.rename(tmp_path / "log.previous")
     path.write_text("second\n")
     assert follower.lines() == ["second"]
-    follower.close()
+    assert follower.finish() == []
 
 
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path):

@@ -12,16 +12,13 @@ from sglang_epd.cli import main
 from sglang_epd.errors import ConfigError
 
 
-def test_it_shows_its_version():
-    shown = CliRunner().invoke(main.app, ["--version"])
-    assert shown.exit_code == 0
-    assert shown.stdout.startswith("sglang-epd 0.")
-
-
-def test_an_unknown_flag_is_named():
-    refused = CliRunner().invoke(main.app, ["--no-such-flag"])
-    assert refused.exit_code == 2
-    assert "--no-such-flag" in refused.stderr
+@pytest.mark.parametrize(
+    ("flag", "code", "told"), [("--version", 0, "sglang-epd 0."), ("--no-such", 2, "--no-such")]
+)
+def test_its_own_flags(flag, code, told):
+    shown = CliRunner().invoke(main.app, [flag])
+    assert shown.exit_code == code
+    assert told in shown.output
 
 
 def test_what_a_user_can_mend_is_one_line(monkeypatch, capsys):

@@ -51,13 +51,6 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, timeout_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not runs(pid)
-
-
 def test_ready_then_stopped_with_its_children(tmp_path: Path) -> None:
     waits: list[float] = []
     with serve(tmp_path) as server:
@@ -136,7 +129,6 @@ def test_kill_and_start_again(tmp_path: Path) -> None:
         assert not runs(first)
         assert not runs(child)
         server.start()
-        server.wait_ready(30)
         assert server.pid != first
 
 
@@ -175,7 +167,10 @@ def test_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
         time.sleep(0.5)  # past the exec that follows the request for the signal
         assert runs(pid)
         parent.kill()
-    assert wait_until_gone(pid)
+    deadline = time.monotonic() + 5
+    while runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_free_ports_are_not_given_twice_and_not_those_of_outgoing_connections() -> None:

@@ -10,29 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd.cli import supervisor as module
+from cli.conftest import SERVER, server
 from sglang_epd.cli.lives import Restarts
-from sglang_epd.cli.processes import ServerError, free_port
+from sglang_epd.cli.processes import ServerError
 from sglang_epd.cli.supervisor import Supervisor
-from sglang_epd.cli.topology import Fleet, Role, Server
+from sglang_epd.cli.topology import Fleet, Server
 
-SERVER = """
-import http.server, sys
-print("Uvicorn running", flush=True)
-http.server.ThreadingHTTPServer(
-    ("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler
-).serve_forever()
-"""
-# As SGLang's schedulers do, and leave it.
-SHARES = (
-    """
-import mmap, sys, tempfile
-file, name = tempfile.mkstemp(prefix="loads_", dir=sys.argv[2])
-open(file, "wb", closefd=False).write(bytes(4096))
-shared = mmap.mmap(file, 4096)
-"""
-    + SERVER
-)
 DIES = "import sys; print('no such model', flush=True); sys.exit(3)"
 # Serves once, and in its next life only dies.
 ONCE = (
@@ -66,24 +49,16 @@ class Recorder:
     def tick(self, waiting: Mapping[str, str]) -> None:
         self.waits.append(dict(waiting))
 
-    def ready(self) -> None:
-        self.when_ready()
-
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def server(name: str, role: Role, code: str = SERVER, *more: str, needs=()) -> Server:
-    port = free_port()
-    command = ("-c", code, str(port), *more)
-    return Server(name, role, command, f"http://127.0.0.1:{port}", ready_path="/", needs=needs)
-
-
 def supervise(folder: Path, recorder: Recorder, *servers: Server, **options) -> Supervisor:
     plan = Fleet(servers, servers[-1].url)
-    options = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20, **options}
-    return Supervisor(plan, folder, recorder, **options)
+    defaults = {"env": os.environ, "restarts": QUICK, "start_timeout_s": 20}
+    told = {"changed": lambda: None, "ready": lambda: recorder.when_ready()}  # noqa: PLW0108 - set later
+    return Supervisor(plan, folder, recorder, **{**defaults, **told, **options})
 
 
 def alive(supervisor: Supervisor) -> list[str]:
@@ -136,31 +111,6 @@ def test_told_to_stop_while_servers_start(tmp_path):
     assert all(name != "router" for name, _text in recorder.told)
 
 
-def test_shared_memory_that_servers_leave_is_removed(tmp_path, monkeypatch):
-    shared = tmp_path / "shared memory"
-    shared.mkdir()
-    (shared / "loads_of_others").touch()
-    monkeypatch.setattr(module, "_LEFT_BEHIND", f"{shared}/loads_")
-    there: list[int] = []
-
-    def act(name: str, text: str) -> None:
-        if text.startswith("ready"):
-            there.append(len(list(shared.iterdir())))
-            told = supervisor.describe()[0]
-            if told["restarts"]:
-                interrupt()
-            else:
-                os.kill(told["pid"], signal.SIGKILL)
-
-    recorder = Recorder(act)
-    recorder.when_ready = lambda: None
-    supervisor = supervise(tmp_path, recorder, server("language", "language", SHARES, str(shared)))
-    supervisor.run()
-    # Of the one that was killed nothing was there any more when the next one was ready.
-    assert there == [2, 2]
-    assert [one.name for one in shared.iterdir()] == ["loads_of_others"]
-
-
 def test_what_is_killed_is_started_again(tmp_path):
     supervisor: Supervisor
 
@@ -177,7 +127,7 @@ def test_what_is_killed_is_started_again(tmp_path):
         server("language", "language"),
         changed=lambda: changes.append(supervisor.describe()[0]["state"]),
     )
-    recorder.when_ready = lambda: os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+    recorder.when_ready = lambda: kill_first(supervisor)
     supervisor.run()
     told = [text for name, text in recorder.told if name == "encoder"]
     assert any("killed by signal 9; starts again" in text for text in told)
@@ -189,47 +139,40 @@ def test_what_is_killed_is_started_again(tmp_path):
     assert not alive(supervisor)
 
 
+def kill_first(supervisor: Supervisor) -> None:
+    os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+
+
 def test_one_that_never_starts_ends_all_and_says_why(tmp_path):
-    supervisor = supervise(
-        tmp_path, Recorder(), server("encoder", "encoder", DIES), server("language", "language")
-    )
+    servers = [server("encoder-0", "encoder", DIES), server("encoder-1", "encoder")]
+    supervisor = supervise(tmp_path, Recorder(), *servers, server("language", "language"))
     with pytest.raises(ServerError, match="no such model"):
         supervisor.run()
     assert not alive(supervisor)
 
 
-def kill_first(supervisor: Supervisor) -> None:
-    os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_that_cannot_come_back_ends_all_if_it_was_the_last_of_its_role(tmp_path, others):
+    def act(_name: str, text: str) -> None:
+        if others and "given up" in text:
+            interrupt()
 
-
-def test_the_last_of_a_role_that_cannot_come_back_ends_all(tmp_path):
-    recorder = Recorder()
-    supervisor = supervise(
-        tmp_path,
-        recorder,
-        server("encoder", "encoder", ONCE, str(tmp_path / "been")),
-        server("language", "language"),
-    )
-    recorder.when_ready = lambda: kill_first(supervisor)
-    with pytest.raises(ServerError, match="cannot any more"):
-        supervisor.run()
-    given_up = [text for name, text in recorder.told if "given up" in text]
-    assert len(given_up) == 1
-    assert supervisor.describe()[0]["restarts"] == QUICK.most
-    assert not alive(supervisor)
-
-
-def test_others_of_the_role_go_on_without_it(tmp_path):
-    recorder = Recorder(lambda name, text: interrupt() if "given up" in text else None)
+    recorder = Recorder(act)
     supervisor = supervise(
         tmp_path,
         recorder,
         server("encoder-0", "encoder", ONCE, str(tmp_path / "been")),
-        server("encoder-1", "encoder"),
+        *(server(f"encoder-{number + 1}", "encoder") for number in range(others)),
         server("language", "language"),
     )
     recorder.when_ready = lambda: kill_first(supervisor)
-    supervisor.run()
+    if others:
+        supervisor.run()
+    else:
+        with pytest.raises(ServerError, match="cannot any more"):
+            supervisor.run()
+    assert len([text for _, text in recorder.told if "given up" in text]) == 1
+    assert supervisor.describe()[0]["restarts"] == QUICK.most
     assert not alive(supervisor)
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shlex
+import signal
 import socket
+import threading
+import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from cli.conftest import server
 from docs.conftest import launcher  # noqa: F401
+from sglang_epd.cli import runs
 from sglang_epd.cli import up as module
+from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.main import app
+from sglang_epd.cli.topology import Fleet
 from sglang_epd.errors import ConfigError, EpdError
 
 
@@ -56,23 +66,21 @@ def test_a_dry_run_for_machines():
 def test_eight_gpus_are_dealt_by_the_ranks_of_each_role(typed, wanted, launcher):  # noqa: F811
     made = json.loads(dry("--json", "--gpus", "0,1,2,3,4,5,6,7", *shlex.split(typed)).stdout)
     dealt = []
-    for server in made["servers"]:
-        if server["role"] != "router":
-            start = server["argv"].index("sglang.launch_server") + 1
-            given = launcher.parse_args(server["argv"][start:])
-            assert given.encoder_only is (server["role"] == "encoder")
-            assert given.language_only is (server["role"] in ("language", "prefill"))
-            gpus = server["env"]["CUDA_VISIBLE_DEVICES"]
-            dealt.append(f"{server['role']} tp {given.tp_size} on {gpus}")
+    for one in made["servers"]:
+        if one["role"] != "router":
+            start = one["argv"].index("sglang.launch_server") + 1
+            given = launcher.parse_args(one["argv"][start:])
+            assert given.encoder_only is (one["role"] == "encoder")
+            assert given.language_only is (one["role"] in ("language", "prefill"))
+            gpus = one["env"]["CUDA_VISIBLE_DEVICES"]
+            dealt.append(f"{one['role']} tp {given.tp_size} on {gpus}")
     assert "; ".join(dealt) == wanted
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--prefill", "1"], "--decode"),
         (["--encoders", "0"], "--encoders"),
-        (["--language", "0"], "--language"),
         (["--model", "./no/such/folder"], "--model"),
         (["--host", "192.0.2.1"], "--host"),
         (["--gpus", "0"], "--gpus"),
@@ -102,15 +110,20 @@ def test_a_port_that_is_taken_is_refused_only_if_it_was_asked_for(monkeypatch):
         assert dry().exit_code == 0
 
 
-def test_settings_are_checked_before_anything_starts(monkeypatch):
-    monkeypatch.setenv("SGLANG_EPD_ENCODER_WAIT_S", "soon")
-    assert "SGLANG_EPD_ENCODER_WAIT_S" in str(dry().exception)
-    monkeypatch.delenv("SGLANG_EPD_ENCODER_WAIT_S")
-    monkeypatch.setenv("SGLANG_EPD_MEDIA_MAX_MB", "-1")
-    assert "SGLANG_EPD_MEDIA_MAX_MB" in str(dry().exception)
-    monkeypatch.delenv("SGLANG_EPD_MEDIA_MAX_MB")
-    assert "SGLANG_EPD_STORE" in str(dry("--set", "store=s3://bucket").exception)
-    assert dry("--set", "store=file:///folder").exit_code == 0
+@pytest.mark.parametrize(
+    ("name", "value", "passes"),
+    [
+        ("encoder_wait_s", "soon", False),
+        ("media_max_mb", "-1", False),
+        ("store", "s3://bucket", False),
+        ("store", "file:///folder", True),
+    ],
+)
+def test_settings_are_checked_before_anything_starts(monkeypatch, name, value, passes):
+    monkeypatch.setenv(f"SGLANG_EPD_{name.upper()}", value)
+    assert (f"SGLANG_EPD_{name.upper()}" in str(dry().exception)) is not passes
+    monkeypatch.undo()
+    assert (dry("--set", f"{name}={value}").exit_code == 0) is passes
 
 
 def test_prefill_and_decode_apart_need_mooncake(monkeypatch):
@@ -160,3 +173,37 @@ def test_a_file_with_what_is_not_known_is_refused(tmp_path, text, told):
 @pytest.mark.parametrize("typed", ["token", "no_such=1", "TOKEN=x", "max_body_mb=-1"])
 def test_a_setting_that_is_none_is_refused(typed):
     assert isinstance(dry("--set", typed).exception, ConfigError)
+
+
+def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    seen = []
+
+    def stop_when_ready() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not seen:
+            time.sleep(0.05)
+            living = runs.find(runs.root())
+            seen.extend(told for told in living if told["servers"][0]["state"] == "ready")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    made = server("encoder", "encoder")
+    out = Console(file=io.StringIO(), width=200)
+    watching = threading.Thread(target=stop_when_ready)
+    watching.start()
+    module._run(
+        Fleet((made,), made.url),
+        out,
+        model="m",
+        env=os.environ,
+        quiet=False,
+        restarts=Restarts(),
+        timeout_s=20,
+    )
+    watching.join()
+    assert (seen[0]["pid"], seen[0]["model"], seen[0]["api_url"]) == (os.getpid(), "m", made.url)
+    shown = out.file.getvalue()
+    assert made.line() in shown
+    assert f"Ready. Chat requests go to {made.url}/v1/chat/completions" in shown
+    assert shown.endswith("All servers have stopped.\n")
+    assert runs.find(runs.root()) == []

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+from packages import folder_of
+
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 _KINDS = {"Counter": ["_total"], "Gauge": [""], "Histogram": ["_bucket", "_sum", "_count"]}
-
-
-def sglang_source() -> Path:
-    found = importlib.util.find_spec("sglang")
-    assert found is not None and found.submodule_search_locations
-    return Path(found.submodule_search_locations[0]) / "srt"
 
 
 @pytest.fixture(scope="session")
 def sglang_metrics() -> set[str]:
     """The names under which SGLang's metrics can be asked for, from its source."""
-    source = sglang_source() / "observability" / "metrics_collector.py"
+    source = folder_of("sglang") / "srt" / "observability" / "metrics_collector.py"
     names = set()
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Call):
@@ -40,7 +35,7 @@ def sglang_metrics() -> set[str]:
 def sglang_flags() -> set[str]:
     """SGLang's own flags, by the fields that they are made of."""
     flags = set()
-    for path in (sglang_source() / "arg_groups" / "fields").glob("*.py"):
+    for path in (folder_of("sglang") / "srt" / "arg_groups" / "fields").glob("*.py"):
         names = re.findall(r"^    (\w+): A\[", path.read_text(), re.MULTILINE)
         flags |= {f"--{name.replace('_', '-')}" for name in names}
     assert {"--encoder-only", "--port", "--model-path"} <= flags
@@ -50,9 +45,7 @@ def sglang_flags() -> set[str]:
 @pytest.fixture(scope="session")
 def router_flags() -> set[str]:
     """The flags of SGLang's router."""
-    found = importlib.util.find_spec("sglang_router")
-    assert found is not None and found.submodule_search_locations
-    source = Path(found.submodule_search_locations[0]) / "router_args.py"
+    source = folder_of("sglang_router") / "router_args.py"
     names = re.findall(r"\"--(?:\{prefix\})?([a-z][a-z-]*)\"", source.read_text())
     # Of the launcher itself, which chooses the router by it.
     flags = {f"--{name}" for name in names} | {"--mini-lb"}

@@ -3,14 +3,9 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
-
-# Modules of scripts/, which are not part of the package.
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 
 @pytest.fixture(scope="session")

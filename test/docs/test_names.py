@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import typer
 import reference
 import sglang_epd
 from docs.shell import PAGES, ROOT
+from packages import folder_of
 from sglang_epd.cli.main import app
 
 PACKAGE = Path(sglang_epd.__file__).parent
@@ -24,24 +24,10 @@ SOURCES = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
 OTHER_FLAGS = {"--build", "--constraint", "--from-literal"}
 # Of other programs; those that this package leaves to them.
 OTHER_VARIABLES = {
-    "GRAFANA_PASSWORD",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "API_ADDRESS",
-    "ENCODER_0_GPU",
-    "ENCODER_1_GPU",
-    "PREFILL_GPU",
-    "DECODE_GPU",
-    "MC_FORCE_TCP",
-    "MC_MIN_RPC_PORT",
-    "MC_MAX_RPC_PORT",
-    "OMP_NUM_THREADS",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
-    "SGLANG_LOGGING_CONFIG_PATH",
-    "SSL_CERT_FILE",
-    "VIDEO_MAX_PIXELS",
-    "IPC_LOCK",
-    "SGLANG_EPD_CACHE",
+    *("HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "OMP_NUM_THREADS", "GRAFANA_PASSWORD"),
+    *("API_ADDRESS", "ENCODER_0_GPU", "ENCODER_1_GPU", "PREFILL_GPU", "DECODE_GPU"),
+    *("MC_FORCE_TCP", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT", "IPC_LOCK", "VIDEO_MAX_PIXELS"),
+    *("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "SGLANG_LOGGING_CONFIG_PATH", "SGLANG_EPD_CACHE"),
 }
 # Between processes of one server; nobody is to set them.
 INTERNAL = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
@@ -52,9 +38,7 @@ page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def flags(launcher: argparse.ArgumentParser) -> set[str]:
     """Every flag that there is: of SGLang, its router, our command, and our scripts."""
     known = set(launcher._option_string_actions) | OTHER_FLAGS
-    found = importlib.util.find_spec("sglang_router")
-    assert found is not None and found.submodule_search_locations
-    router = Path(found.submodule_search_locations[0]) / "router_args.py"
+    router = folder_of("sglang_router") / "router_args.py"
     known |= {f"--{n}" for n in re.findall(r"\"--(?:\{prefix\})?([a-z-]+)\"", router.read_text())}
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
@@ -76,10 +60,7 @@ def test_flags_exist(page: Path, flags: set[str]) -> None:
 @page
 def test_variables_exist(page: Path) -> None:
     settings = set(re.findall(r"^\| `(\w+)`", reference.settings_page(), re.MULTILINE))
-    found = importlib.util.find_spec("sglang")
-    assert found is not None and found.submodule_search_locations
-    srt = Path(found.submodule_search_locations[0]) / "srt"
-    theirs = (srt / "environ.py").read_text() + "".join(SOURCES)
+    theirs = (folder_of("sglang") / "srt" / "environ.py").read_text() + "".join(SOURCES)
     named = set(re.findall(r"(?<!\w)[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+(?![\w*])", page.read_text()))
     for name in named - settings - OTHER_VARIABLES:
         assert re.search(rf"\b{name}\b", theirs), name
@@ -129,7 +110,7 @@ def test_sglangs_flags_of_epd_are_on_a_page(launcher: argparse.ArgumentParser) -
 
 
 def messages() -> set[str]:
-    """The texts in the package's calls, with `…` for what is put into them."""
+    """The texts that the package hands on, with `…` for what is put into them."""
 
     def text(node: ast.expr) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -143,7 +124,7 @@ def messages() -> set[str]:
     found = set()
     for source in SOURCES:
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Call | ast.Return):
+            if isinstance(node, ast.Call | ast.Return | ast.Yield):
                 given = node.args if isinstance(node, ast.Call) else [node.value]
                 found |= {text(one) for one in given if one is not None}
     return {one for one in found if len(one) > 10}
@@ -156,8 +137,11 @@ def quoted() -> list[str]:
     return [one for one in named if " " in one]
 
 
-def fixed(message: str) -> list[str]:
-    return [part.strip() for part in message.split("…") if part.strip(" :;(),.")]
+def stands(message: str, told: set[str]) -> bool:
+    """Whether its fixed parts stand in one of the texts, in order."""
+    parts = [part.strip() for part in message.split("…") if part.strip(" :;(),.")]
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(pattern.search(one) for one in told)
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +155,10 @@ def test_troubleshooting_knows_many_messages() -> None:
 
 @pytest.mark.parametrize("message", quoted())
 def test_a_message_of_troubleshooting_is_one(message: str, told: set[str]) -> None:
-    """Its fixed parts stand in one text of the package, in order."""
-    pattern = re.compile(".*".join(map(re.escape, fixed(message))), re.DOTALL)
-    assert any(pattern.search(one) for one in told), message
+    assert stands(message, told), message
 
 
 def test_a_message_that_there_is_not_is_seen(told: set[str]) -> None:
-    pattern = re.compile(".*".join(map(re.escape, fixed("no encoder is … to this server"))))
-    assert any(pattern.search(one) for one in told if "known" in one)
+    assert stands("no encoder is … to this server", {one for one in told if "known" in one})
     for wrong in ("no encoder is heard of by this server", "to this server … no encoder is"):
-        pattern = re.compile(".*".join(map(re.escape, fixed(wrong))))
-        assert not any(pattern.search(one) for one in told)
+        assert not stands(wrong, told)

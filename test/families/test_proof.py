@@ -143,7 +143,7 @@ def test_a_model_whose_videos_depend_on_each_other_is_served_without_them(proces
     adapter = adapt(processor, ARCHITECTURE, Family())
     assert "depends on what is around it" in adapter.refused[VIDEO]
     assert adapter.see(pictures[0]).part.modality == IMAGE
-    with pytest.raises(MediaTypeError, match=r"takes no videos .* depends on what is around"):
+    with pytest.raises(MediaTypeError, match=r"takes no video .* depends on what is around"):
         adapter._check_modality(VIDEO)
     with pytest.raises(MediaTypeError, match="takes no audio"):
         adapter._check_modality("AUDIO")

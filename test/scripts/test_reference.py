@@ -17,15 +17,6 @@ def test_a_page_is_what_the_code_says(path, text):
     assert path.read_text() == text, "run .venv/bin/python scripts/reference.py"
 
 
-def test_other_pages_name_settings_that_there_are():
-    """By their whole names; `_THIS` behind one is its second half."""
-    known = set(re.findall(r"^\| `(\w+)`", reference.settings_page(), re.MULTILINE))
-    known |= {"SGLANG_EPD_CACHE"}  # of scripts/
-    for path in [*reference.DOCS.rglob("*.md"), reference.DOCS.parent / "README.md"]:
-        named = set(re.findall(r"\bSGLANG_EPD_[A-Z_]+[A-Z]\b(?!_|\*)", path.read_text()))
-        assert named <= known, path.name
-
-
 def test_every_file_is_on_the_page_of_its_package():
     """On one page, with a sentence, however the packages grow."""
     pages = [path.read_text() for path in (reference.DOCS / "design").glob("*.md")]

@@ -1,66 +1,71 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
+import socket
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import uvicorn
 
 from sglang_epd import plugin
 from sglang_epd.seams import hooks
-
-# Everything of SGLang that the seams lean on; about ten seconds, once.
-_MODULES = (
-    "arg_groups.overrides",
-    "arg_groups.pd_disaggregation_hook",
-    "disaggregation.common.conn",
-    "disaggregation.encoder.http_server",
-    "disaggregation.encoder.preprocessor",
-    "disaggregation.encoder.receiver",
-    "disaggregation.encoder.server",
-    "distributed.device_communicators.mooncake_transfer_engine",
-    "distributed.parallel_state",
-    "entrypoints.http_server",
-    "entrypoints.openai.serving_base",
-    "managers.disagg_service",
-    "managers.io_struct",
-    "managers.mm_schedule",
-    "managers.schedule_batch",
-    "managers.scheduler",
-    "managers.scheduler_components.idle_sleeper",
-    "managers.scheduler_components.metrics_reporter",
-    "managers.scheduler_components.request_receiver",
-    "managers.tokenizer_manager",
-    "mem_cache.kv_cache_configurator",
-    "model_executor.model_runner",
-    "model_executor.model_runner_components.kv_pool_runtime",
-    "multimodal.processors.base_processor",
-    "multimodal.processors.internvl",
-    "multimodal.processors.qwen_vl",
-    "plugins.hook_registry",
-    "runtime_context",
-    "server_args",
-    "utils",
-    "utils.network",
-    "utils.video_decoder",
-)
+from sglang_epd.seams.contract import SIGNATURES
 
 
 @pytest.fixture(scope="session")
 def sglang() -> Callable[[str], ModuleType]:
-    """A module of `sglang.srt` by its name, imported without its warnings."""
+    """A module of `sglang.srt` by its name, when all that this package leans on has been
+    imported, without its warnings: about ten seconds, once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in _MODULES:
+        for name in sorted({"plugins.hook_registry", *(module for _, module, _ in SIGNATURES)}):
             importlib.import_module(f"sglang.srt.{name}")
     gc.collect()
     gc.freeze()  # as after the collection of tests
     return lambda name: sys.modules[f"sglang.srt.{name}"]
+
+
+@pytest.fixture
+def flags(
+    sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Sets SGLang's flags as `runtime_context` answers them, by kind: `disagg={...}`."""
+    serving = ("api_key", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+    defaults = {
+        "disagg": {"language_only": False, "encoder_only": False},
+        "serving": {"tokenizer_worker_num": 1, **dict.fromkeys(serving)},
+    }
+    defaults["disagg"]["enable_adaptive_dispatch_to_encoder"] = False
+
+    def set_flags(**kinds: dict[str, Any]) -> None:
+        for kind, given in kinds.items():
+            told = SimpleNamespace(**{**defaults.get(kind, {}), **given})
+            monkeypatch.setattr(sglang("runtime_context"), f"get_{kind}", lambda told=told: told)
+
+    return set_flags
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """An application, served as SGLang serves its own; where it is."""
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        serving = asyncio.create_task(server.serve([opened]))
+        try:
+            yield f"http://127.0.0.1:{opened.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
 
 
 @pytest.fixture
@@ -104,7 +109,5 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     yield write
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
-            sys.modules[name].__file__
-        ):
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

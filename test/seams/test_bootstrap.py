@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from sglang_epd.dispatch.pool import LEASE, STATIC, Pool
@@ -14,22 +12,17 @@ TYPED = ["http://127.0.0.1:9/"]
 
 
 @pytest.fixture
-def serving(sglang, monkeypatch):
-    flags = SimpleNamespace(
-        host="127.0.0.1",
-        port=30000,
-        tokenizer_worker_num=1,
-        api_key=None,
-        ssl_certfile=None,
-        ssl_keyfile=None,
-        ssl_keyfile_password=None,
-        ssl_ca_certs=None,
-    )
-    monkeypatch.setattr(sglang("runtime_context"), "get_serving", lambda: flags)
+def serving(flags, monkeypatch):
+    """Sets SGLang's flags of serving."""
     for name in ("SGLANG_EPD_TOKEN", "SGLANG_HOST_IP", "HOST_IP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(BootstrapPlace, "latest", None)
-    return flags
+
+    def set_flags(**given):
+        flags(serving={"host": "127.0.0.1", "port": 30000, **given})
+
+    set_flags()
+    return set_flags
 
 
 def test_where_it_is_made_nobody_can_register_yet():
@@ -56,7 +49,7 @@ def test_it_begins_when_the_pool_is_there(serving):
 def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):
     monkeypatch.setenv("SGLANG_EPD_RUN_ID", "x")
     monkeypatch.setenv("SGLANG_EPD_RUN_SECRET", "ab" * 32)
-    serving.tokenizer_worker_num = 2
+    serving(tokenizer_worker_num=2)
     one, other = Pool("ours"), Pool("ours")
     first = BootstrapPlace(host="127.0.0.1", port=0)
     one.register("http://127.0.0.1:7", "ours", 15.0)
@@ -65,7 +58,7 @@ def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):
     try:
         bootstrap.start(other)
         assert other.urls(LEASE) == ["http://127.0.0.1:7"]
-        serving.tokenizer_worker_num = 1
+        serving()
         BootstrapPlace(host="127.0.0.1", port=port)
         with pytest.raises(ConfigError, match="in use"):
             bootstrap.start(Pool("ours"))
@@ -79,7 +72,7 @@ def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):
     ("token", "key", "shown"), [(None, "key", "key"), ("token", "key", "token"), (None, None, "")]
 )
 def test_the_token_or_else_the_api_key_is_shown(serving, monkeypatch, token, key, shown):
-    serving.api_key = key
+    serving(api_key=key)
     if token:
         monkeypatch.setenv("SGLANG_EPD_TOKEN", token)
     assert bootstrap.trust().token == shown
@@ -97,7 +90,7 @@ def test_the_token_or_else_the_api_key_is_shown(serving, monkeypatch, token, key
     ],
 )
 def test_an_encoder_says_how_it_is_reached(serving, monkeypatch, host, typed, scheme, expected):
-    serving.host = host
+    serving(host=host)
     monkeypatch.setenv("SGLANG_HOST_IP", "192.0.2.1")
     assert advertised_url(typed, scheme) == expected
 

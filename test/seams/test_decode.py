@@ -10,9 +10,7 @@ from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 
 from sglang_epd import modality
-from sglang_epd.errors import (
-    MediaError,
-)
+from sglang_epd.errors import MediaError
 from sglang_epd.language.layout_exchange import authorization
 from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
@@ -69,10 +67,8 @@ class Prefill:
         self.asked = []
         self.answer = [IMAGE]
 
-    async def ask(self, host, port, room):
-        self.asked.append((host, port, room))
-        if isinstance(self.answer, Exception):
-            raise self.answer
+    async def ask(self, *where):
+        self.asked.append(where)
         return self.answer
 
 
@@ -102,6 +98,7 @@ def process(prefill, registry):
         default_port=1234,
         context_tokens=64,
         metrics=DecodeMetrics(registry),
+        live={},
     )
 
     async def process(request, prompt="I"):
@@ -128,25 +125,18 @@ def counted(registry):
     return value
 
 
-async def test_what_the_prefill_does_not_know_sglang_finds_out(process, prefill, counted):
-    prefill.answer = None
+@pytest.mark.parametrize("told", [None, [], [IMAGE, IMAGE]])
+async def test_what_the_prefill_does_not_know_sglang_finds_out(process, prefill, counted, told):
+    """Nor are layouts of other media believed."""
+    prefill.answer = told
     assert await process(Request()) == "own"
     assert counted("own") == 1
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [{"bootstrap_host": None}, {"bootstrap_room": None}, {"image_data": None}],
-)
+@pytest.mark.parametrize("missing", ["bootstrap_host", "bootstrap_room", "image_data"])
 async def test_a_request_without_a_prefill_or_media_is_sglangs(process, prefill, missing):
-    assert await process(Request(**missing)) == "own"
+    assert await process(Request(**{missing: None})) == "own"
     assert not prefill.asked
-
-
-@pytest.mark.parametrize("told", [[], [IMAGE, IMAGE]])
-async def test_layouts_of_other_media_are_not_believed(process, prefill, told):
-    prefill.answer = told
-    assert await process(Request()) == "own"
 
 
 async def test_a_prompt_that_cannot_be_laid_out_so_is_sglangs(process, caplog):
@@ -160,23 +150,6 @@ async def test_a_prompt_that_does_not_match_its_media_is_refused(process, counte
     assert refused.value.status_code == 400
     assert "placeholders do not match" in refused.value.detail
     assert counted("failed") == 1
-
-
-@pytest.fixture
-def flags(monkeypatch, sglang):
-    """Sets SGLang's disaggregation flags, and the number of tokenizer workers."""
-
-    def set_flags(workers=1, **values):
-        defaults = {"language_only": True, "enable_adaptive_dispatch_to_encoder": False}
-        disagg = SimpleNamespace(**{**defaults, **values})
-        monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: disagg)
-        flags = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
-        serving = SimpleNamespace(
-            tokenizer_worker_num=workers, api_key="key", **dict.fromkeys(flags)
-        )
-        monkeypatch.setattr(sglang("runtime_context"), "get_serving", lambda: serving)
-
-    return set_flags
 
 
 def bootstrap_server(sglang):
@@ -193,16 +166,16 @@ def paths(server):
 
 
 @pytest.mark.parametrize(
-    ("values", "served"),
+    ("disagg", "workers", "served"),
     [
-        ({}, True),
-        ({"language_only": False}, False),
-        ({"enable_adaptive_dispatch_to_encoder": True}, False),
-        ({"workers": 2}, False),
+        ({"language_only": True}, 1, True),
+        ({}, 1, False),
+        ({"language_only": True, "enable_adaptive_dispatch_to_encoder": True}, 1, False),
+        ({"language_only": True}, 2, False),
     ],
 )
-def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, values, served):
-    flags(**values)
+def test_only_a_prefill_with_encoders_serves_layouts(sglang, flags, disagg, workers, served):
+    flags(disagg=disagg, serving={"tokenizer_worker_num": workers})
     server = bootstrap_server(sglang)
     bootstrap.serve_layouts(None, server)
     assert ("/epd/layouts/{room}" in paths(server)) == served
@@ -216,7 +189,7 @@ def test_a_language_server_that_also_decodes_has_no_board():
 
 async def test_with_an_api_key_alone_strangers_learn_no_layouts(sglang, flags, monkeypatch):
     monkeypatch.delenv("SGLANG_EPD_TOKEN", raising=False)
-    flags()
+    flags(disagg={"language_only": True}, serving={"api_key": "key"})
     server = bootstrap_server(sglang)
     bootstrap.serve_layouts(None, server)
     board = bootstrap.board_of(server)

@@ -120,49 +120,39 @@ def test_a_module_that_was_being_imported_cannot_be_hooked(source, monkeypatch):
         require()
 
 
-def test_another_plugin_that_was_there_first_is_inside(registry, source):
-    source(hooked_second=TARGET)
-    registry.HookRegistry.register("hooked_second.function", theirs, registry.HookType.AROUND)
-    registry.HookRegistry.apply_hooks()
-    install([Hook("hooked_second", "function", "around", around)])
-    assert sys.modules["hooked_second"].function(1) == ["ours", "theirs", 1]
+@pytest.mark.parametrize(
+    ("kind", "function", "first", "result"),
+    [
+        ("AROUND", theirs, True, ["ours", "theirs", 1]),
+        # As in `load_plugins`: what imports the module is the registry. Ours is applied once.
+        ("AROUND", theirs, False, ["theirs", "ours", 1]),
+        ("REPLACE", lambda value: ["theirs"], True, ["ours", "theirs"]),
+        # It ends the server.
+        ("REPLACE", lambda value: ["theirs"], False, ["theirs"]),
+    ],
+)
+def test_another_plugin_has_the_same_target(registry, source, kind, function, first, result):
+    name = f"hooked_{kind.lower()}_{first}"
+    source(**{name: TARGET})
+
+    def hook_theirs():
+        token = registry._current_plugin_source.set(registry.HookSource("rival", "rival-dist"))
+        registry.HookRegistry.register(f"{name}.function", function, registry.HookType[kind])
+        registry._current_plugin_source.reset(token)
+        registry.HookRegistry.apply_hooks()
+
+    if first:
+        hook_theirs()
+    install([Hook(name, "function", "around", around)])
     require()
-
-
-def test_another_plugin_whose_hooks_are_applied_later_is_outside(registry, source):
-    """As in `load_plugins`: what imports the module is the registry. Ours is applied once."""
-    source(hooked_first=TARGET)
-    install([Hook("hooked_first", "function", "around", around)])
-    registry.HookRegistry.register("hooked_first.function", theirs, registry.HookType.AROUND)
-    registry.HookRegistry.apply_hooks()
-    assert sys.modules["hooked_first"].function(1) == ["theirs", "ours", 1]
-    require()
-
-
-def test_another_plugin_that_replaces_the_target_later_ends_the_server(registry, source):
-    source(hooked_over=TARGET)
-    install([Hook("hooked_over", "function", "around", around)])
-    token = registry._current_plugin_source.set(registry.HookSource("rival", "rival-dist"))
-    registry.HookRegistry.register(
-        "hooked_over.function", lambda value: ["theirs"], registry.HookType.REPLACE
-    )
-    registry._current_plugin_source.reset(token)
-    require()
-    registry.HookRegistry.apply_hooks()
-    assert sys.modules["hooked_over"].function(1) == ["theirs"]
-    with pytest.raises(ConfigError, match=r"hooked_over\.function.* was replaced by rival\."):
+    if not first:
+        hook_theirs()
+    assert sys.modules[name].function(1) == result
+    if "ours" in result:
         require()
-
-
-def test_another_plugin_that_replaced_the_target_before_is_called_by_ours(registry, source):
-    source(hooked_under=TARGET)
-    registry.HookRegistry.register(
-        "hooked_under.function", lambda value: ["theirs"], registry.HookType.REPLACE
-    )
-    registry.HookRegistry.apply_hooks()
-    install([Hook("hooked_under", "function", "around", around)])
-    assert sys.modules["hooked_under"].function(1) == ["ours", "theirs"]
-    require()
+    else:
+        with pytest.raises(ConfigError, match=rf"{name}\.function.* was replaced by rival\."):
+            require()
 
 
 def test_a_patch_that_does_not_show_ours_ends_the_server(source, monkeypatch):
@@ -174,6 +164,8 @@ def test_a_patch_that_does_not_show_ours_ends_the_server(source, monkeypatch):
 
 
 def test_another_version_is_refused_with_both_and_the_ways_out(monkeypatch):
+    # How a version was built makes no difference.
+    monkeypatch.setattr(contract, "version", lambda name: "0.5.23+cu129")
     assert misfit() == ""
     monkeypatch.setattr(contract, "version", lambda name: "0.5.24")
     with pytest.raises(ConfigError) as raised:
@@ -182,11 +174,6 @@ def test_another_version_is_refused_with_both_and_the_ways_out(monkeypatch):
         "sglang-epd, which is for SGLang 0.5.23, does not fit the installed 0.5.24: the versions "
         "differ. pip install sglang==0.5.23, or set SGLANG_EPD=off to use SGLang's own EPD"
     )
-
-
-def test_how_a_version_was_built_makes_no_difference(monkeypatch):
-    monkeypatch.setattr(contract, "version", lambda name: "0.5.23+cu129")
-    assert misfit() == ""
 
 
 @pytest.mark.parametrize(("parent", "read"), [(None, True), (object(), False)])

@@ -44,12 +44,12 @@ def test_items_are_named_in_order_within_their_modality() -> None:
     assert found.padded_input_ids is None, "it holds the old names"
 
 
-def test_what_was_made_into_fewer_items_or_more_keeps_its_names() -> None:
-    for modalities in (["IMAGE"], ["IMAGE"] * 3, []):
-        found = output(*modalities, "VIDEO")
-        name_items(found, {"IMAGE": [b"a", b"b"]})
-        assert not any(given(found))
-        assert found.padded_input_ids == [1, 7, 7, 2]
+@pytest.mark.parametrize("images", [0, 1, 3])
+def test_what_was_made_into_fewer_items_or_more_keeps_its_names(images) -> None:
+    found = output(*["IMAGE"] * images, "VIDEO")
+    name_items(found, {"IMAGE": [b"a", b"b"]})
+    assert not any(given(found))
+    assert found.padded_input_ids == [1, 7, 7, 2]
 
 
 def test_what_has_no_key_keeps_its_name() -> None:
@@ -82,12 +82,10 @@ def key(data: bytes, **options: Any) -> bytes:
 
 
 async def test_the_name_is_an_encoders_key() -> None:
-    found = await process(request([data_url(b"one"), base64.b64encode(b"one").decode(), b"two"]))
-    assert found == [key(b"one"), key(b"one"), key(b"two")]
-
-
-async def test_what_sglang_fetches_it_names() -> None:
-    assert await process(request(["https://host/a.png", data_url(b"one")])) == [None, key(b"one")]
+    bare = base64.b64encode(b"one").decode()
+    found = await process(request([data_url(b"one"), bare, "https://host/a.png", b"two"]))
+    # What SGLang fetches it names.
+    assert found == [key(b"one"), key(b"one"), None, key(b"two")]
 
 
 async def test_an_items_options_are_in_its_name() -> None:
@@ -143,21 +141,13 @@ async def test_no_output_and_errors_pass() -> None:
 
 
 @pytest.fixture
-def server(sglang, monkeypatch, tmp_path):
+def server(flags, tmp_path):
     """Sets up a server of these flags; whether its processor is another then."""
-    context = sglang("runtime_context")
 
-    def set_up(architecture: str = "Qwen2VLForConditionalGeneration", **flags: bool) -> bool:
-        disagg = {"language_only": False, "encoder_only": False, **flags}
-        monkeypatch.setattr(context, "get_disagg", lambda: SimpleNamespace(**disagg))
-        model = SimpleNamespace(
-            model_path=str(tmp_path),
-            revision=None,
-            load_format="dummy",
-            download_dir=None,
-            quantization=None,
-        )
-        monkeypatch.setattr(context, "get_model", lambda: model)
+    def set_up(architecture: str = "Qwen2VLForConditionalGeneration", **disagg: bool) -> bool:
+        named = dict.fromkeys(("revision", "download_dir", "quantization"))
+        model = {"model_path": str(tmp_path), "load_format": "dummy", **named}
+        flags(disagg=disagg, model=model)
         config = SimpleNamespace(architectures=[architecture], to_dict=dict)
         processor = SimpleNamespace(process_mm_data_async="SGLang's own")
         manager = SimpleNamespace(
@@ -188,10 +178,9 @@ def test_servers_that_do_not_encode_all_themselves_are_left_alone(server, monkey
     assert not server(**{flag: True})
 
 
-def test_a_server_of_text_is_left_alone(sglang, monkeypatch) -> None:
+def test_a_server_of_text_is_left_alone(flags, monkeypatch) -> None:
     monkeypatch.setenv(SETTING, "on")
-    disagg = SimpleNamespace(language_only=False, encoder_only=False)
-    monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: disagg)
+    flags(disagg={})
     identities.set_up(SimpleNamespace(mm_processor=None))
 
 
@@ -243,11 +232,6 @@ def test_media_without_options_are_planned():
 def test_options_are_refused_by_name(asked, told):
     with pytest.raises(MediaError, match=f"takes no options for its media: {told}"):
         plan_without_options(asked)
-
-
-def test_what_cannot_be_read_is_said_as_ever():
-    with pytest.raises(MediaError, match="list of media is empty"):
-        plan_without_options(SimpleNamespace(image_data=[], video_data=None, audio_data=None))
 
 
 def test_what_keeps_a_request_apart_is_no_option_of_its_media():

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
 
+from seams.conftest import listening
 from sglang_epd.seams import large_bodies
 from sglang_epd.seams.large_bodies import MANY_PARTS, MOST_PARTS, count_parts
 from sglang_epd.seams.tokenizer import TokenizerSeam
@@ -80,22 +79,16 @@ async def post(sglang, hooked, serving, monkeypatch) -> AsyncIterator[Post]:
     manager = SimpleNamespace(mm_receiver=serving.seam)
     monkeypatch.setattr(server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
     monkeypatch.setattr(server.app.state, "openai_serving_chat", serving, raising=False)
-    config = uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none")
-    running = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        task = asyncio.create_task(running.serve([listening]))
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/chat/completions"
-        async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
+    typed = {"Content-Type": "application/json"}
+    async with listening(server.app) as url, aiohttp.ClientSession(url, headers=typed) as http:
 
-            async def post(body: bytes) -> tuple[int, Any]:
-                async with http.post(url, data=body) as response:
-                    return response.status, await response.json()
+        async def post(body: bytes) -> tuple[int, Any]:
+            async with http.post("/v1/chat/completions", data=body) as response:
+                return response.status, await response.json()
 
-            yield post
+        yield post
         serving.go.set()
         serving.answer.set()
-        running.should_exit = True
-        await task
 
 
 async def test_large_requests_are_laid_out_one_at_a_time_and_small_ones_at_once(post, serving):
@@ -132,7 +125,11 @@ async def test_after_a_turn_others_have_as_much_time_as_it_took(post, serving):
 
 
 @pytest.mark.parametrize("part", [1, {"type": "nothing"}], ids=str)
-async def test_a_large_request_that_is_refused_gives_its_turn_back(post, serving, part):
+async def test_a_large_request_that_is_refused_gives_its_turn_back(
+    post, serving, part, monkeypatch
+):
+    # As long again as the refusal takes, of which a busy machine makes seconds.
+    monkeypatch.setattr(large_bodies, "LONGEST_WAIT_S", 100.0)
     status, _ = await post(many("refused", part))
     assert status == 400
     serving.go.set()

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.observability import language
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
 from sglang_epd.tally import Tally
@@ -108,31 +106,21 @@ class FakeReceiver:
 
 
 @pytest.fixture
-def start(sglang, monkeypatch):
+def start(flags, monkeypatch):
     """Start a receiver with SGLang's flags as given; the one that was made."""
     FakeReceiver.made = []
     FakeReceiver.error = None
     monkeypatch.setattr(receiving, "Receiver", FakeReceiver)
     monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
-    apart = partial(language.ReceiverMetrics, CollectorRegistry())
-    monkeypatch.setattr(language, "ReceiverMetrics", apart)
-    context = sglang("runtime_context")
 
-    def start(
-        enable_metrics: bool = False,
-        encoder_transfer_backend: str = "zmq_to_scheduler",
-        trust_mm_content_hashes: bool = False,
-    ) -> FakeReceiver:
-        flags = SimpleNamespace(
-            encoder_transfer_backend=encoder_transfer_backend,
-            encoder_urls=["http://10.0.0.2:1"],
-            enable_metrics=enable_metrics,
-            host="10.0.0.1",
-            trust_mm_content_hashes=trust_mm_content_hashes,
+    def start(backend: str = "zmq_to_scheduler", trusts: bool = False) -> FakeReceiver:
+        flags(
+            disagg={"encoder_transfer_backend": backend, "encoder_urls": ["http://10.0.0.2:1"]},
+            mm={"trust_mm_content_hashes": trusts},
+            observability={"enable_metrics": False},
+            serving={"host": "10.0.0.1"},
         )
-        for name in ("get_disagg", "get_mm", "get_observability", "get_serving"):
-            monkeypatch.setattr(context, name, lambda: flags)
         receiving.start(readers=3)
         return FakeReceiver.made[-1]
 
@@ -163,37 +151,36 @@ def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplo
     monkeypatch.delenv("SGLANG_EPD_EMBEDDING_CACHE_MB", raising=False)
     monkeypatch.setenv("SGLANG_EMBEDDING_POOL_SIZE_MB", "4096")
     with caplog.at_level("INFO"):
-        start(trust_mm_content_hashes=True)
+        start(trusts=True)
     assert "budget 8 MiB, 4 of it to keep" in caplog.text
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "SGLANG_EMBEDDING_POOL_SIZE_MB (instead: SGLANG_EPD_RECEIVE" in warning.message
     assert "--trust-mm-content-hashes" in warning.message
 
 
-def has_mooncake(monkeypatch, sglang, engine: object) -> None:
-    """SGLang's Mooncake, in a process where it has started `engine`."""
+@pytest.fixture
+def mooncake(monkeypatch, flags):
+    """SGLang's, in a process where it has started the engine that is to be set."""
     name = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
-    monkeypatch.setattr(importlib.import_module(name), "_mooncake_transfer_engine", engine)
-    flags = SimpleNamespace(base_gpu_id=0)
-    monkeypatch.setattr(sglang("runtime_context"), "get_device", lambda: flags)
+    flags(device={"base_gpu_id": 0})
     monkeypatch.setattr(
         f"{name}.maybe_init_shared_mooncake_transfer_engine", lambda *, gpu_id: None
     )
+    return partial(monkeypatch.setattr, importlib.import_module(name), "_mooncake_transfer_engine")
 
 
-def test_it_is_written_to_through_the_engine_that_sglang_started(start, sglang, monkeypatch):
-    started = SimpleNamespace(
-        hostname="10.0.0.1", engine=SimpleNamespace(get_rpc_port=lambda: 12345)
+def test_it_is_written_to_through_the_engine_that_sglang_started(start, mooncake):
+    mooncake(
+        SimpleNamespace(hostname="10.0.0.1", engine=SimpleNamespace(get_rpc_port=lambda: 12345))
     )
-    has_mooncake(monkeypatch, sglang, started)
-    engine = start(encoder_transfer_backend="mooncake").options["engine"]
+    engine = start("mooncake").options["engine"]
     assert engine.session == "10.0.0.1:12345"
 
 
-def test_without_an_engine_of_sglangs_the_mooncake_backend_is_refused(start, sglang, monkeypatch):
-    has_mooncake(monkeypatch, sglang, None)
+def test_without_an_engine_of_sglangs_the_mooncake_backend_is_refused(start, mooncake):
+    mooncake(None)
     with pytest.raises(ConfigError, match="--encoder-transfer-backend mooncake"):
-        start(encoder_transfer_backend="mooncake")
+        start("mooncake")
 
 
 def test_an_address_that_cannot_be_bound_is_a_configuration_error(start):

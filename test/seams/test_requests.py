@@ -2,19 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from seams.conftest import listening
 from sglang_epd.seams import decode, identities, requests
 from sglang_epd.seams.tokenizer import TokenizerSeam
 
@@ -62,14 +61,9 @@ async def url(manager: Manager, obj: SimpleNamespace) -> AsyncIterator[str]:
         finally:
             manager.ended.set()
 
-    app = Starlette(routes=[Route("/", chat, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = asyncio.create_task(server.serve([listening]))
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    async with listening(Starlette(routes=[Route("/", chat, methods=["POST"])])) as url:
+        yield url
         manager.answered.set()
-        server.should_exit = True
-        await serving
 
 
 @pytest.fixture
@@ -134,15 +128,12 @@ class Gone:
         (False, "decode", ["identities", "decode"]),
     ],
 )
-def test_who_is_told(sglang, monkeypatch, language_only, mode, told):
-    disagg = SimpleNamespace(language_only=language_only, disaggregation_mode=mode)
-    context = sglang("runtime_context")
-    monkeypatch.setattr(context, "get_disagg", lambda: disagg)
+def test_who_is_told(flags, monkeypatch, language_only, mode, told):
+    flags(disagg={"language_only": language_only, "disaggregation_mode": mode})
     seen = []
-    manager = SimpleNamespace(
-        mm_receiver=SimpleNamespace(attach=lambda _manager: seen.append("receiver"))
-    )
-    monkeypatch.setattr(identities, "set_up", lambda _manager: seen.append("identities"))
-    monkeypatch.setattr(decode, "set_up", lambda _manager: seen.append("decode"))
-    requests.made(None, manager, start_pd_bootstrap_service=True)
+    receiver = SimpleNamespace(attach=lambda _manager: seen.append("receiver"))
+    for module, name in ((identities, "identities"), (decode, "decode")):
+        monkeypatch.setattr(module, "set_up", lambda _manager, name=name: seen.append(name))
+    made = SimpleNamespace(mm_receiver=receiver)
+    requests.made(None, made, start_pd_bootstrap_service=True)
     assert seen == told

@@ -45,23 +45,16 @@ def test_a_launcher_that_is_itself_a_child_process_has_a_run_too(monkeypatch):
     assert rundir.control_path()
 
 
-def test_two_runs_cannot_be_guessed_from_each_other():
-    ids = set()
+def test_runs_cannot_be_guessed_nor_their_secrets_read_off_a_folder():
+    ids, secrets = set(), set()
     for _ in range(20):
         rundir.draw_run_id()
         ids.add(os.environ[VARIABLE])
-    assert len(ids) == 20
-    assert all(len(run_id.split("-")[-1]) == 12 for run_id in ids)
-
-
-def test_each_run_has_a_secret_that_its_folder_does_not_tell():
-    secrets = set()
-    for _ in range(20):
-        rundir.draw_run_id()
-        assert len(rundir.secret()) == 32
-        assert rundir.secret().hex() not in str(rundir.control_path())
         secrets.add(rundir.secret())
-    assert len(secrets) == 20
+        assert rundir.secret().hex() not in str(rundir.control_path())
+    assert len(ids) == len(secrets) == 20
+    assert all(len(run_id.split("-")[-1]) == 12 for run_id in ids)
+    assert {len(secret) for secret in secrets} == {32}
 
 
 def test_the_path_is_short_enough_for_a_unix_socket():
@@ -74,24 +67,16 @@ def test_the_folder_is_made_by_nobody_who_only_asks_for_it():
     assert not rundir.control_path().parent.exists()
 
 
+def in_process(folder: Path, *lines: str) -> str:
+    """What a process prints that draws a run id in this folder; it must not hang."""
+    code = "\n".join(("from sglang_epd.seams import rundir", "rundir.draw_run_id()", *lines))
+    env = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60, env=env)
+
+
 def test_the_folder_is_removed_at_exit(tmp_path):
-    code = (
-        "from sglang_epd.seams import rundir\n"
-        "rundir.draw_run_id()\n"
-        "path = rundir.control_path()\n"
-        "path.parent.mkdir()\n"
-        "path.touch()\n"
-        "print(path)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert done.stdout.strip().startswith(str(tmp_path))
+    lines = ("path = rundir.control_path()", "path.parent.mkdir()", "path.touch()", "print(path)")
+    assert in_process(tmp_path, *lines).startswith(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -102,25 +87,10 @@ def left(folder: Path, name: str) -> Path:
     return made
 
 
-_CLAIM = (
-    "from sglang_epd.seams import rundir\n"
-    "rundir.draw_run_id()\n"
-    "rundir.claim()\n"
-    "print(rundir.control_path().parent.is_dir())\n"
-)
-
-
 def claim_there(folder: Path) -> None:
-    """What a server does that starts; it must not hang."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CLAIM],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
-    assert done.stdout.strip() == "True"
+    """What a server does that starts."""
+    made = in_process(folder, "rundir.claim()", "print(rundir.control_path().parent.is_dir())")
+    assert made.strip() == "True"
 
 
 def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
@@ -26,15 +25,6 @@ class FakeLeader:
         self.abandoned += [one.rid for one in self.waiting if matches(one.rid)]
 
 
-class FakeBackend:
-    def sort_out(self, requests):
-        failed = [one for one in requests if one.rid.startswith("bad")]
-        return (
-            [one for one in requests if one not in failed],
-            [(f"abort {one.rid}", "no", HTTPStatus.BAD_REQUEST) for one in failed],
-        )
-
-
 def request(rid: str, wait: bool | None = True) -> SimpleNamespace:
     return SimpleNamespace(rid=rid, need_wait_for_mm_inputs=wait)
 
@@ -47,13 +37,7 @@ def leader():
 @pytest.fixture
 def seam(leader):
     """Of the rank that leads."""
-    return SchedulerSeam(FakeBackend(), leader)
-
-
-@pytest.fixture
-def follower():
-    """Of any other rank."""
-    return SchedulerSeam(FakeBackend(), None)
+    return SchedulerSeam(SimpleNamespace(), leader)
 
 
 def pull(seam, pulled):
@@ -75,9 +59,9 @@ def test_the_leading_rank_holds_back_what_waits(seam, leader):
     assert pull(seam, []) == [waiting]
 
 
-def test_a_rank_that_takes_nothing_in_says_so_still(seam, follower):
+def test_a_rank_that_takes_nothing_in_says_so_still(seam):
     """None tells SGLang's broadcast apart from an empty list."""
-    assert pull(follower, None) is None
+    assert pull(SchedulerSeam(SimpleNamespace(), None), None) is None
     assert pull(seam, None) is None
     assert pull(seam, []) == []
 

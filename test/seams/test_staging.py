@@ -104,11 +104,9 @@ def test_items_keep_what_a_request_that_is_retracted_is_prefilled_from(hooked, s
 
 @pytest.mark.parametrize("language_only", [True, False])
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_it_is_for_language_servers_on_a_device(monkeypatch, sglang, language_only, name):
-    context = sglang("runtime_context")
+def test_it_is_for_language_servers_on_a_device(monkeypatch, flags, language_only, name):
     devices = {"cpu": Host(), "cuda": Recording()}
-    monkeypatch.setattr(context, "get_disagg", lambda: SimpleNamespace(language_only=language_only))
-    monkeypatch.setattr(context, "get_device", lambda: SimpleNamespace(device=name))
+    flags(disagg={"language_only": language_only}, device={"device": name})
     monkeypatch.setattr(staging, "device_of", devices.__getitem__)
     staging.stager.cache_clear()
     try:
@@ -134,23 +132,23 @@ def test_on_the_host_nothing_is_changed(hooked, sglang, monkeypatch):
     arena.close()
 
 
-def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(hooked, sglang, monkeypatch, device):
+def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(
+    hooked, sglang, monkeypatch, device, flags
+):
     """Wherever SGLang sizes it."""
-    context = sglang("runtime_context")
     tower = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
     model = SimpleNamespace(
         hidden_size=4096, dtype=torch.bfloat16, hf_config=SimpleNamespace(vision_config=tower)
     )
-    schedule = SimpleNamespace(chunked_prefill_size=8192, max_prefill_tokens=16384)
-    monkeypatch.setattr(context, "get_schedule", lambda: schedule)
-    monkeypatch.setattr(context, "get_server_args", lambda: None)
+    schedule = {"chunked_prefill_size": 8192, "max_prefill_tokens": 16384}
+    flags(schedule=schedule, server_args={})
     monkeypatch.setattr(sglang("arg_groups.overrides"), "model_config_of", lambda _: model)
     hooked("mm_runtime_reservation_gb")
     sizes = ("mem_cache.kv_cache_configurator", "model_executor.model_runner_components")
     for module in (sizes[0], f"{sizes[1]}.kv_pool_runtime"):
         reserved = sglang(module).mm_runtime_reservation_gb
         assert reserved(is_multimodal=False, mm_feature_transport=None) == 0.5
-    schedule.chunked_prefill_size = -1  # no chunks
+    flags(schedule={**schedule, "chunked_prefill_size": -1})  # no chunks
     assert staging.staged_bytes() == 1 << 30
     thinker = SimpleNamespace(vision_config=SimpleNamespace())
     model.hf_config = SimpleNamespace(thinker_config=thinker)

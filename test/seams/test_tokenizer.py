@@ -22,9 +22,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import reading
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.seams import rundir
-from sglang_epd.seams.tokenizer import (
-    TokenizerSeam,
-)
+from sglang_epd.seams.tokenizer import TokenizerSeam
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import LayoutReply, decode_body
 from sglang_epd.wire.messages import Expect, Layout, TensorSpec
@@ -117,14 +115,26 @@ async def seam(frontend, collector, monkeypatch):
         monkeypatch.setenv(name, "")
     rundir.draw_run_id()
     seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lambda processor: processor)
-    seam.attach(SimpleNamespace(rid_to_state={}, mm_processor=Processor(), bootstrap_server=None))
+    attach(seam)
     return seam
 
 
+def attach(seam: TokenizerSeam, **live: Request) -> dict[str, SimpleNamespace]:
+    """To a manager with these requests; its books of them."""
+    states = {rid: SimpleNamespace(obj=request) for rid, request in live.items()}
+    manager = SimpleNamespace(rid_to_state=states, mm_processor=Processor(), bootstrap_server=None)
+    seam.attach(manager)
+    return states
+
+
+def told(seam: TokenizerSeam, room: int) -> tuple[str, str]:
+    """Code and message of the error that a decode server hears of."""
+    error = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20).error
+    return error.code, error.message
+
+
 async def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
-    request = Request(images=[b"1", b"2"])
-    live = {"rid": SimpleNamespace(obj=request)}
-    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
+    live = attach(seam, rid=Request(images=[b"1", b"2"]))
     expect = Expect("another ticket", 2, 1, 60.0)
     await seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]
@@ -176,9 +186,8 @@ def test_what_cannot_be_planned_has_failed_for_the_decode_server_too(seam):
     with pytest.raises(ValueError, match="image 1 of 1"):
         seam.send_encode_request(Batch(Request("a", [b"1"], bootstrap_room=5), bad))
     for room in (5, 6):
-        reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
-        assert reply.error.code == "MediaError"
-        assert "image 1 of 1" in reply.error.message
+        code, message = told(seam, room)
+        assert (code, "image 1 of 1" in message) == ("MediaError", True)
 
 
 def test_whatever_goes_wrong_nobody_waits_for_the_rest(seam, frontend, monkeypatch):
@@ -196,9 +205,8 @@ def test_whatever_goes_wrong_nobody_waits_for_the_rest(seam, frontend, monkeypat
         seam.send_encode_request(Batch(*prompts))
     assert frontend.cancelled == ["a"]
     for room in (0, 1):
-        reply = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20)
-        assert reply.error.code == "EncodeError"
-        assert "descriptors" not in reply.error.message
+        code, message = told(seam, room)
+        assert (code, "descriptors" in message) == ("EncodeError", False)
 
 
 def test_media_in_lists_within_lists_are_refused(seam):
@@ -261,8 +269,7 @@ async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, mo
 
 async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(seam, frontend):
     request = Request(images=[bytes(2 << 20)])
-    live = {"rid": SimpleNamespace(obj=request)}
-    seam.attach(SimpleNamespace(rid_to_state=live, mm_processor=Processor(), bootstrap_server=None))
+    attach(seam, rid=request)
     again = asyncio.create_task(seam.send_again("rid", Expect("another ticket", 1, 1, 60.0)))
     await asyncio.sleep(0)
     assert not frontend.sent_again  # the event loop goes on meanwhile
@@ -316,11 +323,14 @@ def received(value: float) -> ReceivedItem:
 
 
 @pytest.fixture
-def adaptive(sglang, monkeypatch):
+def adaptive(flags):
     """Whether SGLang may process media on this server."""
-    flags = SimpleNamespace(enable_adaptive_dispatch_to_encoder=False)
-    monkeypatch.setattr(sglang("runtime_context"), "get_disagg", lambda: flags)
-    return lambda value: setattr(flags, "enable_adaptive_dispatch_to_encoder", value)
+
+    def set_flag(value: bool) -> None:
+        flags(disagg={"enable_adaptive_dispatch_to_encoder": value})
+
+    set_flag(False)
+    return set_flag
 
 
 @pytest.fixture
@@ -351,36 +361,25 @@ async def test_a_prompts_inputs_are_made_of_what_was_received(receive, frontend,
         assert mm_item.identity == item.key
 
 
-@pytest.mark.parametrize("wait", [True, False, None])
-async def test_a_prompt_without_media_is_not_waited_for(receive, frontend, adaptive, wait):
-    """SGLang's processor sees the texts of a model that wants to see them."""
-    for value in (False, True):
-        adaptive(value)
-        assert await receive(Request(), need_wait_for_mm_inputs=wait) is None
-    assert not frontend.started
-
-
-async def test_what_sglang_does_not_send_to_encoders_is_not_waited_for(receive, frontend, adaptive):
-    adaptive(True)
-    assert await receive(Request(images=[b"1"]), need_wait_for_mm_inputs=False) is None
-    assert not frontend.started
-
-
 @pytest.mark.parametrize(
-    ("may_be_local", "wait"),
-    [(False, True), (False, None), (False, False), (True, True), (True, None)],
+    ("may_be_local", "wait", "encoded"),
+    [
+        *((False, wait, True) for wait in (True, False, None)),
+        *((True, wait, wait is not False) for wait in (True, False, None)),
+    ],
 )
-async def test_the_prompts_of_a_batch_are_encoded_too(
-    receive, frontend, collector, adaptive, may_be_local, wait
+async def test_which_prompts_are_encoded(
+    receive, frontend, collector, adaptive, may_be_local, wait, encoded
 ):
-    """Left to SGLang, they would reach a tower that is not there, and end the server.
-
-    It does not copy the flag to them; a user may have written one.
-    """
+    """Those of a batch too, to which SGLang does not copy the flag: they would reach a tower
+    that is not there. A user may have written one. Prompts without media are SGLang's."""
     adaptive(may_be_local)
     collector.items = [received(1.0)]
-    assert await receive(Request(images=[b"1"]), need_wait_for_mm_inputs=wait) is not None
-    assert frontend.started
+    made = await receive(Request(images=[b"1"]), need_wait_for_mm_inputs=wait)
+    assert (made is not None) is bool(frontend.started) is encoded
+    frontend.started.clear()
+    assert await receive(Request(), need_wait_for_mm_inputs=wait) is None
+    assert not frontend.started
 
 
 @pytest.mark.parametrize(
@@ -409,8 +408,7 @@ async def test_the_tokenizers_items_have_rooms_too(receive, seam, frontend, coll
     assert frontend.slots == [seam.layouts.look(5)]
     with pytest.raises(HTTPException):
         await receive(Request(images=["not base64!"], bootstrap_room=6))
-    reply = decode_body(seam.layouts.look(6).body, LayoutReply, 1 << 20)
-    assert reply.error.code == "MediaError"
+    assert told(seam, 6)[0] == "MediaError"
 
 
 async def test_a_prompt_that_does_not_match_its_media_is_the_users_fault(receive, collector):
@@ -457,56 +455,43 @@ async def test_an_error_keeps_no_item_alive(receive, collector, counted, monkeyp
     assert embedding() is None
 
 
-@pytest.fixture
-def finish(seam):
-    """Call the hook on one finished request; gives what the original method was called with."""
-
-    async def call(status, *, is_stream=True, completion_tokens=0, waited=True):
-        seen = []
-
-        async def original(manager, out, state, is_stream):
-            seen.append((manager, out["meta_info"]["finish_reason"].get("status_code"), is_stream))
-            return "answer"
-
-        reason = {"type": "abort"} if status is None else {"type": "abort", "status_code": status}
-        out = {"meta_info": {"finish_reason": reason, "completion_tokens": completion_tokens}}
-        state = SimpleNamespace(obj=SimpleNamespace(need_wait_for_mm_inputs=waited))
-        assert await seam.answer_before_streaming(original, "manager", out, state, is_stream) == (
-            "answer"
-        )
-        return seen
-
-    return call
-
-
-@pytest.mark.parametrize("status", [400, 403, 413, 415])
-async def test_a_stream_refused_before_its_first_token_is_an_http_error(finish, status):
-    assert await finish(status) == [("manager", 400, False)]
-
-
 @pytest.mark.parametrize(
-    "finished",
+    ("status", "finished", "told"),
     [
-        {"status": 500},
-        {"status": None},
-        {"status": 400, "completion_tokens": 3},
-        {"status": 400, "waited": None},
+        # Refused before its first token.
+        *((status, {}, (400, False)) for status in (400, 403, 413, 415)),
+        # Any other stream ends as SGLang ends it.
+        (500, {}, (500, True)),
+        (None, {}, (None, True)),
+        (400, {"completion_tokens": 3}, (400, True)),
+        (400, {"waited": None}, (400, True)),
+        (413, {"is_stream": False}, (413, False)),
     ],
 )
-async def test_any_other_stream_ends_as_sglang_ends_it(finish, finished):
-    assert await finish(**finished) == [("manager", finished["status"], True)]
+async def test_a_stream_refused_before_its_first_token_is_an_http_error(
+    seam, status, finished, told
+):
+    given = {"is_stream": True, "completion_tokens": 0, "waited": True, **finished}
+    seen = []
 
+    async def original(manager, out, state, is_stream):
+        seen.append((manager, out["meta_info"]["finish_reason"].get("status_code"), is_stream))
+        return "answer"
 
-async def test_a_request_that_is_not_streamed_is_left_alone(finish):
-    assert await finish(413, is_stream=False) == [("manager", 413, False)]
+    reason = {"type": "abort"} | ({} if status is None else {"status_code": status})
+    meta = {"finish_reason": reason, "completion_tokens": given["completion_tokens"]}
+    state = SimpleNamespace(obj=SimpleNamespace(need_wait_for_mm_inputs=given["waited"]))
+    answered = await seam.answer_before_streaming(
+        original, "manager", {"meta_info": meta}, state, given["is_stream"]
+    )
+    assert (answered, seen) == ("answer", [("manager", *told)])
 
 
 async def test_the_tokenizer_says_how_late_its_event_loop_is(sglang, hooked, frontend, collector):
     hooked("TokenizerManager.auto_create_handle_loop")
     lags: list[float] = []
-    manager = sglang("managers.tokenizer_manager").TokenizerManager.__new__(
-        sglang("managers.tokenizer_manager").TokenizerManager
-    )
+    kind = sglang("managers.tokenizer_manager").TokenizerManager
+    manager = kind.__new__(kind)
     manager.event_loop = asyncio.get_running_loop()
     manager.mm_receiver = TokenizerSeam(frontend, collector, 60.0, observe_lag=lags.append)
     for _ in range(2):  # as at each request

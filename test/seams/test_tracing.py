@@ -153,26 +153,15 @@ def test_sglang_names_what_we_lean_on(sglang) -> None:
     assert list(told) == ["otlp_endpoint", "server_name", "trace_modules"]
 
 
-def test_it_is_added_to_what_sglang_says(sglang) -> None:
-    """By SGLang's own registry, on SGLang's own method."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    cls = sglang("managers.tokenizer_manager").TokenizerManager
-    original = cls.convert_to_span_attrs
-    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_to_span_attrs"
-    try:
-        HookRegistry.register(target, tracing.add_sources, HookType.AFTER)
-        HookRegistry.apply_hooks()
-        manager = language_server(r1={"store": 3})
-        manager.enable_trace, manager.served_model_name = True, "model"
-        obj = SimpleNamespace(rid="r1", sampling_params={"temperature": 0.5})
-        output = SimpleNamespace(
-            completion_tokens=[2], prompt_tokens=[7], cached_tokens=[5], finished_reasons=[None]
-        )
-        found = cls.convert_to_span_attrs(manager, SimpleNamespace(obj=obj), output, 0)
-    finally:
-        cls.convert_to_span_attrs = original
-        HookRegistry._hooks.pop(target, None)
-        HookRegistry._patched.discard(target)
+def test_it_is_added_to_what_sglang_says(sglang, hooked) -> None:
+    hooked("TokenizerManager.convert_to_span_attrs")
+    manager = language_server(r1={"store": 3})
+    manager.enable_trace, manager.served_model_name = True, "model"
+    obj = SimpleNamespace(rid="r1", sampling_params={"temperature": 0.5})
+    output = SimpleNamespace(
+        completion_tokens=[2], prompt_tokens=[7], cached_tokens=[5], finished_reasons=[None]
+    )
+    convert = sglang("managers.tokenizer_manager").TokenizerManager.convert_to_span_attrs
+    found = convert(manager, SimpleNamespace(obj=obj), output, 0)
     assert found["sglang.epd.media_sources.store"] == 3
     assert found["gen_ai.usage.prompt_tokens"] == 7

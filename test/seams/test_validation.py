@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import SchemaValidator
 
-from sglang_epd.seams.validation import stop_at_the_first_error
+from sglang_epd.seams.large_bodies import stop_at_the_first_error
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 TEXT = {"type": "text", "text": "x"}

@@ -21,7 +21,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def run(sglang, monkeypatch):
+def run(flags):
     """What `load` makes of a runner; while SGLang's own function runs, how deep a tower is."""
 
     def run(
@@ -32,13 +32,8 @@ def run(sglang, monkeypatch):
         architecture: str = "Qwen3VLForConditionalGeneration",
         draft: bool = False,
     ) -> int:
-        flags = SimpleNamespace(
-            language_only=language_only, enable_adaptive_dispatch_to_encoder=adaptive
-        )
-        context = sglang("runtime_context")
-        monkeypatch.setattr(context, "get_disagg", lambda: flags)
-        quiet = SimpleNamespace(enable_metrics=False)
-        monkeypatch.setattr(context, "get_observability", lambda: quiet)
+        disagg = {"language_only": language_only, "enable_adaptive_dispatch_to_encoder": adaptive}
+        flags(disagg=disagg, observability={"enable_metrics": False})
         config = SimpleNamespace(
             vision_config=SimpleNamespace(depth=4), architectures=[architecture]
         )
@@ -46,9 +41,7 @@ def run(sglang, monkeypatch):
         load(
             lambda runner: seen.append(runner.model_config.hf_config.vision_config.depth),
             SimpleNamespace(
-                model=model,
-                model_config=SimpleNamespace(hf_config=config),
-                is_draft_worker=draft,
+                model=model, model_config=SimpleNamespace(hf_config=config), is_draft_worker=draft
             ),
         )
         assert config.vision_config.depth == 4
@@ -110,10 +103,12 @@ LANGUAGE = ("model.layers.0.w", "lm_head.weight", "thinker.model.language_model.
 
 
 def test_whose_a_tensor_is():
-    assert all(map(of_tower, TOWERS))
-    assert not any(map(of_tower, LANGUAGE))
-    assert not any(map(of_language_model, TOWERS))
-    assert all(map(of_language_model, LANGUAGE))
+    for names, theirs, others in (
+        (TOWERS, of_tower, of_language_model),
+        (LANGUAGE, of_language_model, of_tower),
+    ):
+        assert all(map(theirs, names))
+        assert not any(map(others, names))
     # A part of the language model that is called after a tower's stays with it; an encoder may
     # read it too.
     assert not of_tower("model.language_model.layers.0.vision_expert.w")

@@ -62,10 +62,8 @@ class LineReporter:
     """Shows a run line by line: `name | text`, and a status line while servers start.
 
     Args:
-        out: where to.
         names: all servers, so that the names take one width.
         logs: whether the servers' logs are shown.
-        on_ready: called once all are.
     """
 
     def __init__(self, out: Console, names: Sequence[str], *, logs: bool) -> None:
@@ -103,9 +101,6 @@ class LineReporter:
             self._status = self._out.status("")
             self._status.start()
         self._status.update(f"{ready} of {self._total} ready; {phases}")
-
-    def ready(self) -> None:
-        """Called once, when all servers have been ready."""
 
     def close(self) -> None:
         """Take the status line away."""

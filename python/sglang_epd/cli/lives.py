@@ -22,14 +22,15 @@ class State(Enum):
     STOPPED = "stopped"  # on request
 
 
-_NEXT: dict[State, frozenset[State]] = {
-    State.PENDING: frozenset({State.STARTING, State.STOPPED}),
-    State.STARTING: frozenset({State.READY, State.DOWN, State.FAILED, State.STOPPED}),
-    State.READY: frozenset({State.SILENT, State.DOWN, State.FAILED, State.STOPPED}),
-    State.SILENT: frozenset({State.READY, State.DOWN, State.FAILED, State.STOPPED}),
-    State.DOWN: frozenset({State.STARTING, State.STOPPED}),
-    State.FAILED: frozenset({State.STOPPED}),
-    State.STOPPED: frozenset(),
+# And STOPPED, from each.
+_NEXT: dict[State, set[State]] = {
+    State.PENDING: {State.STARTING},
+    State.STARTING: {State.READY, State.DOWN, State.FAILED},
+    State.READY: {State.SILENT, State.DOWN, State.FAILED},
+    State.SILENT: {State.READY, State.DOWN, State.FAILED},
+    State.DOWN: {State.STARTING},
+    State.FAILED: set(),
+    State.STOPPED: set(),
 }
 
 
@@ -51,11 +52,7 @@ class Restarts:
 
 
 class Life:
-    """One server's state, its deaths, and when it is due.
-
-    Args:
-        restarts: the bounds.
-    """
+    """One server's state, its deaths, and when it is due."""
 
     def __init__(self, restarts: Restarts) -> None:
         self._bounds = restarts
@@ -96,11 +93,8 @@ class Life:
             self._to(State.SILENT)
 
     def ended(self, now: float) -> None:
-        """Its process ended without a request to stop.
-
-        Before it was ever ready that is for good: the fault, a flag or the
-        checkpoint, stays wrong.
-        """
+        """Its process ended without a request to stop; for good, if it was never ready: the
+        fault, a flag or the checkpoint, stays wrong."""
         self._deaths.append(now)
         while self._deaths[0] < now - self._bounds.within_s:
             self._deaths.popleft()
@@ -113,8 +107,7 @@ class Life:
 
     def stopped(self) -> None:
         """It has stopped on request."""
-        if self.state is not State.STOPPED:
-            self._to(State.STOPPED)
+        self.state = State.STOPPED
 
     def _to(self, state: State) -> None:
         if state not in _NEXT[self.state]:

@@ -28,11 +28,7 @@ def phase_of(line: str) -> str:
 
 
 class LogFollower:
-    """Reads the lines that are added to a file, which may not be there yet, or be replaced.
-
-    Args:
-        path: the file.
-    """
+    """Reads the lines that are added to a file, which may not be there yet, or be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,11 +55,7 @@ class LogFollower:
             found += more
         if self._rest:
             found.append(self._rest.decode(errors="replace"))
-        self.close()
-        return found
-
-    def close(self) -> None:
-        """Let the file go."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._rest = -1, b""
+        return found

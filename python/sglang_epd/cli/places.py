@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_epd.errors import ConfigError
@@ -24,7 +24,6 @@ class Place:
 
     Attributes:
         shown: for people; empty where it shares all with the others.
-        env: what tells the server.
         prefix: words before its command.
     """
 
@@ -81,11 +80,8 @@ def accelerators(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 class Gpus:
-    """Deals GPUs out in order; one that is listed twice is shared.
-
-    Args:
-        names: as in `CUDA_VISIBLE_DEVICES`.
-    """
+    """Deals GPUs out in order, by names as in `CUDA_VISIBLE_DEVICES`; one that is listed twice
+    is shared."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -109,28 +105,21 @@ class Gpus:
 
 
 class Cores:
-    """Deals the cores of a machine without accelerators out, an equal share each.
+    """Deals the cores of a machine without accelerators out, an equal share for each server.
 
     Where there are too few for that, or `taskset` is missing, all servers share all.
-
-    Args:
-        cores: numbers of those that this process may use.
-        servers: how many will ask.
     """
 
     def __init__(self, cores: Sequence[int], servers: int) -> None:
         share = len(cores) // servers
         pinned = share >= _LEAST_CORES and shutil.which("taskset") is not None
-        self._shares: Iterator[Sequence[int]] = iter(
-            [cores[index * share : (index + 1) * share] for index in range(servers)]
-            if pinned
-            else [()] * servers
-        )
+        self._share = share if pinned else 0
+        self._left = list(cores)
 
     def __call__(self, _number: int) -> Place:
         """The next share, for any number of ranks."""
-        mine = next(self._shares)
-        if not mine:
+        if not self._share:
             return Place()
-        listed = ",".join(map(str, mine))
+        listed = ",".join(map(str, self._left[: self._share]))
+        del self._left[: self._share]
         return Place(f"cores {listed}", {}, ("taskset", "-c", listed))

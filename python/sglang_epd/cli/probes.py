@@ -7,10 +7,9 @@ have with `--enable-metrics`, and all of them by `/health`. None of these wants 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,12 +128,12 @@ def ask(targets: Sequence[Target], ca_certs: str = "") -> list[ServerView]:
     Args:
         ca_certs: whose certificates are believed; empty for those of the system.
     """
-    return asyncio.run(_ask_all(targets, ca_certs))
 
+    async def ask_all() -> list[ServerView]:
+        async with open_session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
+            return list(await asyncio.gather(*(_view(session, one) for one in targets)))
 
-async def _ask_all(targets: Sequence[Target], ca_certs: str) -> list[ServerView]:
-    async with open_session(ssl=Trust(ca_certs=ca_certs).client_ssl()) as session:
-        return list(await asyncio.gather(*(_view(session, one) for one in targets)))
+    return asyncio.run(ask_all())
 
 
 async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
@@ -156,7 +155,7 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
     elif view.state != "starting":
         view = replace(view, state="silent", problem=f"/health answers {health[0]}")
     try:
-        samples = _samples(metrics[1]) if metrics[0] == 200 else Samples(())
+        samples = Samples(metrics[1] if metrics[0] == 200 else "")
         told = json.loads(status[1]) if status[0] == 200 else {}
         if isinstance(told, dict) and "encoder" in told:
             return _encoder(view, told, samples)
@@ -168,12 +167,7 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
-    """Status and text of an answer.
-
-    Raises:
-        aiohttp.ClientError: there is none, or it is too long.
-        TimeoutError: not in time.
-    """
+    """Status and text of an answer that is not too long."""
     async with session.get(url, allow_redirects=False) as response:
         body = await read_body(response, _MAX_BYTES)
     if len(body) > _MAX_BYTES:
@@ -182,48 +176,33 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
 
 
 class Samples:
-    """The values of a `/metrics` page.
+    """The values of a `/metrics` page."""
 
-    Args:
-        samples: name, labels and value of each.
-    """
+    def __init__(self, text: str) -> None:
+        families = text_string_to_metric_families(text)
+        self._samples = [one for family in families for one in family.samples]
 
-    def __init__(self, samples: Iterable[tuple[str, dict[str, str], float]]) -> None:
-        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for name, labels, value in samples:
-            self._samples.setdefault(name, []).append((labels, value))
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The sums for each value of a label; nothing where there is no such value."""
+        sums: dict[str, float] = {}
+        for one in self._samples:
+            if one.name == name:
+                value = one.labels.get(label, "")
+                sums[value] = sums.get(value, 0.0) + one.value
+        return sums
 
     def sum(self, name: str, label: str = "", among: Sequence[str] = ()) -> float | None:
         """The sum over all labels, or those with one of these values; None if there is none."""
-        found = self._samples.get(name)
-        if found is None:
+        sums = self.by(name, label)
+        if not sums:
             return None
-        return sum(value for labels, value in found if not label or labels.get(label) in among)
+        return sum(value for told, value in sums.items() if not label or told in among)
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """The sums for each value of a label."""
-        sums: dict[str, float] = {}
-        for labels, value in self._samples.get(name, ()):
-            sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
-        return sums
-
-    def label(self, name: str, label: str) -> str:
-        """A label's value where they are all the same; else empty."""
-        values = {labels.get(label, "") for labels, _ in self._samples.get(name, ())}
-        return values.pop() if len(values) == 1 else ""
-
-    def any_label(self, label: str) -> str:
+    def only(self, label: str, name: str = "") -> str:
         """The value that a label has wherever it is; empty where there are none, or several."""
-        every = itertools.chain.from_iterable(self._samples.values())
-        values = {labels[label] for labels, _ in every if label in labels}
+        named = (one for one in self._samples if name in ("", one.name))
+        values = {one.labels[label] for one in named if label in one.labels}
         return values.pop() if len(values) == 1 else ""
-
-
-def _samples(text: str) -> Samples:
-    families = text_string_to_metric_families(text)
-    return Samples(
-        (one.name, one.labels, one.value) for family in families for one in family.samples
-    )
 
 
 def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> ServerView:
@@ -247,8 +226,8 @@ def _sglang(view: ServerView, samples: Samples) -> ServerView:
     # A scheduler that has not had a request yet tells nothing of its queues.
     running = samples.sum("sglang:num_running_reqs")
     queues = [number for name in _QUEUES if (number := samples.sum(name)) is not None]
-    namespace = samples.label("sglang:epd_dispatch_namespace", "namespace")
-    engine = samples.any_label("engine_type")
+    namespace = samples.only("namespace", "sglang:epd_dispatch_namespace")
+    engine = samples.only("engine_type")
     role = _ROLES.get(engine, "server") if namespace or engine != "unified" else "server"
     items = samples.sum("sglang:epd_dispatch_items_total")
     hits = samples.sum("sglang:epd_dispatch_items_total", "source", _LANGUAGE_HITS)

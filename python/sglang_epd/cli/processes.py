@@ -23,10 +23,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 _POLL_S = 0.1
@@ -96,7 +95,6 @@ class ServerProcess:
     Use it as a context manager: entering starts it, leaving always stops it.
 
     Args:
-        name: how messages call it.
         command: the argument vector; its first element is looked up in PATH.
         log_path: file that takes its stdout and stderr, replaced at each start.
         ready_url: answers 200 to GET once the server takes requests.
@@ -123,24 +121,12 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
-
-    def __repr__(self) -> str:
-        return f"ServerProcess({self.name!r}, pid={self._process and self._process.pid})"
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of its group and session.
-
-        Raises:
-            ServerError: it was never started.
-        """
+        """Process id, which is also the id of its group and session."""
         if self._process is None:
             raise ServerError(f"{self.name} was not started")
         return self._process.pid
@@ -190,14 +176,20 @@ class ServerProcess:
                 on_wait(elapsed)
             time.sleep(_POLL_S)
 
+    @property
+    def end(self) -> str:
+        """How the server has ended, or that it was not started; empty while it runs."""
+        if self._process is None:
+            return "was not started"
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+
     def check_running(self) -> None:
         """Raise ServerError, with the tail of the log, when the server has ended."""
-        if self._process is None:
-            raise ServerError(f"{self.name} was not started")
-        code = self._process.poll()
-        if code is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-            raise ServerError(f"{self.name} {how}.{self._tail_note()}")
+        if end := self.end:
+            raise ServerError(f"{self.name} {end}.{self._tail_note()}")
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server and all of its descendants; does nothing when it has ended.
@@ -220,7 +212,8 @@ class ServerProcess:
                     self._process.wait(grace_s)
                     self._wait_for_group(group, _LEFTOVERS_S)
         finally:
-            _signal_group(group, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
             self._process.wait()
             self._wait_for_group(group, 5.0)
 
@@ -230,13 +223,13 @@ class ServerProcess:
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of the log."""
-        with contextlib.suppress(OSError):
+        try:
             with self.log_path.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - 400 * lines))
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * lines))
                 text = log.read().decode(errors="replace")
-            return "\n".join(text.splitlines()[-lines:])
-        return ""
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
 
     def _begin(self) -> Process:
         with self.log_path.open("wb") as log:
@@ -266,9 +259,7 @@ class ServerProcess:
 
 def stop_all(servers: Sequence[ServerProcess], grace_s: float = 10.0) -> None:
     """Stop several servers at the same time, so that their graces do not add up."""
-    if not servers:
-        return
-    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
         list(pool.map(lambda server: server.stop(grace_s), servers))
 
 
@@ -284,11 +275,6 @@ def answers_ok(url: str, timeout_s: float) -> bool:
         return False
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
 def _group_lives(group: int) -> bool:
     """Whether a process of the group runs. Zombies do not count: in a container whose
     first process reaps nobody, the orphans of a server stay zombies for ever."""
@@ -296,28 +282,10 @@ def _group_lives(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    return any(True for _ in _members(group))
-
-
-def mapped_files(group: int, beginning: str) -> set[Path]:
-    """The files that processes of a group map into their memory, by how their paths begin."""
-    found = set()
-    for process in _members(group):
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            for line in (process / "maps").read_text().splitlines():
-                # address permissions offset device inode path, which may hold spaces
-                _, _, path = line.partition(beginning)
-                if path:
-                    found.add(Path(beginning + path))
-    return found
-
-
-def _members(group: int) -> Iterator[Path]:
-    """The folders in /proc of a group's processes that run."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # pid (comm) state ppid pgrp ...; comm may hold spaces and brackets.
-                state, _, pgrp, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(pgrp) == group and state not in "ZX":
-                    yield entry
+            # pid (comm) state ppid pgrp ...; comm may hold spaces and brackets.
+            state, _, pgrp, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(pgrp) == group and state not in "ZX":
+                return True
+    return False

@@ -16,7 +16,6 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,8 @@ def root(env: Mapping[str, str] = os.environ) -> Path:
 class Run:
     """One `up`, from its first server to its last.
 
-    Args:
-        parent: the folder of all runs.
-
     Attributes:
-        folder: its own.
+        folder: its own, in that of all runs.
         temporary: for its servers' temporary files; in the system's folder for these, since
             paths of sockets have to be short.
     """
@@ -78,11 +74,7 @@ class Run:
         temporary.replace(self.folder / _STATE)
 
     def close(self, *, keep: bool) -> None:
-        """End it.
-
-        Args:
-            keep: whether its logs may be wanted.
-        """
+        """End it; its logs are kept where they may be wanted."""
         _remove_temporary(self.folder)
         if keep:
             (self.folder / _STATE).unlink(missing_ok=True)
@@ -91,28 +83,14 @@ class Run:
         os.close(self._lock)
 
 
-@dataclass(frozen=True)
-class FoundRun:
-    """A run that lives.
-
-    Attributes:
-        pid: of its `up`.
-        state: its last record.
-    """
-
-    pid: int
-    state: dict[str, Any]
-
-
-def find(parent: Path) -> list[FoundRun]:
-    """The runs that live, the latest first."""
+def find(parent: Path) -> list[dict[str, Any]]:
+    """The last records of the runs that live, the latest run first."""
     found = []
     for folder in parent.iterdir():
         if folder.name.isdecimal() and _held(folder):
             with contextlib.suppress(FileNotFoundError):
-                state = json.loads((folder / _STATE).read_text())
-                found.append(FoundRun(int(folder.name), state))
-    return sorted(found, key=lambda run: run.state["started_at"], reverse=True)
+                found.append(json.loads((folder / _STATE).read_text()))
+    return sorted(found, key=lambda state: state["started_at"], reverse=True)
 
 
 def _held(folder: Path) -> bool:

@@ -50,7 +50,9 @@ def status(
     targets, run = _targets(urls)
     views = ask(targets, ssl_ca_certs)
     if as_json:
-        print_json({"run": run, "servers": [_as_json(view) for view in views]})
+        print_json(
+            {"run": run, "servers": [asdict(view) | {"hit_rate": view.hit_rate} for view in views]}
+        )
     else:
         out = console()
         if run:
@@ -103,13 +105,9 @@ def _targets(urls: Sequence[str] | None) -> tuple[list[Target], dict[str, Any] |
     found = runs.find(runs.root())
     if not found:
         raise ConfigError("no `sglang-epd up` runs here; name servers by their URLs")
-    told = found[0].state
+    told = found[0]
     run = {name: told[name] for name in ("pid", "model", "api_url", "started_at")}
     return targets_of(told), run
-
-
-def _as_json(view: ServerView) -> dict[str, Any]:
-    return asdict(view) | {"hit_rate": view.hit_rate}
 
 
 def _table(views: Sequence[ServerView]) -> Table:
@@ -126,8 +124,8 @@ def _table(views: Sequence[ServerView]) -> Table:
             state(view.state).append(again).append(f", encoders: {known}" if known else ""),
             _number(view.queued),
             _number(view.running),
-            _share(view.hit_rate),
-            # Its digits tell it from others, of the same model too.
+            _number(view.hit_rate, ".0%"),
+            # Its digits tell it from others of the same model.
             view.namespace.rpartition("/")[2][:12] or "-",
             view.url,
         )
@@ -145,10 +143,10 @@ def _live_table(
             state(view.state),
             _number(view.queued),
             _number(view.running),
-            "-" if items is None else f"{items:.1f}",
-            _share(hits),
-            _share(view.utilisation),
-            "-" if view.tokens_per_s is None else f"{view.tokens_per_s:.0f}",
+            _number(items, ".1f"),
+            _number(hits, ".0%"),
+            _number(view.utilisation, ".0%"),
+            _number(view.tokens_per_s),
         )
     return shown
 
@@ -169,12 +167,8 @@ def _since(
     return items / (now - then), (view.hits - old.hits) / items if items else None
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"
+def _number(value: float | None, form: str = ".0f") -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _span(since: float) -> str:

@@ -10,11 +10,10 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from sglang_epd.cli.console import LineReporter
 from sglang_epd.cli.lives import Life, Restarts, State
 from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of
-from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, mapped_files
+from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok
 from sglang_epd.cli.topology import Fleet, Server
 
 _TICK_S = 0.1
@@ -31,9 +30,6 @@ _CHECK_TIMEOUT_S = 5.0
 _CHECK_SOON_S = 0.3
 _CHECK_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Shared memory that SGLang's processes, which are killed in the end, leave behind: 16 KiB and
-# more a server (`managers.load_snapshot.shm_path_for`).
-_LEFT_BEHIND = "/dev/shm/sglang_loads_"
 
 
 @dataclass
@@ -48,31 +44,17 @@ class Supervised:
     since: float = 0.0
     check: Future[bool] | None = None
     check_at: float = 0.0
-    why: str = field(default="", repr=False)
-    memory: set[Path] = field(default_factory=set)
-
-    def note_memory(self) -> None:
-        """Remember what it maps of the memory that it will leave behind."""
-        if self.process.running:
-            self.memory |= mapped_files(self.process.pid, _LEFT_BEHIND)
-
-    def remove_memory(self) -> None:
-        """Remove that, once all of its processes have ended."""
-        while self.memory:
-            self.memory.pop().unlink(missing_ok=True)
+    why: str = ""
 
 
 class Supervisor:
     """Owns the processes of one plan.
 
     Args:
-        plan: the servers.
-        folder: for their logs.
-        reporter: shows the events.
+        folder: for the servers' logs.
         env: variables that every server inherits.
-        restarts: how often a dead server is started again.
         changed: called whenever the answer of `describe` has changed.
-        python: the interpreter that the servers run with.
+        ready: called once, when all servers have been ready.
         start_timeout_s: until all have to have been ready.
         grace_s: for a server to stop; encoders finish accepted requests.
     """
@@ -85,24 +67,25 @@ class Supervisor:
         *,
         env: Mapping[str, str],
         restarts: Restarts,
-        changed: Callable[[], None] = lambda: None,
-        python: str = sys.executable,
-        start_timeout_s: float = 1800.0,
+        changed: Callable[[], None],
+        ready: Callable[[], None],
+        start_timeout_s: float,
         grace_s: float = 30.0,
     ) -> None:
         self._reporter = reporter
         self._changed = changed
+        self._ready = ready
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         self._told = 0
         self._began = time.monotonic()
         self._all_ready = False
-        self._charges = {
-            server.name: Supervised(
+        self._charges = [
+            Supervised(
                 server,
                 ServerProcess(
                     server.name,
-                    server.argv(python),
+                    server.argv(sys.executable),
                     log_path=folder / f"{server.name}.log",
                     ready_url=f"{server.url}{server.ready_path}",
                     env={**env, **server.place.env},
@@ -111,7 +94,7 @@ class Supervisor:
                 LogFollower(folder / f"{server.name}.log"),
             )
             for server in plan.servers
-        }
+        ]
 
     def describe(self) -> list[dict[str, Any]]:
         """Each server: its role, place and state."""
@@ -127,7 +110,7 @@ class Supervisor:
                 "log": str(charge.process.log_path),
                 "command": charge.server.line(),
             }
-            for charge in self._charges.values()
+            for charge in self._charges
         ]
 
     def run(self) -> None:
@@ -139,29 +122,30 @@ class Supervisor:
         Raises:
             ServerError: a server did not start, or no server of a role is left.
         """
-        with self._signals(), ThreadPoolExecutor(len(self._charges)) as checks:
+        # A check and the end of each.
+        with self._signals(), ThreadPoolExecutor(2 * len(self._charges)) as threads:
             try:
                 while not self._told:
-                    for charge in self._charges.values():
-                        self._look_after(charge, checks)
+                    for charge in self._charges:
+                        self._look_after(charge, threads)
                     self._judge()
                     self._follow()
                     time.sleep(_TICK_S)
             finally:
-                self._stop()
+                self._stop(threads)
 
-    def _look_after(self, charge: Supervised, checks: ThreadPoolExecutor) -> None:
+    def _look_after(self, charge: Supervised, threads: ThreadPoolExecutor) -> None:
         now, life = time.monotonic(), charge.life
-        if life.due(now) and self._needs_are_met(charge):
+        if life.due(now) and all(
+            one.life.state is State.READY
+            for one in self._charges
+            if one.server.name in charge.server.needs
+        ):
             self._start(charge, now)
         elif life.running and not charge.process.running:
             self._bury(charge, now)
         elif life.running:
-            self._check(charge, now, checks)
-
-    def _needs_are_met(self, charge: Supervised) -> bool:
-        needed = (self._charges[name] for name in charge.server.needs)
-        return all(one.life.state is State.READY for one in needed)
+            self._check(charge, now, threads)
 
     def _start(self, charge: Supervised, now: float) -> None:
         again = charge.life.state is State.DOWN
@@ -176,28 +160,25 @@ class Supervisor:
         self._tell(charge, f"{word}, pid {charge.process.pid}")
 
     def _bury(self, charge: Supervised, now: float) -> None:
-        for line in charge.log.finish():
-            self._reporter.line(charge.server.name, line)
+        self._finish_log(charge)
+        end = charge.process.end
         try:
             charge.process.check_running()
         except ServerError as error:
             charge.why = str(error)
         # Its own children may be there still.
         charge.process.stop()
-        charge.remove_memory()
         charge.life.ended(now)
-        end = charge.why.partition("\n")[0].partition(". The end of")[0]
-        end = end.removeprefix(f"{charge.server.name} ")
         if charge.life.state is State.DOWN:
             self._tell(charge, f"{end}; starts again in {charge.life.wait_s(now):.0f} s")
         else:
             self._tell(charge, f"{end}; given up")
 
-    def _check(self, charge: Supervised, now: float, checks: ThreadPoolExecutor) -> None:
+    def _check(self, charge: Supervised, now: float, threads: ThreadPoolExecutor) -> None:
         if charge.check is None:
             if now >= charge.check_at:
                 url = charge.process.ready_url
-                charge.check = checks.submit(answers_ok, url, _CHECK_TIMEOUT_S)
+                charge.check = threads.submit(answers_ok, url, _CHECK_TIMEOUT_S)
             return
         if not charge.check.done():
             return
@@ -205,8 +186,6 @@ class Supervisor:
         charge.life.answered(ok)
         charge.check_at = now + (_CHECK_S if ok else _CHECK_SOON_S)
         if charge.life.state is not before:
-            if before is State.STARTING:
-                charge.note_memory()
             took = f" after {now - charge.since:.1f} s" if before is State.STARTING else ""
             self._tell(charge, f"{charge.life.state.value}{took}")
 
@@ -216,81 +195,77 @@ class Supervisor:
         Raises:
             ServerError: with the log of the server that is to blame.
         """
-        for charge in self._charges.values():
-            same = [one for one in self._charges.values() if one.server.role == charge.server.role]
-            if charge.life.state is State.FAILED and (
-                not self._all_ready or all(one.life.state is State.FAILED for one in same)
+        alive = {one.server.role for one in self._charges if one.life.state is not State.FAILED}
+        for charge in self._charges:
+            if charge.life.state is State.FAILED and not (
+                self._all_ready and charge.server.role in alive
             ):
                 raise ServerError(charge.why)
         waiting = {
-            name: charge.phase if charge.life.state is State.STARTING else charge.life.state.value
-            for name, charge in self._charges.items()
-            if charge.life.state in (State.PENDING, State.STARTING, State.DOWN)
+            one.server.name: one.phase if one.life.state is State.STARTING else one.life.state.value
+            for one in self._charges
+            if one.life.state in (State.PENDING, State.STARTING, State.DOWN)
         }
         self._reporter.tick(waiting)
         if self._all_ready:
             return
         if not waiting:
             self._all_ready = True
-            self._reporter.ready()
+            self._ready()
         elif time.monotonic() - self._began > self._start_timeout_s:
             late = ", ".join(f"{name} ({phase})" for name, phase in waiting.items())
             raise ServerError(f"not ready after {self._start_timeout_s:.0f} s (--timeout): {late}")
 
     def _follow(self) -> None:
-        for name, charge in self._charges.items():
+        for charge in self._charges:
             for line in charge.log.lines():
-                self._reporter.line(name, line)
-                phase = phase_of(line)
-                if phase and charge.life.state is State.STARTING and phase != charge.phase:
-                    charge.phase = phase
+                self._reporter.line(charge.server.name, line)
+                if charge.life.state is State.STARTING:
+                    charge.phase = phase_of(line) or charge.phase
+
+    def _finish_log(self, charge: Supervised) -> None:
+        for line in charge.log.finish():
+            self._reporter.line(charge.server.name, line)
 
     def _tell(self, charge: Supervised, text: str) -> None:
         self._reporter.news(charge.server.name, text)
         self._changed()
 
-    def _stop(self) -> None:
+    def _stop(self, threads: ThreadPoolExecutor) -> None:
         """Stop all servers: first the routers, which take users' requests, then all others.
 
         A reporter that raises does not keep one from being stopped.
         """
         told = self._told
-        routers = [one for one in self._charges.values() if one.server.role == "router"]
-        others = [one for one in self._charges.values() if one.server.role != "router"]
+        routers = [one for one in self._charges if one.server.role == "router"]
         try:
-            self._stop_together(routers, told)
+            self._stop_together(routers, threads, told)
         finally:
-            self._stop_together(others, told)
+            others = [one for one in self._charges if one not in routers]
+            self._stop_together(others, threads, told)
 
-    def _stop_together(self, charges: list[Supervised], told: int) -> None:
+    def _stop_together(
+        self, charges: Sequence[Supervised], threads: ThreadPoolExecutor, told: int
+    ) -> None:
         """End some servers at the same time.
 
         Args:
             told: the signals before; another one ends what has not ended yet at once.
         """
-        for charge in charges:
-            charge.note_memory()
-        threads = [
-            threading.Thread(target=charge.process.stop, args=(self._grace_s,))
-            for charge in charges
-        ]
-        for thread in threads:
-            thread.start()
+        ends = [threads.submit(charge.process.stop, self._grace_s) for charge in charges]
         try:
-            while any(thread.is_alive() for thread in threads):
+            while not all(end.done() for end in ends):
                 if self._told > max(told, 1):
                     for charge in charges:
                         _kill(charge.process)
                 self._follow()
                 time.sleep(_TICK_S)
         finally:
-            for thread, charge in zip(threads, charges, strict=True):
-                thread.join()
-                charge.remove_memory()
+            for end, charge in zip(ends, charges, strict=True):
+                end.result()
                 charge.life.stopped()
         for charge in charges:
-            for line in charge.log.finish():
-                self._reporter.line(charge.server.name, line)
+            self._finish_log(charge)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -41,7 +41,6 @@ class Shape:
     """The topology that was asked for.
 
     Attributes:
-        model: path or hub name.
         encoders, language, prefill, decode: how many of each. Prefill and decode go
             together and without language servers, which do both.
         host: what the server that users talk to listens on; all others stay on the
@@ -50,7 +49,8 @@ class Shape:
         flags: SGLang flags as typed, by role; "all" for every server that runs a model.
 
     Raises:
-        ConfigError: the numbers make no topology, or a flag is `up`'s own; by its name.
+        ConfigError: the numbers make no topology, a quote is not closed, or a flag is `up`'s
+            own; by its name.
     """
 
     model: str
@@ -85,11 +85,7 @@ class Shape:
                     raise ConfigError(f"--{_option(role)}: {word} is decided by `up` itself")
 
     def words(self, role: str) -> list[str]:
-        """The flags typed for a role.
-
-        Raises:
-            ConfigError: a quote is not closed.
-        """
+        """The flags typed for a role."""
         try:
             return shlex.split(self.flags.get(role, ""))
         except ValueError as error:
@@ -105,9 +101,7 @@ class Server:
     """One server of a topology.
 
     Attributes:
-        name: of its role and number.
         command: the argument vector, without the prefix of its place.
-        place: the devices that it runs on.
         url: where this machine reaches it.
         ready_path: answers 200 once it takes requests.
         needs: those that have to be ready before it starts.
@@ -154,7 +148,8 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     apart = shape.prefill > 0
     behind_router = apart or shape.language > 1
 
-    def model_server(name: str, role: Role, own: Sequence[str], *, port: int, host: str) -> Server:
+    def model_server(name: str, role: Role, own: Sequence[str], *, api: bool = False) -> Server:
+        port, host = (api_port, shape.host) if api else (free_port(), LOOPBACK)
         typed = shape.flags_of(role)
         command = ("-m", "sglang.launch_server", "--model-path", shape.model, *own)
         command += ("--host", host, "--port", str(port), *typed)
@@ -163,73 +158,39 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     def names(role: Role, number: int) -> list[str]:
         return [f"{role}-{index}" for index in range(number)] if number > 1 else [role]
 
-    encoders = [
-        model_server(name, "encoder", ["--encoder-only"], port=free_port(), host=LOOPBACK)
+    servers = [
+        model_server(name, "encoder", ["--encoder-only"])
         for name in names("encoder", shape.encoders)
     ]
-
-    def language_flags() -> list[str]:
+    urls = [encoder.url for encoder in servers]
+    targets = ["--pd-disaggregation", "--mini-lb"] if apart else ["--worker-urls"]
+    for name in names("prefill", shape.prefill) if apart else names("language", shape.language):
         # Its registration of encoders needs a port of its own beside other servers.
-        urls = [encoder.url for encoder in encoders]
-        flags = ["--language-only", "--encoder-urls", *urls]
-        return [*flags, "--encoder-bootstrap-port", str(free_port()), "--enable-metrics"]
-
-    if not apart:
-        language = [
-            model_server(
-                name,
-                "language",
-                language_flags(),
-                port=free_port() if behind_router else api_port,
-                host=LOOPBACK if behind_router else shape.host,
-            )
-            for name in names("language", shape.language)
-        ]
-        servers = [*encoders, *language]
-        targets = ["--worker-urls", *(server.url for server in language)]
-        # Its own metrics would else be on one port for all routers of a machine.
-        targets += ["--prometheus-port", str(free_port())] if behind_router else []
-        ready_path = "/readiness"
-    else:
-        bootstraps = [free_port() for _ in range(shape.prefill)]
-        prefills = [
-            model_server(
-                name,
-                "prefill",
-                [
-                    *language_flags(),
-                    *("--disaggregation-mode", "prefill"),
-                    *("--disaggregation-bootstrap-port", str(bootstrap)),
-                ],
-                port=free_port(),
-                host=LOOPBACK,
-            )
-            for name, bootstrap in zip(names("prefill", shape.prefill), bootstraps, strict=True)
-        ]
-        decodes = [
-            model_server(
-                name,
-                "decode",
-                ["--disaggregation-mode", "decode", "--enable-metrics"],
-                port=free_port(),
-                host=LOOPBACK,
-            )
-            for name in names("decode", shape.decode)
-        ]
-        servers = [*encoders, *prefills, *decodes]
-        targets = ["--pd-disaggregation", "--mini-lb"]
-        for server, bootstrap in zip(prefills, bootstraps, strict=True):
-            targets += ["--prefill", server.url, str(bootstrap)]
-        for server in decodes:
-            targets += ["--decode", server.url]
-        ready_path = "/health"
+        own = ["--language-only", "--encoder-urls", *urls, "--encoder-bootstrap-port"]
+        own += [str(free_port()), "--enable-metrics"]
+        if apart:
+            bootstrap = str(free_port())
+            own += ["--disaggregation-mode", "prefill"]
+            own += ["--disaggregation-bootstrap-port", bootstrap]
+            servers.append(model_server(name, "prefill", own))
+            targets += ["--prefill", servers[-1].url, bootstrap]
+        else:
+            servers.append(model_server(name, "language", own, api=not behind_router))
+            targets.append(servers[-1].url)
+    for name in names("decode", shape.decode) if apart else ():
+        own = ["--disaggregation-mode", "decode", "--enable-metrics"]
+        servers.append(model_server(name, "decode", own))
+        targets += ["--decode", servers[-1].url]
 
     api_url = _url(shape.host, api_port)
     if behind_router:
+        # Its own metrics would else be on one port for all routers of a machine.
+        targets += [] if apart else ["--prometheus-port", str(free_port())]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
         # It asks its servers about themselves as it starts.
         needs = tuple(server.name for server in servers if server.role != "encoder")
+        ready_path = "/health" if apart else "/readiness"
         servers.append(Server("router", "router", command, api_url, Place(), ready_path, needs))
     return Fleet(tuple(servers), api_url)
 

@@ -28,28 +28,19 @@ from sglang_epd.media.limits import MediaLimits
 
 _USUAL_PORT = 8000
 # Options that say something of one call, not of a topology.
-_NOT_IN_A_FILE = ("config", "settings", "dry-run", "as-json")
+_NOT_IN_A_FILE = ("config", "settings", "dry_run", "as_json")
 _shape = partial(typer.Option, rich_help_panel="Topology")
 _flags = partial(typer.Option, rich_help_panel="SGLang's flags")
 _running = partial(typer.Option, rich_help_panel="Running")
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Have the file's `up` section stand for options that are not typed.
-
-    Raises:
-        ConfigError: it has one that there is not.
-    """
+    """Have the file's `up` section stand for options that are not typed."""
     if path is None:
         return None
     told = read_file(path).get("up", {})
-    known = {
-        name.replace("_", "-"): name
-        for name in (one.name for one in context.command.params)
-        if name
-    }
-    for name in _NOT_IN_A_FILE:
-        known.pop(name)
+    names = [one.name or "" for one in context.command.params]
+    known = {name.replace("_", "-"): name for name in names if name not in _NOT_IN_A_FILE}
     defaults = {}
     for option, value in told.items():
         if option not in known:
@@ -208,7 +199,6 @@ def up(
         out,
         model=shape.model,
         env=env,
-        token=bool(checked.token),
         quiet=quiet,
         restarts=Restarts(most=max_restarts),
         timeout_s=timeout,
@@ -221,32 +211,22 @@ def _run(
     *,
     model: str,
     env: Mapping[str, str],
-    token: bool,
     quiet: bool,
     restarts: Restarts,
     timeout_s: float,
 ) -> None:
     run = runs.Run(runs.root())
-    started_at = time.time()
-
-    class Reporter(LineReporter):
-        def ready(self) -> None:
-            self.close()
-            _show(made, supervisor, out)
+    told: dict[str, Any] = {"pid": os.getpid(), "started_at": time.time(), "model": model}
+    told["api_url"] = made.api_url
 
     def write() -> None:
-        run.write(
-            {
-                "pid": os.getpid(),
-                "started_at": started_at,
-                "model": model,
-                "api_url": made.api_url,
-                "token": token,
-                "servers": supervisor.describe(),
-            }
-        )
+        run.write({**told, "servers": supervisor.describe()})
 
-    reporter = Reporter(out, [server.name for server in made.servers], logs=not quiet)
+    def ready() -> None:
+        reporter.close()
+        _show(made, supervisor, out)
+
+    reporter = LineReporter(out, [server.name for server in made.servers], logs=not quiet)
     supervisor = Supervisor(
         made,
         run.folder,
@@ -254,6 +234,7 @@ def _run(
         env={**env, "TMPDIR": str(run.temporary)},
         restarts=restarts,
         changed=write,
+        ready=ready,
         start_timeout_s=timeout_s,
     )
     keep = True
@@ -303,11 +284,7 @@ def _described(made: Fleet) -> dict[str, Any]:
 
 
 def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]:
-    """Variables that servers inherit: the environment, `--config`, and `--set` before both.
-
-    Raises:
-        ConfigError: a `--set` is no setting.
-    """
+    """Variables that servers inherit: the environment, `--config`, and `--set` before both."""
     env = dict(os.environ)
     if config is not None:
         env[CONFIG_FILE] = str(config)
@@ -320,11 +297,7 @@ def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]
 
 
 def _checkpoint(model: str) -> str:
-    """A folder as an absolute path, anything else as typed.
-
-    Raises:
-        ConfigError: it reads like a folder and is none.
-    """
+    """A folder as an absolute path, anything else as typed."""
     path = Path(model).expanduser()
     if path.is_dir():
         return str(path.resolve())
@@ -334,11 +307,7 @@ def _checkpoint(model: str) -> str:
 
 
 def _api_port(host: str, port: int | None) -> int | None:
-    """The port for users; None for any.
-
-    Raises:
-        ConfigError: the one that was asked for is taken, or the host is not of this machine.
-    """
+    """The port for users; None for any."""
     wanted = port or _USUAL_PORT
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

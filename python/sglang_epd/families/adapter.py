@@ -41,12 +41,8 @@ _LONGEST_PROMPT = 1 << 30
 
 
 class Adapter:
-    """A family's processor; safe to call from several threads at once.
-
-    Args:
-        registered: SGLang's processor of the model.
-        family: how it is driven.
-    """
+    """SGLang's registered processor of a family's model; safe to call from several threads at
+    once."""
 
     def __init__(self, registered: Any, family: Family) -> None:
         self.family = family
@@ -74,32 +70,21 @@ class Adapter:
         Raises:
             Exception: any error of the processor.
         """
-        request = SimpleNamespace(
-            rid="",
-            modalities=None,
-            **{
-                row.request_field: list(media.get(row.name, ())) or None
-                for row in MODALITIES.values()
-            },
-        )
+        given = {
+            row.request_field: list(media.get(row.name, ())) or None for row in MODALITIES.values()
+        }
         return asyncio.run(
             self.processor.process_mm_data_async(
-                image_data=request.image_data,
+                image_data=given["image_data"],
                 audio_data=None,
                 input_text=prompt,
-                request_obj=request,
+                request_obj=SimpleNamespace(rid="", modalities=None, **given),
                 max_req_input_len=_LONGEST_PROMPT,
             )
         )
 
     def see(self, medium: Any, modality: str = IMAGE) -> Seen:
-        """Prepare one picture or video.
-
-        Args:
-            medium: a picture, or a video's decoder.
-
-        Returns:
-            The items that the tower runs, and the expansion.
+        """Prepare one picture, or a video by its decoder.
 
         Raises:
             EncodeError: the processor's result cannot be sent to a language server.
@@ -118,10 +103,8 @@ class Adapter:
         return seen_in(output, modality, written, mark, tokenizer)
 
     def lay_out(self, prompt: str | list[int], parts: Sequence[Part]) -> LaidOut:
-        """A prompt with the placeholders of its items.
-
-        Args:
-            parts: the items; those of a modality in the order of its marks.
+        """A prompt with the placeholders of its items, those of a modality in the order of its
+        marks.
 
         Raises:
             MediaError: the prompt and the items do not match.
@@ -222,14 +205,11 @@ class Adapter:
         )
 
     def _check_modality(self, modality: str) -> None:
-        if modality in self.refused:
-            raise MediaTypeError(
-                f"this model takes no {modality.lower()}s where its encoder is apart: "
-                f"{self.refused[modality]}"
-            )
-        if modality not in (IMAGE, VIDEO):
+        why = self.refused.get(modality)
+        if why or modality not in (IMAGE, VIDEO):
             raise MediaTypeError(
                 f"this model takes no {modality.lower()} input where its encoder is apart"
+                + (f": {why}" if why else "")
             )
 
     def _bracketed(self, input_ids: list[int], parts: Sequence[Part]) -> list[bool]:
@@ -237,9 +217,6 @@ class Adapter:
 
         SGLang finds such runs by counting brackets, one item of its own a pair: one that a
         user wrote would give a picture's place in the prefix cache to another.
-
-        Raises:
-            MediaError: the prompt has brackets of its own.
         """
         written = [self.family.tokenize(self.processor, part.expansion.text) for part in parts]
         brackets = [
@@ -272,7 +249,7 @@ def constants_of(output: Any) -> dict[str, Any]:
     """The parts of a processor's output that describe the model rather than its prompt.
 
     Raises:
-        MediaError: it says something of the prompt that no server here can make.
+        MediaError: it says something else of the prompt, which is not made without media.
     """
     constants = {}
     for name in output.__struct_fields__:
@@ -286,11 +263,7 @@ def constants_of(output: Any) -> dict[str, Any]:
 
 
 def load_processor(server_args: Any, model_config: Any) -> Any:
-    """The processor that SGLang has registered for the model, in a process that has none.
-
-    Leans on the in-tree `disaggregation.encoder.receiver.MMReceiverBase._init_mm_processor`,
-    which the schedulers of a language server use.
-    """
+    """The processor that SGLang has registered for the model, in a process that has none."""
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
 
     host = SimpleNamespace(mm_processor=None)

@@ -54,12 +54,8 @@ class Part(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """A prompt with every item in it.
-
-    Attributes:
-        input_ids: the token ids.
-        offsets: of each item, the first and last position of each of its runs.
-    """
+    """A prompt with every item in it; `offsets` are of each item the first and last position of
+    each of its runs."""
 
     input_ids: list[int]
     offsets: list[list[tuple[int, int]]]
@@ -83,13 +79,8 @@ def read(plain: Any) -> Expansion:
 def insert(
     prompt: str, marks: Mapping[str, re.Pattern[str]], parts: Sequence[Part]
 ) -> tuple[str, list[int]]:
-    """The prompt with each mark replaced by the text of the next item of its modality.
-
-    Args:
-        marks: of each modality.
-
-    Returns:
-        The text, and the items' numbers in the order in which they stand there.
+    """The prompt with each mark of a modality replaced by the text of its next item, and the
+    items' numbers in the order in which they stand there.
 
     Raises:
         MediaError: a modality has more marks than items, or fewer.
@@ -142,13 +133,8 @@ def spread(input_ids: Sequence[int], expansions: Sequence[Expansion]) -> LaidOut
 
 
 class Seen(NamedTuple):
-    """One item, prepared.
-
-    Attributes:
-        items: SGLang's, for the tower.
-        part: of prompts; its grid is empty where the family has none.
-        output: the processor's, of a prompt that is hardly more than the mark.
-    """
+    """One item, prepared: SGLang's items for the tower, its part of prompts, and the processor's
+    output of a prompt that is hardly more than the mark."""
 
     items: list[Any]
     part: Part
@@ -160,7 +146,6 @@ def seen_in(output: Any, modality: str, written: str, mark: str, tokenizer: Any)
     tokenizer's end of a text before it and behind it.
 
     Args:
-        output: the processor's.
         written: the item, as it stood in that prompt.
         mark: the part of it that stands for the item.
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_epd.device.cuda import available
+from sglang_epd.media import VideoFacts
 
 _HANDED_ON: Any = tuple
 
@@ -58,7 +60,7 @@ def _apart() -> Any:
             return torch.from_numpy(self._film.read(indices))
 
         def close(self) -> None:
-            """Nothing: it ends with its item."""
+            """Nothing: it ends with its item, and a drawn one may be shown again."""
 
     return Apart
 
@@ -68,48 +70,19 @@ def apart(film: Any) -> Any:
     return _apart()(film)
 
 
-@functools.cache
-def _drawn() -> Any:
-    from sglang.srt.utils.video_decoder import VideoDecoderWrapper
+class _Grey:
+    """Frames that are in no file, as a `decoding.Film` has them."""
 
-    class Drawn(VideoDecoderWrapper, _HANDED_ON):
-        def __new__(cls, *_args: Any) -> Any:
-            return tuple.__new__(cls)
+    def __init__(self, facts: VideoFacts) -> None:
+        self.facts = facts
 
-        def __init__(self, frames: torch.Tensor, rate: float) -> None:
-            self._frames = frames
-            self._rate = rate
-
-        def __len__(self) -> int:
-            return len(self._frames)
-
-        def __getitem__(self, index: int) -> Any:
-            return self._frames[index].numpy()
-
-        @property
-        def avg_fps(self) -> float:
-            return self._rate
-
-        @property
-        def frame_shape(self) -> tuple[int, int]:
-            return self._frames.shape[1], self._frames.shape[2]
-
-        def get_frames_at(self, indices: list[int]) -> Any:
-            return self._frames[indices].numpy()
-
-        def get_frames_as_tensor(self, indices: list[int]) -> torch.Tensor:
-            return self._frames[indices]
-
-        def close(self) -> None:
-            """Nothing: it may be shown again."""
-
-    return Drawn
+    def read(self, indices: list[int]) -> np.ndarray:
+        return np.full((len(indices), self.facts.height, self.facts.width, 3), 127, np.uint8)
 
 
 def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any:
     """A decoder of grey frames."""
-    grey = torch.full((frames, height, width, 3), 127, dtype=torch.uint8)
-    return _drawn()(grey, frames_per_second)
+    return apart(_Grey(VideoFacts(frames, width, height, frames_per_second)))
 
 
 def on_device(film: Any, data: bytes, processor: Any) -> Any:

@@ -5,15 +5,26 @@ is compared with what `adapter` makes of them from the items' expansions alone. 
 differ an item's part of a prompt depends on its surroundings, and the model cannot be
 split: better a server that does not start than one that answers something else. A model that
 cannot be split for its videos alone is served without them.
+
+On a language server the model then puts the names of items into a prompt, as SGLang's scheduler
+has it do for each request (`pad_input_ids`). Some models ask there for facts that only the
+preprocessing of pixels can tell, and the scheduler, with all its requests, ends of it. Others go
+by the order of items, and would give one's place in the prefix cache to another.
+
+Leans on `managers.schedule_batch.MultimodalInputs.from_processor_output` and
+`MultimodalDataItem` (`set_identity`, `padding_values`, `padding_sequence`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import torch
 from PIL import Image
 
@@ -22,7 +33,7 @@ from sglang_epd.families.adapter import Adapter, constants_of
 from sglang_epd.families.expansion import Seen
 from sglang_epd.families.family import Family
 from sglang_epd.families.films import drawn
-from sglang_epd.modality import IMAGE, VIDEO
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +58,8 @@ Media = Mapping[str, Sequence[Any]]
 
 
 def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
-    """The adapter of a model that is proven to be split rightly.
-
-    Args:
-        registered: SGLang's processor of the model.
+    """The adapter, of SGLang's registered processor, of a model that is proven to be split
+    rightly.
 
     Raises:
         ConfigError: it cannot be split, and why.
@@ -87,7 +96,7 @@ def _reason_against(adapter: Adapter, prove: Any) -> str | None:
 
 
 def _prove_pictures(adapter: Adapter) -> None:
-    pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES]
+    pictures = _pictures(_SIZES)
     seen = [adapter.see(picture) for picture in pictures]
     adapter.constants = constants_of(seen[0].output)
     adapter.positions_follow_grids = seen[0].output.mrope_positions is not None
@@ -97,13 +106,17 @@ def _prove_pictures(adapter: Adapter) -> None:
 
 
 def _prove_videos(adapter: Adapter) -> None:
-    pictures = [Image.new("RGB", size, (200, 80, 40)) for size in _SIZES[:2]]
+    pictures = _pictures(_SIZES[:2])
     films = [drawn(*film) for film in _FILMS]
     seen = {
         IMAGE: [adapter.see(picture) for picture in pictures],
         VIDEO: [adapter.see(film, VIDEO) for film in films],
     }
     _prove(adapter, VIDEO, _VIDEO_PROMPTS, {IMAGE: pictures, VIDEO: films}, seen)
+
+
+def _pictures(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
+    return [Image.new("RGB", size, (200, 80, 40)) for size in sizes]
 
 
 def _prove(
@@ -171,3 +184,73 @@ def _places(offsets: Any) -> list[int]:
     return sorted(
         place for runs in offsets for first, last in runs for place in range(first, last + 1)
     )
+
+
+def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
+    """Have a language server's model fill in the prompt of two pictures, and of a video before
+    them.
+
+    Raises:
+        ConfigError: it fails, or fills in something else.
+    """
+    fill_in = getattr(model, "pad_input_ids", None)
+    if fill_in is None:
+        return
+    refused = f"{architecture} cannot have its encoder apart"
+    with ThreadPoolExecutor(1) as thread:
+        ours, theirs = thread.submit(_prompts, adapter).result()
+    try:
+        filled, inputs = _filled_in(fill_in, ours)
+    except Exception as error:
+        raise ConfigError(
+            f"{refused}: it names the items of a prompt by more than their places "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if _without_names(filled, inputs) != _without_names(*_filled_in(fill_in, theirs)):
+        raise ConfigError(f"{refused}: it puts the names of items elsewhere than one server does")
+    for item in inputs.mm_items:
+        for first, last in item.offsets:
+            if filled[first : last + 1] != item.padding_sequence(last - first + 1):
+                raise ConfigError(f"{refused}: it gives an item of a prompt the name of another")
+
+
+def _filled_in(fill_in: Any, output: Any) -> tuple[list[int], Any]:
+    """The prompt with names in it, and SGLang's `MultimodalInputs`."""
+    from sglang.srt.managers.schedule_batch import MultimodalInputs
+
+    for number, item in enumerate(output.mm_items):
+        item.set_identity(hashlib.sha256(bytes([number])).digest())
+    inputs = MultimodalInputs.from_processor_output(output)
+    return list(fill_in(array("q", output.input_ids), inputs)), inputs
+
+
+def _without_names(filled: list[int], inputs: Any) -> list[int | None]:
+    """With None for every name, whichever: one server has fewer, or other ones."""
+    names = {value for item in inputs.mm_items for value in item.padding_values()}
+    return [None if token in names else token for token in filled]
+
+
+def _prompts(adapter: Adapter) -> tuple[Any, Any]:
+    """Two SGLang's `MultimodalProcessorOutput` of one prompt: as a language server makes it,
+    and as one server does."""
+    pictures = _pictures(_SIZES[1:3])
+    films = [] if VIDEO in adapter.refused else [drawn(*_FILMS[1])]
+    seen = [adapter.see(picture) for picture in pictures]
+    seen += [adapter.see(film, VIDEO) for film in films]
+    written = {name: adapter.family.written(adapter.processor, name) for name in (IMAGE, VIDEO)}
+    film = f"First {written[VIDEO]}. " if films else ""
+    prompt = f"{film}Here is {written[IMAGE]} and there is {written[IMAGE]}."
+    embeddings, grids = {}, {}
+    for row in MODALITIES.values():
+        parts = [one.part for one in seen if one.part.modality == row.name]
+        if parts:
+            rows = sum(part.expansion.rows for part in parts)
+            embeddings[row.sglang] = torch.zeros(rows, 1)
+            grids[row.grids] = torch.tensor([part.grid or [1, 1, 1] for part in parts])
+    ours = adapter.get_validated_mm_data(
+        prompt,
+        embeddings,
+        expansion=[msgspec.to_builtins(one.part.expansion) for one in seen],
+        **grids,
+    )
+    return ours, adapter.process(prompt, {IMAGE: pictures, VIDEO: films})

@@ -26,13 +26,9 @@ _BOARD = "_sglang_epd_layouts"
 
 
 class BootstrapPlace:
-    """Stands in for `EncoderBootstrapServer`: keeps where it would listen.
+    """Stands in for `EncoderBootstrapServer`: keeps where it would listen."""
 
-    Args:
-        urls: as typed (`--encoder-urls`).
-    """
-
-    # The application that `start` serves; SGLang makes one in a process.
+    # The one that `start` fills; SGLang makes one in a process.
     latest: BootstrapPlace | None = None
 
     def __init__(self, host: str, port: int, urls: list[str] | None = None) -> None:
@@ -40,38 +36,17 @@ class BootstrapPlace:
         self.port = port
         self.urls = list(urls or ())
         self.watcher: Watcher | None = None
-        self._pool: Pool | None = None
+        self.pool: Pool | None = None
         BootstrapPlace.latest = self
 
     def list_urls(self) -> list[str]:
         """All encoders that are known."""
-        return self.urls if self._pool is None else self._pool.urls()
+        return self.urls if self.pool is None else self.pool.urls()
 
     def close(self) -> None:
         """End registration."""
         if self.watcher is not None:
             self.watcher.close()
-
-    def watch(
-        self, pool: Pool, trust: Trust, secret: bytes, observe_lag: Callable[[float], None]
-    ) -> Watcher:
-        """Fill `pool`, and keep it true, from now on."""
-        from sglang_epd.dispatch.watcher import Watcher
-
-        watcher = Watcher(
-            pool,
-            self.urls,
-            self.host,
-            self.port,
-            trust,
-            secret=secret,
-            observe_lag=observe_lag,
-        )
-        watcher.start()
-        self.watcher, self._pool = watcher, pool
-        # Encoders then find the port closed, and do not wait for an answer.
-        atexit.register(watcher.close)
-        return watcher
 
 
 def trust() -> Trust:
@@ -89,33 +64,40 @@ def trust() -> Trust:
 
 
 def start(pool: Pool, observe_lag: Callable[[float], None] = lambda _seconds: None) -> Watcher:
-    """Find this server's encoders, for as long as its tokenizer process lives.
-
-    To be called once `pool` is there, in the process where SGLang has asked for its
-    bootstrap server.
+    """Fill `pool` with this server's encoders, and keep it true, for as long as this process
+    lives: the one where SGLang has asked for its bootstrap server.
 
     Args:
-        observe_lag: called with the lag of the event loop that watches them.
+        observe_lag: called with the lag, in seconds, of the event loop that watches them.
 
     Raises:
         ConfigError: the port, a URL or a certificate cannot be used.
     """
     from sglang.srt.runtime_context import get_serving
 
+    from sglang_epd.dispatch.watcher import Watcher
     from sglang_epd.seams import rundir
 
     place = BootstrapPlace.latest
     assert place is not None, "SGLang makes it before the multimodal receiver"
     alone = get_serving().tokenizer_worker_num == 1
     secret = b"" if alone else hashlib.sha256(b"epd discovery" + rundir.secret()).digest()
-    return place.watch(pool, trust(), secret, observe_lag)
+    watcher = Watcher(
+        pool, place.urls, place.host, place.port, trust(), secret=secret, observe_lag=observe_lag
+    )
+    watcher.start()
+    place.watcher, place.pool = watcher, pool
+    # Encoders then find the port closed, and do not wait for an answer.
+    atexit.register(watcher.close)
+    return watcher
 
 
 def serve_layouts(_result: None, server: Any) -> None:
     """After `_setup_routes`: add ours on a `--language-only` server.
 
     Not with `--enable-adaptive-dispatch-to-encoder`, which keeps some media from encoders, so
-    that a decode server would wait in vain, nor with several tokenizer workers, because
+    that a decode server would wait in vain, nor with several tokenizer workers, because the
+    launcher, which has the bootstrap server, does not know their layouts.
     """
     from sglang.srt.runtime_context import get_disagg, get_serving
 
@@ -134,5 +116,4 @@ def serve_layouts(_result: None, server: Any) -> None:
 
 def board_of(server: Any) -> Board | None:
     """Where the layouts are written that a manager's bootstrap server serves, if it does."""
-    board: Board | None = getattr(server, _BOARD, None)
-    return board
+    return getattr(server, _BOARD, None)

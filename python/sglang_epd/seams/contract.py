@@ -19,278 +19,170 @@ _SRT = "sglang.srt."
 # A name may be handed on by so many modules.
 _MOST_IMPORTS = 5
 
-# (our module, module below sglang.srt, function or Class.method): its parameters.
-# "async" in front marks a coroutine function, or an asynchronous generator.
-SIGNATURES: dict[tuple[str, str, str], str] = {
-    ("plugin", "arg_groups.pd_disaggregation_hook", "handle_encoder_disaggregation"): (
-        "server_args"
-    ),
-    ("plugin", "disaggregation.encoder.http_server", "launch_server"): "server_args",
-    ("plugin", "disaggregation.encoder.receiver", "create_mm_receiver"): (
-        "server_args dtype hf_config scheduler transport_mode encode_urls"
-    ),
-    (
-        "plugin",
-        "managers.scheduler_components.request_receiver",
-        "SchedulerRequestReceiver._pull_raw_reqs",
-    ): "self",
-    ("plugin", "model_executor.model_runner", "ModelRunner.load_model"): "self",
-    (
-        "families/adapter",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.process_mm_data_async",
-    ): "async self image_data audio_data input_text request_obj kwargs",
-    (
-        "families/adapter",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.compute_mrope_positions",
-    ): "self input_ids mm_items",
-    (
-        "families/family",
-        "multimodal.processors.internvl",
-        "InternVLProcessor._ensure_placeholders_before_assistant",
-    ): "self prompt placeholder want",
-    (
-        "families/family",
-        "multimodal.processors.internvl",
-        "InternVLProcessor._resolve_video_num_frames",
-    ): "self requested num_videos text_len image_tile_cnt",
-    ("families/family", "multimodal.processors.internvl", "InternVLProcessor._token_len"): (
-        "self text"
-    ),
-    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.__getitem__"): "self idx",
-    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.get_frames_at"): "self indices",
-    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.get_frames_as_tensor"): (
-        "self indices"
-    ),
-    ("families/films", "utils.common", "load_video"): "video_file use_gpu",
-    ("families/films", "utils.video_decoder", "VideoDecoderWrapper.close"): "self",
-    (
-        "encoder/model/preparing",
-        "disaggregation.encoder.preprocessor",
-        "EncoderPreprocessor._load_single_item",
-    ): "self data modality frame_count_limit discard_alpha_channel",
-    ("decoding/sound", "utils.common", "load_audio"): "audio_file sr mono",
-    (
-        "encoder/model/loading",
-        "model_loader",
-        "get_model",
-    ): "model_config load_config device_config",
-    (
-        "checkpoint and families/reading",
-        "model_loader.loader",
-        "DefaultModelLoader._prepare_weights",
-    ): "self model_name_or_path revision fall_back_to_pt allow_patterns_overrides",
-    ("families/reading", "model_loader.loader", "DefaultModelLoader._get_all_weights"): (
-        "self model_config model"
-    ),
-    (
-        "seams/roles and encoder/server",
-        "runtime_context",
-        "publish",
-    ): "server_args role hf_config ranks",
-    ("seams/server_args", "arg_groups.overrides", "resolving_view"): "server_args",
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.generate_request"): (
-        "async self obj request"
-    ),
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.auto_create_handle_loop"): (
-        "self"
-    ),
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager.abort_request"): (
-        "self rid abort_all"
-    ),
-    (
-        "seams/tokenizer",
-        "managers.tokenizer_manager",
-        "TokenizerManager._release_req_states_on_failure",
-    ): "self request_states",
-    (
-        "seams/tokenizer",
-        "managers.tokenizer_manager",
-        "TokenizerManager._handle_abort_finish_reason",
-    ): "async self out state is_stream",
-    ("seams/tokenizer", "managers.tokenizer_manager", "TokenizerManager._wait_one_response"): (
-        "self obj request"
-    ),
-    ("seams/tracing", "managers.tokenizer_manager", "TokenizerManager.convert_to_span_attrs"): (
-        "self state recv_obj i"
-    ),
-    (
-        "seams/tracing",
-        "observability.req_time_stats",
-        "APIServerReqTimeStats.set_created_time",
-    ): "self ts",
-    ("seams/tracing", "observability.trace", "TraceCustomIdGenerator.generate_trace_id"): "self",
-    ("seams/prefix", "managers.scheduler", "Scheduler._add_request_to_queue"): (
-        "self req is_retracted"
-    ),
-    ("seams/prefix", "managers.scheduler", "Scheduler.flush_cache"): "self empty_cache",
-    ("seams/prefix", "managers.scheduler", "Scheduler._release_aborted_request"): "self req",
-    (
-        "seams/prefix",
-        "disaggregation.prefill",
-        "SchedulerDisaggregationPrefillMixin.release_aborted_prefill_waiting_req",
-    ): "self req",
-    ("seams/prefix", "managers.schedule_policy", "PrefillAdder.add_one_req"): (
-        "self req has_chunked_req truncation_align_size"
-    ),
-    ("seams/prefix", "managers.schedule_batch", "ScheduleBatch.check_decode_mem"): (
-        "self selected_indices"
-    ),
-    ("seams/prefix", "managers.schedule_batch", "Req._compute_max_prefix_len"): "self input_len",
-    ("seams/prefix", "mem_cache.common", "_req_radix_key"): (
-        "tree_cache req token_ids max_prefix_len"
-    ),
-    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.match_prefix"): (
-        "self params"
-    ),
-    ("seams/prefix", "mem_cache.unified_radix_cache", "UnifiedRadixCache.unlock"): "self lock",
-    ("seams/prefix", "managers.schedule_batch", "MultimodalInputs.release_features"): "self",
-    (
-        "seams/prefix",
-        "disaggregation.prefill",
-        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
-    ): "self rids_to_check",
-    ("seams/staging", "managers.mm_schedule", "get_embedding_chunk"): (
-        "embedding extend_prefix_len extend_seq_len items_offset"
-    ),
-    ("seams/staging", "mem_cache.kv_cache_configurator", "mm_runtime_reservation_gb"): (
-        "is_multimodal mm_feature_transport"
-    ),
-    ("seams/large_bodies", "entrypoints.http_server", "ORJSONRequest.json"): "async self",
-    ("seams/large_bodies", "entrypoints.http_server", "get_global_state"): "",
-    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._init_req_state"): (
-        "self obj request"
-    ),
-    (
-        "seams/adaptive",
-        "managers.tokenizer_manager",
-        "TokenizerManager._should_dispatch_to_encoder",
-    ): "self obj",
-    (
-        "seams/adaptive",
-        "managers.tokenizer_manager",
-        "TokenizerManager._handle_epd_disaggregation_encode_request",
-    ): "self obj",
-    ("seams/adaptive", "managers.tokenizer_manager", "TokenizerManager._tokenize_one_request"): (
-        "async self obj"
-    ),
-    ("seams/bootstrap", "disaggregation.common.conn", "CommonKVBootstrapServer._setup_routes"): (
-        "self"
-    ),
-    ("seams/requests", "managers.tokenizer_manager", "TokenizerManager.init_disaggregation"): (
-        "self start_pd_bootstrap_service"
-    ),
-    (
-        "seams/decode",
-        "multimodal.processors.qwen_vl",
-        "QwenVLImageProcessor.process_mm_data_async",
-    ): ("async self image_data input_text request_obj args kwargs"),
-    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.contains_mm_input"): "self",
-    ("seams/tokenizer", "managers.io_struct", "GenerateReqInput.__getitem__"): "self i",
-    ("families/adapter", "disaggregation.encoder.receiver", "MMReceiverBase._init_mm_processor"): (
-        "self server_args hf_config model_config"
-    ),
-    ("seams/scheduler", "disaggregation.encoder.receiver", "MMReceiverBase.create_req"): (
-        "self recv_req"
-    ),
-    ("seams/scheduler", "disaggregation.encoder.receiver", "_select_mm_processor_prompt"): (
-        "recv_req mm_processor"
-    ),
-    ("seams/receiving", "utils.network", "get_local_ip_auto"): "fallback",
-    (
-        "transfer/mooncake",
-        "distributed.device_communicators.mooncake_transfer_engine",
-        "get_mooncake_transfer_engine",
-    ): "",
-    (
-        "seams/prompt",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.build_input_ids",
-    ): "self prompt img_grid_thw video_grid_thw audio_seq_lens",
-    (
-        "seams/prompt",
-        "multimodal.processors.qwen_vl",
-        "QwenVLImageProcessor.build_input_ids_with_timestamps",
-    ): "self prompt embeddings img_grid_thw video_grid_thw video_timestamps",
-    (
-        "language/assembly",
-        "multimodal.processors.base_processor",
-        "BaseMultimodalProcessor.get_validated_mm_data",
-    ): "self prompt embeddings kwargs",
-    ("language/assembly", "managers.schedule_batch", "MultimodalDataItem.set_identity"): (
-        "self identity"
-    ),
-    ("encoder/model/engine", "disaggregation.encoder.server", "MMEncoder.__init__"): (
-        "self server_args schedule_path dist_init_method rank gpu_id"
-    ),
-    ("encoder/model/preparing", "disaggregation.encoder.server", "MMEncoder.supports_modality"): (
-        "self modality"
-    ),
-    (
-        "encoder/model/preparing",
-        "disaggregation.encoder.server",
-        "MMEncoder._build_model_mm_items",
-    ): ("self mm_feature preprocess_result indices modality"),
-    (
-        "encoder/model/preparing",
-        "disaggregation.encoder.server",
-        "_get_mm_feature",
-    ): "mm_inputs modality",
-    ("encoder/model/preparing", "disaggregation.encoder.preprocessor", "_convert"): "data",
-    (
-        "encoder/model/preparing",
-        "disaggregation.encoder.preprocessor",
-        "EncoderPreprocessor.process_mm_items",
-    ): "async self mm_items modality",
-    ("encoder/model/preparing", "multimodal.processors.qwen_vl", "smart_nframes"): (
-        "ele total_frames video_fps"
-    ),
-    ("encoder/model/preparing", "utils.video_decoder", "VideoDecoderWrapper.__init__"): (
-        "self source device num_decode_threads"
-    ),
-    (
-        "encoder/model/engine",
-        "server_args",
-        "PortArgs.init_new",
-    ): "server_args dp_rank worker_ports",
-    ("encoder/model/engine", "utils.network", "NetworkAddress.to_tcp"): "self",
-    ("encoder/towers", "plugins", "load_plugins"): "",
-    ("encoder/towers", "server_args", "ServerArgs.resolve_once"): "self",
-    ("encoder/towers and seams/server_args", "arg_groups.overrides", "model_config_of"): (
-        "server_args"
-    ),
-    ("encoder/towers", "utils.common", "maybe_reindex_device_id"): "gpu_id",
-    (
-        "transfer/mooncake",
-        "distributed.device_communicators.mooncake_transfer_engine",
-        "maybe_init_shared_mooncake_transfer_engine",
-    ): "gpu_id",
-    ("encoder/server", "utils", "configure_logger"): "server_args prefix",
-    ("encoder/server", "utils.network", "get_local_ip_auto"): "fallback",
-    ("encoder/server", "utils.network", "NetworkAddress.to_url"): "self scheme",
-    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer"): (
-        "host port urls health_check_interval health_check_timeout evicted_ttl"
-    ),
-    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer.list_urls"): (
-        "self"
-    ),
-    ("seams/bootstrap", "disaggregation.encoder.receiver", "EncoderBootstrapServer.close"): "self",
-    **{
-        ("encoder and seams", "runtime_context", name): ""
-        for name in (
-            "get_device",
-            "get_disagg",
-            "get_exec",
-            "get_memory",
-            "get_mm",
-            "get_model",
-            "get_observability",
-            "get_parallel",
-            "get_serving",
-        )
-    },
-}
+# Modules below `sglang.srt`, and of each: our modules that lean on it, a function or
+# Class.method, its parameters. "async" marks a coroutine function, or an asynchronous generator.
+_TABLE = """
+arg_groups.overrides
+    encoder/towers and seams/server_args: model_config_of(server_args)
+    seams/server_args: resolving_view(server_args)
+arg_groups.pd_disaggregation_hook
+    plugin: handle_encoder_disaggregation(server_args)
+disaggregation.common.conn
+    seams/bootstrap: CommonKVBootstrapServer._setup_routes(self)
+disaggregation.encoder.http_server
+    plugin: launch_server(server_args)
+disaggregation.encoder.preprocessor
+    encoder/model/preparing: EncoderPreprocessor._load_single_item(self data modality
+        frame_count_limit discard_alpha_channel)
+    encoder/model/preparing: async EncoderPreprocessor.process_mm_items(self mm_items modality)
+    encoder/model/preparing: _convert(data)
+disaggregation.encoder.receiver
+    families/adapter: MMReceiverBase._init_mm_processor(self server_args hf_config model_config)
+    plugin: create_mm_receiver(server_args dtype hf_config scheduler transport_mode encode_urls)
+    seams/bootstrap: EncoderBootstrapServer(host port urls health_check_interval
+        health_check_timeout evicted_ttl)
+    seams/bootstrap: EncoderBootstrapServer.close(self)
+    seams/bootstrap: EncoderBootstrapServer.list_urls(self)
+    seams/scheduler: MMReceiverBase.create_req(self recv_req)
+    seams/scheduler: _select_mm_processor_prompt(recv_req mm_processor)
+disaggregation.encoder.server
+    encoder/model/engine: MMEncoder.__init__(self server_args schedule_path dist_init_method rank
+        gpu_id)
+    encoder/model/preparing: MMEncoder._build_model_mm_items(self mm_feature preprocess_result
+        indices modality)
+    encoder/model/preparing: MMEncoder.supports_modality(self modality)
+    encoder/model/preparing: _get_mm_feature(mm_inputs modality)
+disaggregation.prefill
+    seams/prefix: SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue(self
+        rids_to_check)
+    seams/prefix: SchedulerDisaggregationPrefillMixin.release_aborted_prefill_waiting_req(self req)
+distributed.device_communicators.mooncake_transfer_engine
+    transfer/mooncake: get_mooncake_transfer_engine()
+    transfer/mooncake: maybe_init_shared_mooncake_transfer_engine(gpu_id)
+entrypoints.http_server
+    seams/large_bodies: async ORJSONRequest.json(self)
+    seams/large_bodies: get_global_state()
+managers.io_struct
+    seams/tokenizer: GenerateReqInput.__getitem__(self i)
+    seams/tokenizer: GenerateReqInput.contains_mm_input(self)
+managers.mm_schedule
+    seams/staging: get_embedding_chunk(embedding extend_prefix_len extend_seq_len items_offset)
+managers.schedule_batch
+    language/assembly: MultimodalDataItem.set_identity(self identity)
+    seams/prefix: MultimodalInputs.release_features(self)
+    seams/prefix: Req._compute_max_prefix_len(self input_len)
+    seams/prefix: ScheduleBatch.check_decode_mem(self selected_indices)
+managers.schedule_policy
+    seams/prefix: PrefillAdder.add_one_req(self req has_chunked_req truncation_align_size)
+managers.scheduler
+    seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
+    seams/prefix: Scheduler._release_aborted_request(self req)
+    seams/prefix: Scheduler.flush_cache(self empty_cache)
+managers.scheduler_components.request_receiver
+    plugin: SchedulerRequestReceiver._pull_raw_reqs(self)
+managers.tokenizer_manager
+    seams/adaptive: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
+    seams/adaptive: TokenizerManager._should_dispatch_to_encoder(self obj)
+    seams/adaptive: async TokenizerManager._tokenize_one_request(self obj)
+    seams/adaptive: TokenizerManager._init_req_state(self obj request)
+    seams/requests: TokenizerManager.init_disaggregation(self start_pd_bootstrap_service)
+    seams/tokenizer: async TokenizerManager._handle_abort_finish_reason(self out state is_stream)
+    seams/tokenizer: TokenizerManager._release_req_states_on_failure(self request_states)
+    seams/tokenizer: TokenizerManager._wait_one_response(self obj request)
+    seams/tokenizer: TokenizerManager.abort_request(self rid abort_all)
+    seams/tokenizer: TokenizerManager.auto_create_handle_loop(self)
+    seams/tokenizer: async TokenizerManager.generate_request(self obj request)
+    seams/tracing: TokenizerManager.convert_to_span_attrs(self state recv_obj i)
+mem_cache.common
+    seams/prefix: _req_radix_key(tree_cache req token_ids max_prefix_len)
+mem_cache.kv_cache_configurator
+    seams/staging: mm_runtime_reservation_gb(is_multimodal mm_feature_transport)
+mem_cache.unified_radix_cache
+    seams/prefix: UnifiedRadixCache.match_prefix(self params)
+    seams/prefix: UnifiedRadixCache.unlock(self lock)
+model_executor.model_runner
+    plugin: ModelRunner.load_model(self)
+model_loader
+    encoder/model/loading: get_model(model_config load_config device_config)
+model_loader.loader
+    checkpoint and families/reading: DefaultModelLoader._prepare_weights(self model_name_or_path
+        revision fall_back_to_pt allow_patterns_overrides)
+    families/reading: DefaultModelLoader._get_all_weights(self model_config model)
+multimodal.processors.base_processor
+    families/adapter: BaseMultimodalProcessor.compute_mrope_positions(self input_ids mm_items)
+    families/adapter: async BaseMultimodalProcessor.process_mm_data_async(self image_data audio_data
+        input_text request_obj kwargs)
+    language/assembly: BaseMultimodalProcessor.get_validated_mm_data(self prompt embeddings kwargs)
+    seams/prompt: BaseMultimodalProcessor.build_input_ids(self prompt img_grid_thw video_grid_thw
+        audio_seq_lens)
+multimodal.processors.internvl
+    families/family: InternVLProcessor._ensure_placeholders_before_assistant(self prompt placeholder
+        want)
+    families/family: InternVLProcessor._resolve_video_num_frames(self requested num_videos text_len
+        image_tile_cnt)
+    families/family: InternVLProcessor._token_len(self text)
+multimodal.processors.qwen_vl
+    encoder/model/preparing: smart_nframes(ele total_frames video_fps)
+    seams/decode: async QwenVLImageProcessor.process_mm_data_async(self image_data input_text
+        request_obj args kwargs)
+    seams/prompt: QwenVLImageProcessor.build_input_ids_with_timestamps(self prompt embeddings
+        img_grid_thw video_grid_thw video_timestamps)
+observability.req_time_stats
+    seams/tracing: APIServerReqTimeStats.set_created_time(self ts)
+observability.trace
+    seams/tracing: TraceCustomIdGenerator.generate_trace_id(self)
+plugins
+    encoder/towers: load_plugins()
+runtime_context
+    encoder and seams: get_device()
+    encoder and seams: get_disagg()
+    encoder and seams: get_exec()
+    encoder and seams: get_memory()
+    encoder and seams: get_mm()
+    encoder and seams: get_model()
+    encoder and seams: get_observability()
+    encoder and seams: get_parallel()
+    encoder and seams: get_serving()
+    encoder/server and seams/roles: publish(server_args role hf_config ranks)
+server_args
+    encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)
+    encoder/towers: ServerArgs.resolve_once(self)
+utils
+    encoder/server: configure_logger(server_args prefix)
+utils.common
+    decoding/sound: load_audio(audio_file sr mono)
+    encoder/towers: maybe_reindex_device_id(gpu_id)
+    families/films: load_video(video_file use_gpu)
+utils.network
+    encoder/model/engine: NetworkAddress.to_tcp(self)
+    encoder/server: NetworkAddress.to_url(self scheme)
+    encoder/server and seams/receiving: get_local_ip_auto(fallback)
+utils.video_decoder
+    encoder/model/preparing: VideoDecoderWrapper.__init__(self source device num_decode_threads)
+    families/films: VideoDecoderWrapper.__getitem__(self idx)
+    families/films: VideoDecoderWrapper.close(self)
+    families/films: VideoDecoderWrapper.get_frames_as_tensor(self indices)
+    families/films: VideoDecoderWrapper.get_frames_at(self indices)
+"""
+_ROW = re.compile(
+    r"^(?P<module>\S+)$|^    (?P<ours>[^:]+): (?P<path>(async )?[\w.]+)\((?P<parameters>[^)]*)\)$",
+    re.MULTILINE,
+)
+
+
+def read(table: str) -> dict[tuple[str, str, str], str]:
+    """(our module, module below `sglang.srt`, function or Class.method): its parameters, as
+    above."""
+    found, module = {}, ""
+    for row in _ROW.finditer(table):
+        module = row["module"] or module
+        if row["ours"]:
+            mark, _, path = row["path"].rpartition(" ")
+            found[row["ours"], module, path] = " ".join([*mark.split(), *row["parameters"].split()])
+    return found
+
+
+SIGNATURES = read(_TABLE)
 
 
 def pinned() -> dict[str, str]:
@@ -315,12 +207,17 @@ def violations(srt: Path | None = None) -> list[str]:
     """Differences from the expected SGLang, a sentence each, with the dependent module of ours.
 
     Args:
-        srt: the folder of `sglang.srt`; the installed one's when None.
+        srt: the folder of `sglang.srt`, unless it is the installed one's.
 
     Raises:
         ModuleNotFoundError: SGLang is not installed.
     """
-    source = _Source(srt or _installed())
+    if srt is None:
+        package = importlib.util.find_spec("sglang")
+        if package is None or not package.submodule_search_locations:
+            raise ModuleNotFoundError("sglang is not installed")
+        srt = Path(package.submodule_search_locations[0]) / "srt"
+    source = _Source(srt)
     found = []
     for (ours, module, path), expected in SIGNATURES.items():
         name = f"sglang.srt.{module}.{path}"
@@ -334,13 +231,6 @@ def violations(srt: Path | None = None) -> list[str]:
         if parameters != expected:
             found.append(f"{ours} leans on {name}({expected}), which takes ({parameters})")
     return found
-
-
-def _installed() -> Path:
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError("sglang is not installed")
-    return Path(found.submodule_search_locations[0]) / "srt"
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> list[str]:
@@ -391,14 +281,13 @@ class _Source:
             if isinstance(node, kinds) and node.name == name:
                 return module, node
         for imported in ast.walk(tree):
-            source = (imported.module or "") if isinstance(imported, ast.ImportFrom) else ""
-            if not isinstance(imported, ast.ImportFrom) or not source.startswith(_SRT):
+            if not isinstance(imported, ast.ImportFrom):
                 continue
-            below = source.removeprefix(_SRT)
-            for alias in imported.names:
+            root, below, rest = (imported.module or "").partition(_SRT)
+            for alias in imported.names if below and not root else ():
                 if alias.name == "*" or name == (alias.asname or alias.name):
                     wanted = name if alias.name == "*" else alias.name
-                    if found := self._definition(below, wanted, depth + 1):
+                    if found := self._definition(rest, wanted, depth + 1):
                         return found
         return None
 

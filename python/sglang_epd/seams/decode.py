@@ -75,7 +75,6 @@ class DecodePrompts:
         default_port: of a bootstrap server whose port the request does not say.
         context_tokens: longer prompts are refused before they are laid out: the request says
             which server is asked, so the answer may come from any server.
-        metrics: counts the way of each prompt.
         live: the live requests by id, each with its `time_stats`.
     """
 
@@ -88,9 +87,9 @@ class DecodePrompts:
         default_port: int,
         context_tokens: int,
         metrics: DecodeMetrics,
-        live: Mapping[str, Any] | None = None,
+        live: Mapping[str, Any],
     ) -> None:
-        self._live = {} if live is None else live
+        self._live = live
         self._processor = processor
         self._original = original
         self._ask = ask

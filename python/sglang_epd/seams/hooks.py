@@ -32,13 +32,15 @@ _REGISTRY = "sglang.srt.plugins.hook_registry"
 _MOST_NAMED = 3
 
 
+Kind = Literal["replace", "around", "after"]
+
+
 @dataclass(frozen=True)
 class Hook:
     """A function of ours on one of SGLang's.
 
-    Args:
-        module: by its full name.
-        attribute: a function or class of it, or `Class.method`.
+    Attributes:
+        attribute: a function or class of the module, or `Class.method`.
         kind: `replace` puts ours in its place, a class too; `around` calls
             `function(original, *args)` instead; `after` calls `function(result, *args)` when
             the original has returned, and drops its result.
@@ -46,7 +48,7 @@ class Hook:
 
     module: str
     attribute: str
-    kind: Literal["replace", "around", "after"]
+    kind: Kind
     function: Callable[..., Any]
 
     @property
@@ -56,18 +58,13 @@ class Hook:
 
 @dataclass
 class _State:
-    """Of the hooks of one process.
-
-    Attributes:
-        installed: all of them.
-        applied: the function that SGLang now calls.
-        failed: why it cannot.
-        required: whether all have to hold.
-    """
+    """Of the hooks of one process."""
 
     installed: list[Hook] = field(default_factory=list)
+    # The function that SGLang now calls, or why it cannot.
     applied: dict[Hook, Any] = field(default_factory=dict)
     failed: dict[Hook, str] = field(default_factory=dict)
+    # Whether all have to hold.
     required: bool = False
 
 
@@ -96,11 +93,8 @@ def require() -> None:
 
 
 def misfit(*, sources: bool = False) -> str:
-    """Why this package does not fit the SGLang that is installed; empty where it does.
-
-    Args:
-        sources: read them, which takes a second.
-    """
+    """Why this package does not fit the SGLang that is installed; empty where it does. To read
+    its sources takes a second."""
     installed, wanted = contract.versions()
     found = [] if installed == wanted else ["the versions differ"]
     found += _violations() if sources else ()
@@ -108,9 +102,8 @@ def misfit(*, sources: bool = False) -> str:
     return _explain(found) if found else ""
 
 
-@functools.cache
-def _violations() -> list[str]:
-    return contract.violations()
+# Once a process.
+_violations = functools.cache(contract.violations)
 
 
 def _explain(problems: Sequence[str]) -> str:
@@ -190,12 +183,12 @@ def _fault(hook: Hook) -> str:
 
 
 def _reaches(found: Any, ours: Any, others: Sequence[tuple[Any, ...]]) -> bool:
-    if found is ours:
-        return True
+    # What replaces a function claims to wrap it, too.
+    if found is not ours and any(kind.value == "replace" for kind, *_ in others):
+        return False
     while found is not None and found is not ours:
         found = getattr(found, "__wrapped__", None)
-    # What replaces a function claims to wrap it, too.
-    return found is ours and not any(kind.value == "replace" for kind, *_ in others)
+    return found is ours
 
 
 def _others(hook: Hook) -> Sequence[tuple[Any, ...]]:

@@ -87,12 +87,8 @@ def set_up(manager: Any) -> None:
 
 
 class ByContent:
-    """Replaces `mm_processor.process_mm_data_async` on a server that names by content.
-
-    Args:
-        original: SGLang's own method.
-        identity: this server's namespace.
-    """
+    """Replaces `mm_processor.process_mm_data_async`, which is `original`, on a server that names
+    by content; `identity` is its namespace."""
 
     def __init__(self, original: Callable[..., Awaitable[Any]], identity: str) -> None:
         self._original = original

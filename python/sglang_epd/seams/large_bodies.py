@@ -1,4 +1,8 @@
-"""Requests of many parts are validated and laid out one at a time.
+"""Requests of many parts: validated up to their first fault, and laid out one at a time.
+
+SGLang tries a part of a chat message as each kind of part of each kind of message, and each attempt
+is an error with its input. So 4,096 empty parts, a body of 16 KB, stopped a server for 1.9 s and
+were answered with 143 MB. The first bad element of a list is enough to refuse a body.
 
 SGLang validates a body in the event loop that all requests share, and lays its prompt out in
 threads that share the interpreter with that loop: 150 ms of processor time for 4,096 media.
@@ -6,18 +10,24 @@ Twenty such requests at once leave the loop a twentieth of the interpreter. One 
 a rest after each that is as long as it took, they have half of a tokenizer process at most.
 
 Leans on `entrypoints.http_server`: each route reads its body with `await ORJSONRequest.json()`,
-in the task that serves the request, which keeps what it parsed in `_json`; and
-`get_global_state()` has the tokenizer manager.
+in the task that serves the request, which keeps what it parsed in `_json`;
+`get_global_state()` has the tokenizer manager; and `app` has all routes when the module is
+imported. And on FastAPI, whose routes validate with `body_field._type_adapter`, a
+`pydantic.TypeAdapter`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from sglang_epd.wire.messages import MAX_ITEMS
+
+logger = logging.getLogger(__name__)
 
 # 128 media take a tokenizer process about 7 ms.
 MANY_PARTS = 128
@@ -28,6 +38,8 @@ MOST_WAITING = 256
 # Lists whose elements are validated, laid out or planned one by one.
 _LISTS = ("messages", "image_data", "video_data", "audio_data")
 _RESPONSES = "/responses"
+# Of a schema: what is no schema, and is not to be copied.
+_VALUES = frozenset({"default", "expected", "metadata", "serialization"})
 
 _turn: ContextVar[_Turn | None] = ContextVar("sglang_epd_turn", default=None)
 
@@ -140,3 +152,31 @@ def _refusal(status: HTTPStatus, message: str) -> Exception:
     from fastapi import HTTPException
 
     return HTTPException(status, message)
+
+
+def stop_at_the_first_error() -> None:
+    """In this process, if it has SGLang's HTTP server."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    for route in server.app.routes if server is not None else ():
+        if (field := getattr(route, "body_field", None)) is None:
+            continue
+        try:
+            adapter = field._type_adapter
+            make = type(adapter.validator)
+            # Models have validators of their own, which would be taken for those made here.
+            adapter.validator = make(_stopping(adapter.core_schema), _use_prebuilt=False)
+        except (AttributeError, TypeError) as error:
+            logger.warning("Errors in bodies of %s may be long answers: %s", route.path, error)
+
+
+def _stopping(schema: Any) -> Any:
+    """A copy of a core schema whose lists stop at their first error."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_stopping, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    # The fields of a model are a mapping of their names, and none of its values is a string.
+    values = _VALUES if isinstance(kind, str) else ()
+    copy = {name: one if name in values else _stopping(one) for name, one in schema.items()}
+    return copy | {"fail_fast": True} if kind == "list" else copy

@@ -42,8 +42,8 @@ def lays_out(processor: Any, architecture: str) -> Any:
 
 
 def robust_placeholders(processor: Any) -> Any:
-    """Replace `build_input_ids` of this processor instance, and its method of the same
-    purpose for videos with timestamps; returns the processor."""
+    """Replace `build_input_ids` of this processor, and its method of the same purpose for videos
+    with timestamps; returns the processor."""
 
     def build_input_ids(
         prompt: str | list[int],

@@ -34,7 +34,7 @@ class Ranks:
         readers: how many those are.
         leads: whether it takes in the requests of its group, the ranks that run one
             together.
-        first_in_group, group: the group's readers.
+        first_in_group, group: the group's first reader, and how many it has.
     """
 
     reader: int
@@ -50,15 +50,14 @@ def ranks(parallel: Any) -> Ranks:
     Data-parallel replicas have each their own tensor-parallel ranks; with data-parallel
     attention the ranks of one tensor-parallel group are divided among the replicas.
     """
-    replica = parallel.dp_rank or 0 if not parallel.attn_dp_enabled else 0
-    replicas = parallel.dp_size if not parallel.attn_dp_enabled else 1
+    apart = not parallel.attn_dp_enabled
+    first = (parallel.dp_rank or 0) * parallel.tp_size if apart else 0
     group = parallel.attn_tp_size * parallel.attn_cp_size
-    first = replica * parallel.tp_size + parallel.attn_dp_rank * group
     return Ranks(
-        reader=replica * parallel.tp_size + parallel.tp_rank,
-        readers=replicas * parallel.tp_size,
+        reader=first + parallel.tp_rank,
+        readers=(parallel.dp_size if apart else 1) * parallel.tp_size,
         leads=parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0,
-        first_in_group=first,
+        first_in_group=first + parallel.attn_dp_rank * group,
         group=group,
     )
 
@@ -79,8 +78,7 @@ def start(readers: int) -> None:
         tally = PrometheusTally(ReceiverMetrics())
     engine = engines.started(get_disagg().encoder_transfer_backend)
     rundir.claim()
-    budget_mb = settings.receive_budget_mb or share_mb()
-    kept_mb = settings.embedding_cache_mb
+    budget_mb, kept_mb = settings.receive_budget_mb or share_mb(), settings.embedding_cache_mb
     kept_mb = budget_mb // 2 if kept_mb is None else kept_mb
     address = _reachable_address(get_serving().host, get_disagg().encoder_urls)
     try:
@@ -99,8 +97,7 @@ def start(readers: int) -> None:
     except OSError as error:
         raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
     receiver.start()
-    hashes = {"--trust-mm-content-hashes": get_mm().trust_mm_content_hashes}
-    announce("language", hashes)
+    announce("language", {"--trust-mm-content-hashes": get_mm().trust_mm_content_hashes})
     logger.info(
         "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d of it to keep, %d readers)",
         # Without its secret.

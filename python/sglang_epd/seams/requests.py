@@ -35,11 +35,7 @@ def after(method: str) -> Callable[..., None]:
 
 
 def around(method: str) -> Callable[..., Any]:
-    """A hook that calls `receiver.method(original, manager, *args)` in place of SGLang's own.
-
-    Args:
-        method: as of `after`.
-    """
+    """A hook that calls `receiver.method(original, manager, *args)` in place of SGLang's own."""
 
     def hook(original: Callable[..., Any], manager: Any, *args: Any, **options: Any) -> Any:
         ours = _find(manager, method)

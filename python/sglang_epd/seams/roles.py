@@ -26,11 +26,8 @@ _OURS = f"{__name__}:app"
 
 
 def served(server_args: Any) -> bool:
-    """Whether a server with these flags must not run without this package.
-
-    Args:
-        server_args: SGLang's, of any version, as typed.
-    """
+    """Whether a server with these flags, of any version of SGLang, must not run without this
+    package."""
     apart = ("encoder_only", "language_only")
     return any(getattr(server_args, flag, False) for flag in apart) or identities.asked()
 
@@ -61,7 +58,7 @@ def announce_workers() -> None:
     """In the launcher, before it starts its HTTP server: tokenizer workers begin here.
 
     Raises:
-        ConfigError: the user has named another application.
+        ConfigError: another application is named.
     """
     named = os.environ.get(_VARIABLE, _OURS)
     if named != _OURS:

@@ -83,9 +83,7 @@ class SchedulerSeam:
     def abort_waiting_requests(self, recv_req: Any) -> None:
         """Give up the requests that an `AbortReq` names (all whose id starts with its)."""
         if self._leader is not None:
-            self._leader.abandon(
-                lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid),
-            )
+            self._leader.abandon(lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid))
 
 
 def create_backend(

@@ -6,6 +6,7 @@ SGLang calls while it resolves the flags.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sglang_epd.errors import ConfigError
@@ -53,36 +54,83 @@ def check(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     args = resolving_view(server_args)
-    if not (args.encoder_only or args.language_only):
-        if args.tokenizer_worker_num > 1 and identities.asked():
-            roles.announce_workers()
-        return
+    encodes_itself = not (args.encoder_only or args.language_only)
+    if not encodes_itself:
+        config = model_config_of(server_args).hf_config
+        for refusal in _refusals(args, config):
+            raise ConfigError(refusal)
+    named = args.language_only or (encodes_itself and identities.asked())
+    if args.tokenizer_worker_num > 1 and named:
+        roles.announce_workers()
+
+
+def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
+    side = "--encoder-only" if args.encoder_only else "--language-only"
     limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
     if args.encoder_only:
         limits["--attn-dp-size"] = args.attn_dp_size
     for flag, value in limits.items():
         if value and value > 1:
-            side = "--encoder-only" if args.encoder_only else "--language-only"
-            raise ConfigError(f"{flag} {value} with {side} is not in this version; {_RIVAL}")
-    if args.encoder_only:
-        _check_encoder(args, model_config_of(server_args).hf_config)
-    if args.language_only:
-        _check_mode()
-    if args.language_only and args.tokenizer_worker_num > 1:
-        _check_workers(args)
-        roles.announce_workers()
+            yield f"{flag} {value} with {side} is not in this version; {_RIVAL}"
+    yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--encoder-urls: {url!r} is not an http:// or https:// URL")
+            yield f"--encoder-urls: {url!r} is not an http:// or https:// URL"
+
+
+def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
+    """Flags that SGLang's own encoder honours, and ours does not."""
+    if args.grpc_mode or args.smg_grpc_mode:
+        yield f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}"
+    if args.enable_ssl_refresh:
+        yield f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}"
+    if args.enable_mm_global_cache:
+        yield (
+            "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
+            f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
+        )
+    if args.tp_size > 1 and not args.mm_enable_dp_encoder:
+        yield from _undivided_heads(hf_config, args.tp_size)
+
+
+def _of_language_servers(args: Any) -> Iterator[str]:
+    from sglang.srt.environ import envs
+
+    mode = envs.SGLANG_ENCODER_MM_RECEIVER_MODE.get()
+    if mode != "http":
+        yield (
+            f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is not served by sglang-epd, which asks "
+            f"encoders over HTTP; unset it, or {_RIVAL}"
+        )
+    # With one worker the tokenizer is in the launcher.
+    if args.tokenizer_worker_num > 1 and args.encoder_transfer_backend == "zmq_to_tokenizer":
+        yield (
+            f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
+            "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
+            f"embeddings; use another backend, or {_RIVAL}"
+        )
+
+
+def _undivided_heads(hf_config: Any, ranks: int) -> Iterator[str]:
+    """A tower's attention is split by heads, so they have to divide."""
+    holder = getattr(hf_config, "thinker_config", None) or hf_config
+    for tower in TOWER_CONFIGS:
+        config = getattr(holder, tower, None)
+        heads = next(filter(None, (getattr(config, name, None) for name in _HEADS)), None)
+        if heads is None:
+            continue
+        # Some towers are filled up with heads of zeros.
+        heads += getattr(config, "num_dummy_heads", 0)
+        if heads % ranks:
+            yield (
+                f"--tp-size {ranks} with --encoder-only: the {heads} attention heads of "
+                f"{tower} do not divide by it"
+            )
 
 
 def _check_family(server_args: Any, architecture: str) -> None:
     """Refuse, before anything is loaded, models outside SGLang's list that cannot be split;
-    `families.proof` says the rest.
-
-    Raises:
-        ConfigError: it cannot be split, or not with these flags.
-    """
+    `families.proof` says the rest."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     args = resolving_view(server_args)
@@ -95,73 +143,3 @@ def _check_family(server_args: Any, architecture: str) -> None:
         raise ConfigError(
             f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
         )
-
-
-def _check_encoder(args: Any, hf_config: Any) -> None:
-    """
-    Raises:
-        ConfigError: a flag that SGLang's own encoder honours, and ours does not.
-    """
-    if args.grpc_mode or args.smg_grpc_mode:
-        raise ConfigError(f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}")
-    if args.enable_ssl_refresh:
-        raise ConfigError(f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}")
-    if args.enable_mm_global_cache:
-        raise ConfigError(
-            "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
-            f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
-        )
-    if args.tp_size > 1 and not args.mm_enable_dp_encoder:
-        _check_heads(hf_config, args.tp_size)
-
-
-def _check_mode() -> None:
-    """
-    Raises:
-        ConfigError: encoders are to be asked otherwise than over HTTP.
-    """
-    from sglang.srt.environ import envs
-
-    mode = envs.SGLANG_ENCODER_MM_RECEIVER_MODE.get()
-    if mode != "http":
-        raise ConfigError(
-            f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is not served by sglang-epd, which asks "
-            f"encoders over HTTP; unset it, or {_RIVAL}"
-        )
-
-
-def _check_workers(args: Any) -> None:
-    """With one worker the tokenizer is in the launcher.
-
-    Raises:
-        ConfigError: a flag that several workers cannot honour.
-    """
-    if args.encoder_transfer_backend == "zmq_to_tokenizer":
-        raise ConfigError(
-            f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
-            "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
-            f"embeddings; use another backend, or {_RIVAL}"
-        )
-
-
-def _check_heads(hf_config: Any, ranks: int) -> None:
-    """A tower's attention is split by heads, so they have to divide.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    holder = getattr(hf_config, "thinker_config", None) or hf_config
-    for tower in TOWER_CONFIGS:
-        config = getattr(holder, tower, None)
-        heads = next(
-            (getattr(config, name) for name in _HEADS if getattr(config, name, None)), None
-        )
-        if heads is None:
-            continue
-        # Some towers are filled up with heads of zeros.
-        heads += getattr(config, "num_dummy_heads", 0)
-        if heads % ranks:
-            raise ConfigError(
-                f"--tp-size {ranks} with --encoder-only: the {heads} attention heads of "
-                f"{tower} do not divide by it"
-            )

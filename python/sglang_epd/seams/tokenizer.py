@@ -44,17 +44,9 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.language import DispatchTally
-from sglang_epd.seams import (
-    adaptive,
-    bootstrap,
-    receiving,
-    roles,
-    rundir,
-    tracing,
-    validation,
-)
+from sglang_epd.seams import adaptive, bootstrap, receiving, roles, rundir, tracing
 from sglang_epd.seams.identities import plan_without_options
-from sglang_epd.seams.large_bodies import Turns
+from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.tally import LoopLag
@@ -107,7 +99,7 @@ class TokenizerSeam:
         """
         self._live = manager.rid_to_state
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
-        validation.stop_at_the_first_error()
+        stop_at_the_first_error()
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
 
@@ -134,26 +126,14 @@ class TokenizerSeam:
         # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
         # once a sample; each of them waits for the same items.
         consumers = 1 if samples == 1 else samples + 1
-        slots = [self._slot(prompt) for prompt in prompts]
-        started = []
         try:
-            planned = [self._planned(prompt) for prompt in prompts]
-            reading.forget()
-            for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-                parent = tracing.span_of_state(self._live.get(prompt.rid))
-                expect = self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
-                started.append(prompt.rid)
-                prompt.need_wait_for_mm_inputs = True
-                prompt.encoder_urls = manifest.write(expect, rundir.secret())
-        except Exception as error:
-            # SGLang ends all of the request: none of its parts may be waited for.
-            for rid in started:
-                self.frontend.cancel(rid)
-            if not isinstance(error, MediaError | ProtocolError):
-                _refuse(slots, error)
-                raise
-            _refuse(slots, MediaError(error.message))
+            expected = self._start(prompts, consumers)
+        except (MediaError, ProtocolError) as error:
             raise ValueError(error.message) from None
+        reading.forget()
+        for prompt, expect in zip(prompts, expected, strict=True):
+            prompt.need_wait_for_mm_inputs = True
+            prompt.encoder_urls = manifest.write(expect, rundir.secret())
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
@@ -259,7 +239,7 @@ class TokenizerSeam:
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
         try:
-            expect = self._start(request, self._slot(request))
+            (expect,) = self._start([request], 1)
             items = await self._control.collect(expect)
             return assemble(self._processor, prompt, items)
         except EpdError as error:
@@ -273,14 +253,24 @@ class TokenizerSeam:
             self.frontend.cancel(request.rid)
             raise
 
-    def _start(self, prompt: Any, slot: Slot | None) -> Expect:
+    def _start(self, prompts: list[Any], consumers: int) -> list[Expect]:
+        """All of the prompts, or none of them."""
+        slots = [self._slot(prompt) for prompt in prompts]
+        started: list[Expect] = []
         try:
-            items = self._planned(prompt)
-            parent = tracing.span_of_state(self._live.get(prompt.rid))
-            return self.frontend.start(prompt.rid, items, 1, slot, parent=parent)
+            planned = [self._planned(prompt) for prompt in prompts]
+            for prompt, items, slot in zip(prompts, planned, slots, strict=True):
+                parent = tracing.span_of_state(self._live.get(prompt.rid))
+                started.append(
+                    self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
+                )
         except Exception as error:
-            _refuse([slot], error)
+            # SGLang ends all of the request: none of its parts may be waited for.
+            for prompt in prompts[: len(started)]:
+                self.frontend.cancel(prompt.rid)
+            _refuse(slots, error)
             raise
+        return started
 
     def _planned(self, prompt: Any) -> list[EncodeItem]:
         """A prompt's items, planned once."""

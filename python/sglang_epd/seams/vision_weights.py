@@ -24,8 +24,7 @@ from torch import nn
 from sglang_epd.device.cuda import empty_cache
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.families.names import prove_names
-from sglang_epd.families.proof import adapt
+from sglang_epd.families.proof import adapt, prove_names
 from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower
 
@@ -78,23 +77,17 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)
     release(model_runner.model)
-    _prove(model_runner)
+    config = model_runner.model_config
+    architecture = config.hf_config.architectures[0]
+    if (family := family_of(architecture)) is not None:
+        processor = load_processor(model_runner.server_args, config)
+        prove_names(model_runner.model, adapt(processor, architecture, family), architecture)
     held = held_bytes(model_runner.model)
     logger.info("Holds the language model alone: %.1f MiB", held / 2**20)
     if get_observability().enable_metrics:
         from sglang_epd.observability.language import weights_bytes
 
         weights_bytes().set(held)
-
-
-def _prove(model_runner: Any) -> None:
-    """Refuse a model that needs more than a language server has to name pictures in a prompt."""
-    config = model_runner.model_config
-    architecture = config.hf_config.architectures[0]
-    family = family_of(architecture)
-    if family is not None:
-        processor = load_processor(model_runner.server_args, config)
-        prove_names(model_runner.model, adapt(processor, architecture, family), architecture)
 
 
 def release(model: nn.Module) -> None:

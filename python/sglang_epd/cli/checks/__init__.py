@@ -18,13 +18,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        subject: the checked thing.
-        found: in a few words.
-        mend: the repair; empty where nothing is to be done.
-    """
+    """One thing that was looked at; `mend` is empty where nothing is to be done."""
 
     subject: str
     verdict: Verdict

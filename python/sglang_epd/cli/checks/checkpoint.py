@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_epd.checkpoint import header
 from sglang_epd.cli.checks import Finding, fail, note, ok
 from sglang_epd.families import IN_TREE
-
-_MOST_HEADER_BYTES = 100 << 20
 
 
 def checkpoint(model: str) -> Iterator[Finding]:
@@ -102,18 +101,13 @@ def _weights(folder: Path) -> Iterator[str]:
 def _truncated(file: Path) -> str:
     """Whether a safetensors file is shorter than its header says; empty if it is whole."""
     try:
+        entries, begin = header(file)
+        expected = begin + max((one["data_offsets"][1] for one in entries.values()), default=0)
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            (header_bytes,) = struct.unpack("<Q", opened.read(8))
-            if header_bytes > min(size, _MOST_HEADER_BYTES):
-                return "its header cannot be read"
-            header = json.loads(opened.read(header_bytes))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
     except OSError as error:
         return error.strerror or "cannot be read"
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
         return "its header cannot be read"
-    expected = 8 + header_bytes + max(ends, default=0)
     return "" if size >= expected else f"has {size} bytes of {expected}"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import SimpleNamespace
 
 from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.config import Settings
@@ -20,6 +21,9 @@ from sglang_epd.trust import Trust
 _LOAD_TIMEOUT_S = 60.0
 # An HMAC-SHA256 key of fewer characters is among the first that an attacker tries.
 _LEAST_TOKEN = 16
+# SGLang's flags of serving, none of them given.
+_FLAGS = ("api_key", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+_NO_FLAGS = SimpleNamespace(**dict.fromkeys(_FLAGS))
 _APT = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
 
@@ -95,7 +99,7 @@ def settings(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         )
         return
     try:
-        Trust((found.token,)).of(found.token, _NoFlags())
+        Trust.of(found.token, _NO_FLAGS)
     except ConfigError as error:
         yield fail("token", str(error), "use letters and digits: openssl rand -hex 32")
         return
@@ -105,12 +109,6 @@ def settings(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         )
     else:
         yield ok("token", f"has {len(found.token)} characters")
-
-
-class _NoFlags:
-    """SGLang's flags of serving, none of them given."""
-
-    api_key = ssl_certfile = ssl_keyfile = ssl_keyfile_password = ssl_ca_certs = None
 
 
 def libraries() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ import psutil
 
 from gpu.towers import Passes
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.observability.encoder import EncoderMetrics
 
@@ -74,7 +74,8 @@ async def feed(
         [tower],
         EmbeddingCache(0),
         EncoderMetrics(),
-        Limits(batch=bounds, staged_bytes=4 << 30),
+        batch=bounds,
+        staged_bytes=4 << 30,
     )
     done = 0
     over = False

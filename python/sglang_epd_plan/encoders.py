@@ -68,7 +68,7 @@ class Encoder:
         self.alive = True
         self.items, self.queued = 0, 0.0
         self._threads = Threads(self._costs.host.workers)
-        self._queue = FairQueue()
+        self._queue: FairQueue[Job] = FairQueue()
         self._cache = _cache(self._costs.cache_mb << 20)
         # Jobs by the key of their items, of which the first is encoded for all.
         self._jobs: dict[bytes, Job] = {}

@@ -435,7 +435,7 @@ async def test_more_items_than_an_encoder_may_have_at_a_time_come_through(two, d
 
         async def answer(request, encoder=encoder, admission=admission):
             try:
-                admission.admit(request.request_id, len(request.items), 1.0)
+                admission.admit(request.request_id, len(request.items))
             except EpdError as error:
                 return encoder.refusal(error, "1")
             await asyncio.sleep(0.05)

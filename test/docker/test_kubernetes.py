@@ -17,7 +17,7 @@ import reference
 from docker.conftest import DOCKER, flags_in
 from docker.manifests import Manifest, built, documents, pod_of
 from sglang_epd.config import Settings
-from sglang_epd.encoder.server import _DRAIN_S
+from sglang_epd.encoder.serving import DRAIN_S
 
 KUBERNETES = DOCKER / "kubernetes"
 OVERLAYS = sorted((KUBERNETES / "overlays").iterdir())
@@ -148,7 +148,7 @@ def test_servers_have_probes_and_time_to_drain(manifests):
             continue
         assert "startupProbe" in container
         pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert pod["terminationGracePeriodSeconds"] > pause + _DRAIN_S + 2
+        assert pod["terminationGracePeriodSeconds"] > pause + DRAIN_S + 2
         # An encoder that drains answers /health with 503, and is not to be killed for it.
         if "--encoder-only" in container["args"]:
             assert container["livenessProbe"]["httpGet"]["path"] == "/v1/status"

@@ -13,7 +13,7 @@ import torch
 from encoder.site import Site, serving
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
@@ -70,6 +70,11 @@ class Fakes:
         withdrawn: items whose grant was not used.
     """
 
+    alive = True
+    preparers = 4
+    depth = 1
+    weights_bytes = 0
+
     def __init__(self) -> None:
         self.acquire = Stage()
         self.preprocess = Stage()
@@ -83,9 +88,6 @@ class Fakes:
         self.withdrawn: list[int] = []
         self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
         self.batches: list[list[bytes]] = []
-        self.discarded: list[bytes] = []
-        self.at_once = 0
-        self.most_at_once = 0
         self._grants = 0
         self._prepared: list[tuple[bytes, weakref.ref[Prepared]]] = []
 
@@ -112,30 +114,13 @@ class Fakes:
         self._prepared.append((data, weakref.ref(prepared)))
         return prepared
 
-    @property
-    def depth(self) -> int:
-        return 1
-
-    @property
-    def alive(self) -> bool:
-        return True
-
-    @property
-    def preparers(self) -> int:
-        return 4
-
     def discard(self, prepared: Prepared) -> None:
-        self.discarded.append(prepared.content)
+        pass
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
         self.batches.append([prepared.content for prepared in batch])
-        try:
-            for prepared in batch:
-                await self.forwarded(prepared.content)
-        finally:
-            self.at_once -= 1
+        for prepared in batch:
+            await self.forwarded(prepared.content)
         return [torch.full((ROWS, WIDTH), float(len(one.content))) for one in batch]
 
     # Sender
@@ -215,9 +200,9 @@ async def reader(metrics: EncoderMetrics) -> AsyncIterator[UrlReader]:
 
 
 @pytest.fixture
-def limits() -> Limits:
+def batch() -> BatchBounds:
     """One item is run at a time, and one more may be ready meanwhile."""
-    return Limits(batch=BatchBounds(patches=1 << 20, items=1))
+    return BatchBounds(patches=1 << 20, items=1)
 
 
 @pytest.fixture
@@ -232,9 +217,9 @@ def cache(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache:
 
 @pytest.fixture
 async def computations(
-    fakes: Fakes, cache: EmbeddingCache, metrics: EncoderMetrics, limits: Limits
+    fakes: Fakes, cache: EmbeddingCache, metrics: EncoderMetrics, batch: BatchBounds
 ) -> AsyncIterator[Computations]:
-    computations = Computations([fakes], cache, metrics, limits)
+    computations = Computations([fakes], cache, metrics, batch=batch)
     yield computations
     fakes.preprocess.go_on()
     fakes.forwarded.go_on()
@@ -289,16 +274,28 @@ def count(metrics: EncoderMetrics) -> Callable[..., float]:
 
 @pytest.fixture
 def asking() -> Callable[..., EncodeRequest]:
+    """A request for some media: their bytes, or their URL."""
+
     def request(
-        *media: bytes,
+        *media: bytes | str,
         request_id: str = "r1",
         ttl_s: float = 30.0,
         namespace: str = NAMESPACE,
+        modality: str = "IMAGE",
+        content_hash: str = "",
         **options: Any,
     ) -> EncodeRequest:
         items = [
-            EncodeItem(n, "IMAGE", f"image {n + 1} of {len(media)}", data=data, options=options)
-            for n, data in enumerate(media)
+            EncodeItem(
+                n,
+                modality,
+                f"image {n + 1} of {len(media)}",
+                data=one if isinstance(one, bytes) else None,
+                url=one if isinstance(one, str) else None,
+                options=options,
+                content_hash=content_hash,
+            )
+            for n, one in enumerate(media)
         ]
         reply_to = ReplyTo("tcp://receiver:1", "the-secret-ticket")
         return EncodeRequest(request_id, namespace, ttl_s, reply_to, items)

@@ -47,7 +47,7 @@ async def use(tower: Any, name: str) -> dict[str, np.ndarray]:
 
 async def run(server_args: Any) -> dict[str, np.ndarray]:
     from sglang_epd.checkpoint import served
-    from sglang_epd.encoder.towers import _Starts, start_towers
+    from sglang_epd.encoder.towers import start_towers, starts_of
     from sglang_epd.errors import MediaError
     from sglang_epd.media import MediaLimits
     from sglang_epd.namespace import namespace
@@ -66,9 +66,8 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
             except MediaError:
                 assert tower.alive
         if len(towers) > 1:
-            starts = _Starts(server_args, MediaLimits(), 1, len(towers), 1)
             for number in range(len(towers)):
-                (rank,) = starts.of(number)
+                (rank,) = starts_of(server_args, MediaLimits(), 1, number)
                 typed = rank.options["server_args"]
                 assert typed["base_gpu_id"] == rank.options["gpu_id"] == number
             first: Any = towers[0]

@@ -97,6 +97,34 @@ async def post(http, url, body, **headers) -> tuple[int, bytes, Mapping[str, str
         return response.status, await response.read(), response.headers
 
 
+async def ask(http, method: str, url: str, **headers: str) -> tuple[int, str]:
+    async with http.request(method, url, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def look(http, url: str, **headers: str) -> Any:
+    async with http.get(url, headers=headers) as response:
+        assert response.status == 200
+        return await response.json()
+
+
+@contextlib.asynccontextmanager
+async def sending(
+    url: str, head: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection on which the beginning of an encode request was sent."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/encode HTTP/1.1\r\nHost: x\r\n" + head)
+    try:
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 async def test_our_client_and_our_server_understand_each_other(serve, fakes, asking):
     url = await serve("secret")
     async with EncoderClient("secret") as client:
@@ -108,19 +136,31 @@ async def test_our_client_and_our_server_understand_each_other(serve, fakes, ask
             await client.encode(url, asking(b"x"))
 
 
-@pytest.mark.parametrize(
-    "header", [None, "", "secret", "Bearer", "Bearer wrong", "Bearer  secret", "Basic secret", "é"]
-)
+BAD_TOKENS = [None, "", "secret", "Bearer", "Bearer wrong", "Bearer  secret", "Basic secret", "é"]
+
+
+@pytest.mark.parametrize("header", BAD_TOKENS)
 async def test_without_the_token_nothing_is_encoded_or_cancelled(
-    serve, http, fakes, asking, header
+    serve, http, recorded, fakes, asking, header
 ):
-    url = await serve("secret")
+    url = await serve("secret", begin_span=partial(begin, "epd_encode"))
     headers = {} if header is None else {"Authorization": header}
     status, body, _ = await post(http, url, encode_body(asking(b"x")), **headers)
     assert (status, body) == (401, b"")
-    async with http.delete(f"{url}/v1/encode/r1", headers=headers) as response:
-        assert response.status == 401
+    assert await ask(http, "DELETE", f"{url}/v1/encode/r1", **headers) == (401, "")
     assert not fakes.acquire.calls
+    assert not recorded.ended, "nor is a trace written"
+
+
+@pytest.mark.parametrize("of", ["cache", "urls"])
+async def test_without_the_token_what_is_kept_is_nobodys_business(serve, http, service, reader, of):
+    service.urls = reader
+    url = f"{await serve('secret')}/v1/{of}"
+    for method, path in (("GET", url), ("DELETE", url), ("DELETE", f"{url}/00")):
+        assert await ask(http, method, path) == (401, "")
+    assert (await look(http, url, Authorization="Bearer secret"))["entries"] == 0
+    status, _ = await ask(http, "DELETE", url, Authorization="Bearer secret")
+    assert status == 200
 
 
 @pytest.mark.parametrize("shown", ["secret", "api-key"])
@@ -209,16 +249,11 @@ async def test_a_client_that_goes_away_cancels_the_work(serve, fakes, asking, co
     assert not fakes.payloads
 
 
-async def test_a_client_that_goes_away_amid_its_body_leaves_no_trace(serve, fakes, caplog):
+async def test_a_client_that_goes_away_amid_its_body_leaves_no_trace(serve, http, caplog):
     url = await serve()
-    host, port = url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nEPD")
-    await writer.drain()
-    writer.close()
-    await writer.wait_closed()
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as response:
-        assert response.status == 200
+    async with sending(url, b"Content-Length: 1000\r\n\r\nEPD"):
+        pass
+    assert (await ask(http, "GET", f"{url}/health"))[0] == 200
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
@@ -227,32 +262,26 @@ async def test_delete_cancels_a_live_request(serve, http, fakes, asking, count, 
     fakes.forwarded.hold()
     call = asyncio.create_task(post(http, url, encode_body(asking(b"x"))))
     await entered(fakes.forwarded)
-    async with http.delete(f"{url}/v1/encode/r1") as response:
-        assert response.status == 204
+    assert await ask(http, "DELETE", f"{url}/v1/encode/r1") == (204, "")
     status, _, _ = await call
     assert status == 499
     await idle()
     assert count("items_total", modality="IMAGE", outcome="cancelled") == 1
-    async with http.delete(f"{url}/v1/encode/r1") as response:
-        assert response.status == 404
+    assert await ask(http, "DELETE", f"{url}/v1/encode/r1") == (404, "")
 
 
-async def test_health_info_status_and_metrics_need_no_token(serve, http, fakes, asking):
+async def test_health_info_status_and_metrics_need_no_token(serve, http, asking):
     url = await serve("secret")
-    headers = {"Authorization": "Bearer secret"}
-    await post(http, url, encode_body(asking(b"x")), **headers)
+    token = {"Authorization": "Bearer secret"}
+    await post(http, url, encode_body(asking(b"x")), **token)
     for path in ("/health", "/health_generate"):
-        async with http.get(url + path) as response:
-            assert response.status == 200
+        assert await ask(http, "GET", url + path) == (200, "")
     for path in ("/v1/info", "/model_info", "/get_model_info"):
-        async with http.get(url + path) as response:
-            assert (await response.json())["model_path"] == "model"
-    async with http.get(f"{url}/v1/status") as response:
-        status = await response.text()
+        assert (await look(http, url + path))["model_path"] == "model"
+    _, status = await ask(http, "GET", f"{url}/v1/status")
     assert '"finished":1' in status
     assert "r1" not in status, "whose requests there were is not for everybody"
-    async with http.get(f"{url}/v1/status", headers=headers) as response:
-        status = await response.text()
+    _, status = await ask(http, "GET", f"{url}/v1/status", **token)
     assert '"state":"delivered"' in status and "r1" in status
     assert "secret" not in status, "neither the token nor a ticket"
     async with http.get(f"{url}/metrics") as response:
@@ -262,38 +291,19 @@ async def test_health_info_status_and_metrics_need_no_token(serve, http, fakes, 
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-async def test_without_a_tower_that_works_it_is_not_healthy(serve, http, fakes, monkeypatch, path):
+async def test_without_a_tower_that_works_it_is_not_healthy(serve, http, fakes, path):
     url = await serve()
-
-    async def seen() -> tuple[int, bool]:
-        async with http.get(url + path) as health, http.get(f"{url}/v1/status") as status:
-            (tower,) = (await status.json())["towers"]
-            return health.status, tower["alive"]
-
-    assert await seen() == (200, True)
-    monkeypatch.setattr(type(fakes), "alive", property(lambda _: False))
-    assert await seen() == (503, False)
+    for alive, expected in ((True, 200), (False, 503)):
+        fakes.alive = alive
+        assert (await ask(http, "GET", url + path))[0] == expected
+        (tower,) = (await look(http, f"{url}/v1/status"))["towers"]
+        assert tower["alive"] == alive
 
 
 async def test_no_pages_of_documentation_are_served(serve, http):
     url = await serve()
     for path in ("/docs", "/redoc", "/openapi.json"):
-        async with http.get(url + path) as response:
-            assert response.status == 404
-
-
-async def head_of_answer(url: str, *lines: str) -> str:
-    """The first line of the answer to a request of which only the head was sent."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = ["POST /v1/encode HTTP/1.1", "Host: x", *lines, "", ""]
-    writer.write("\r\n".join(head).encode())
-    await writer.drain()
-    try:
-        return (await asyncio.wait_for(reader.readline(), PATIENCE_S)).decode()
-    finally:
-        writer.close()
-        await writer.wait_closed()
+        assert (await ask(http, "GET", url + path))[0] == 404
 
 
 @pytest.mark.parametrize(("silence_s", "body_s"), [(0.05, 60.0), (60.0, 0.05)])
@@ -303,12 +313,8 @@ async def test_a_body_that_does_not_come_gives_its_bytes_back(
     """Its asker was stopped, or sends next to nothing: the connection tells neither."""
     monkeypatch.setattr(app_module, "_SILENCE_S", silence_s)
     monkeypatch.setattr(app_module, "_BODY_S", body_s)
-    url = await serve()
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nEPD")
-    answer = asyncio.create_task(reader.readline())
-    try:
+    async with sending(await serve(), b"Content-Length: 100000\r\n\r\nEPD") as (reader, writer):
+        answer = asyncio.create_task(reader.readline())
         async with asyncio.timeout(PATIENCE_S):
             while not answer.done():
                 if silence_s > body_s:
@@ -316,10 +322,6 @@ async def test_a_body_that_does_not_come_gives_its_bytes_back(
                 await asyncio.sleep(0.005)
         assert b" 503 " in answer.result()
         assert service.admission.nbytes == 0
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 @pytest.fixture
@@ -335,10 +337,12 @@ async def busy(serve, http, service, fakes, asking):
     assert service.admission.nbytes == 0
 
 
-async def test_a_body_over_the_byte_bound_is_refused_before_it_is_read(busy, service):
+@pytest.mark.parametrize(("bound", "most"), [("max_bytes", 1000), ("max_items", 1)])
+async def test_what_does_not_fit_is_refused_before_its_body_is_read(busy, service, bound, most):
     url, _ = busy
-    service.admission.max_bytes = 1000
-    assert " 503 " in await head_of_answer(url, "Content-Length: 1000")
+    setattr(service.admission, bound, most)
+    async with sending(url, b"Content-Length: 1000\r\n\r\n") as (reader, _):
+        assert b" 503 " in await asyncio.wait_for(reader.readline(), PATIENCE_S)
 
 
 async def test_a_body_of_unknown_length_is_refused_where_it_passes_the_bound(busy, service, http):
@@ -377,34 +381,25 @@ async def test_an_only_body_of_unknown_length_may_be_over_the_byte_bound(
     assert service.admission.nbytes == 0
 
 
-async def test_where_no_item_fits_no_body_is_read(busy, service):
-    url, _ = busy
-    service.admission.max_items = 1
-    assert " 503 " in await head_of_answer(url, "Content-Length: 100")
-
-
 async def test_while_it_drains_it_finishes_what_it_has_and_takes_nothing_new(
     busy, service, http, asking
 ):
     url, call = busy
     service.drain()
     for path in ("/health", "/health_generate"):
-        async with http.get(url + path) as response:
-            assert response.status == 503
+        assert (await ask(http, "GET", url + path))[0] == 503
     status, body, headers = await post(http, url, encode_body(asking(b"y")))
     assert status == 503
     assert decode_body(body, ErrorReply, MAX_BODY).code == UnavailableError.__name__
     assert int(headers["Retry-After"]) >= 1
-    async with http.get(f"{url}/v1/status") as response:
-        status = await response.json()
+    status = await look(http, f"{url}/v1/status")
     assert (status["state"], status["requests"]) == ("draining", 1)
     assert not call.done()
 
 
 async def test_the_status_shows_queue_towers_and_cache_to_everybody(busy, http):
     url, _ = busy
-    async with http.get(f"{url}/v1/status") as response:
-        status = await response.json()
+    status = await look(http, f"{url}/v1/status")
     assert status["state"] == "ready"
     assert (status["requests"], status["items"], status["finished"]) == (1, 1, 0)
     assert 0 < status["bytes"] < status["max_bytes"]
@@ -415,59 +410,39 @@ async def test_the_status_shows_queue_towers_and_cache_to_everybody(busy, http):
 
 @pytest.mark.parametrize("capacity", [1 << 20])
 async def test_the_cache_can_be_looked_at_and_emptied(serve, http, asking, cache):
-    url = await serve()
-    await post(http, url, encode_body(asking(b"1", b"2", b"3")))
-    async with http.get(f"{url}/v1/cache") as response:
-        contents = await response.json()
+    encoder = await serve()
+    url = f"{encoder}/v1/cache"
+    await post(http, encoder, encode_body(asking(b"1", b"2", b"3")))
+    contents = await look(http, url)
     assert (contents["entries"], contents["pinned_bytes"]) == (3, 0)
     assert contents["bytes"] == cache.nbytes == 3 * 48
     assert contents["capacity_bytes"] == 1 << 20
     first = contents["shown"][0]
     assert (first["modality"], first["grid"]) == ("IMAGE", [[1, 2, 6]])
     assert (first["tokens"], first["bytes"], first["pins"], first["uses"]) == (3, 48, 0, 1)
-    async with http.delete(f"{url}/v1/cache/{first['key']}") as response:
-        assert response.status == 204
-    assert len(cache) == 2
-    for unknown in (first["key"], "00", "not-hex"):
-        async with http.delete(f"{url}/v1/cache/{unknown}") as response:
-            assert response.status == 404
-    async with http.delete(f"{url}/v1/cache") as response:
-        assert await response.json() == {"dropped": 2}
+    await empty(http, url, first["key"])
     assert cache.nbytes == 0
 
 
-@pytest.mark.parametrize("capacity", [1 << 20])
-async def test_without_the_token_the_cache_is_nobodys_business(serve, http, asking, cache):
-    url = await serve("secret")
-    headers = {"Authorization": "Bearer secret"}
-    await post(http, url, encode_body(asking(b"x")), **headers)
-    (entry,) = cache.entries()
-    for path in ("/v1/cache", f"/v1/cache/{entry.key.hex()}"):
-        async with http.delete(url + path) as response:
-            assert response.status == 401
-    async with http.get(f"{url}/v1/cache") as response:
-        assert response.status == 401
-        assert not await response.read()
-    assert len(cache) == 1
-    async with http.get(f"{url}/v1/cache", headers=headers) as response:
-        assert (await response.json())["entries"] == 1
-    async with http.delete(f"{url}/v1/cache", headers=headers) as response:
-        assert response.status == 200
-    assert len(cache) == 0
+async def empty(http, url: str, first: str) -> None:
+    """Of three entries drop one by its name, and then the others."""
+    assert await ask(http, "DELETE", f"{url}/{first}") == (204, "")
+    for unknown in (first, "00", "not-hex"):
+        assert await ask(http, "DELETE", f"{url}/{unknown}") == (404, "")
+    assert await ask(http, "DELETE", url) == (200, '{"dropped":2}')
 
 
 async def test_known_urls_can_be_looked_at_and_forgotten(serve, http, service, reader, site):
-    url = await serve()
-    async with http.get(f"{url}/v1/urls") as response:
-        assert await response.json() == {"entries": 0, "capacity": 0, "shown": []}
+    encoder = await serve()
+    url = f"{encoder}/v1/urls"
+    assert await look(http, url) == {"entries": 0, "capacity": 0, "shown": []}
     service.urls = reader
     site.headers = [("Cache-Control", "max-age=60")]
     for path in ("/a?signature=secret", "/b", "/c"):
         source = MediaSource(url=site.url + path)
         with Intake(Admission(1, 1 << 20)).arrival((0, 0)) as arrival:
             await reader.read(source, time.monotonic() + PATIENCE_S, lambda _digest: False, arrival)
-    async with http.get(f"{url}/v1/urls") as response:
-        contents = await response.json()
+    contents = await look(http, url)
     assert (contents["entries"], contents["capacity"]) == (3, 4)
     first = contents["shown"][0]
     assert first["url"] == f"{site.url}/a"
@@ -475,27 +450,9 @@ async def test_known_urls_can_be_looked_at_and_forgotten(serve, http, service, r
     assert 50 < first["fresh_s"] <= 60
     assert (first["bytes"], first["conditions"]) == (7000, ["If-None-Match"])
     assert (first["redirects"], first["uses"]) == (0, 0)
-    async with http.get(f"{url}/v1/status") as response:
-        assert (await response.json())["urls"] == 3
-    async with http.delete(f"{url}/v1/urls/{first['name']}") as response:
-        assert response.status == 204
-    for unknown in (first["name"], "00", "not-hex"):
-        async with http.delete(f"{url}/v1/urls/{unknown}") as response:
-            assert response.status == 404
-    async with http.delete(f"{url}/v1/urls") as response:
-        assert await response.json() == {"dropped": 2}
+    assert (await look(http, f"{encoder}/v1/status"))["urls"] == 3
+    await empty(http, url, first["name"])
     assert len(reader.memory) == 0
-
-
-async def test_without_the_token_urls_are_nobodys_business(serve, http, service, reader):
-    service.urls = reader
-    url = await serve("secret")
-    async with http.get(f"{url}/v1/urls") as response:
-        assert response.status == 401
-        assert not await response.read()
-    for path in ("/v1/urls", "/v1/urls/00"):
-        async with http.delete(url + path) as response:
-            assert response.status == 401
 
 
 async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, asking):
@@ -510,10 +467,3 @@ async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, as
     assert f"{first.parent.span_id:x}" == "f067aa0ba902b7"
     assert all(span.parent is None for span in others)
     assert said(refused)["error.type"] == "ProtocolError"
-
-
-async def test_who_has_no_token_writes_no_trace(serve, http, recorded, asking):
-    url = await serve("secret", begin_span=partial(begin, "epd_encode"))
-    status, _, _ = await post(http, url, encode_body(asking(b"x")))
-    assert status == 401
-    assert not recorded.ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -12,15 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_epd.cache import UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.intake import Intake
+from sglang_epd.encoder.intake import Arrival, Intake
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.media import FetchingProcess, MediaFetcher, MediaLimits
-from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 
 MIB = 1 << 20
 BOUND = 8
 FETCHED = 6  # of these, for what is fetched
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 async def turns(count: int = 5) -> None:
@@ -76,7 +76,7 @@ async def test_one_that_leaves_lets_the_next_go_on(intake, admission):
 
 async def test_a_request_has_as_many_bytes_as_are_free(intake, admission):
     admission.max_bytes = 160  # 120 of what is fetched
-    greedy = [intake.arrival((owner, number)) for owner in range(3) for number in range(9)]
+    greedy = [Arrival(intake, (owner, number)) for owner in range(3) for number in range(9)]
     growing = [asyncio.create_task(one.grow(n)) for n in range(1, 21) for one in greedy]
     await turns()
     assert 90 <= admission.nbytes <= 110, "a quarter each, and one item past the shares"
@@ -97,33 +97,37 @@ async def test_a_heir_keeps_the_place_past_the_bound(intake, admission):
         asker.share(shared)
         shared.close()
         assert admission.nbytes == FETCHED + 6
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        waits = asyncio.create_task(Arrival(intake, (2, 0)).grow(1))
         await turns()
         assert not waits.done()
         waits.cancel()
     assert admission.nbytes == 0
 
 
-async def test_what_is_fetched_leaves_room_for_what_comes_inline(intake, admission):
-    with intake.arrival((0, 0)) as fetched, intake.arrival((1, 0)) as over:
-        await fetched.grow(FETCHED)
+@pytest.mark.parametrize(("inline", "fetched"), [(0, FETCHED), (4, 4)])
+async def test_bytes_that_are_fetched_leave_a_quarter_to_others(intake, admission, inline, fetched):
+    admission.take_bytes(inline)
+    with intake.arrival((0, 0)) as first, intake.arrival((1, 0)) as over:
+        await first.grow(fetched)
         await over.grow(1)
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
+        waits = asyncio.create_task(Arrival(intake, (2, 0)).grow(1))
         await turns()
         assert not waits.done()
-        admission.take_bytes(1, 1.0)
+        if not inline:
+            admission.take_bytes(1)
         waits.cancel()
 
 
-async def test_what_came_inline_leaves_the_rest_to_what_is_fetched(intake, admission):
-    admission.take_bytes(4, 1.0)
-    with intake.arrival((0, 0)) as fetched, intake.arrival((1, 0)) as over:
-        await fetched.grow(4)
-        await over.grow(1)
-        waits = asyncio.create_task(intake.arrival((2, 0)).grow(1))
-        await turns()
-        assert not waits.done()
-        waits.cancel()
+async def test_bytes_that_came_inline_give_their_room_to_fetched_ones(service):
+    service.admission.max_bytes = BOUND
+    with service.intake.arrival((0, 0)) as over, service.intake.arrival((1, 0)) as fetched:
+        with service.receiving() as room:
+            room.take(BOUND)
+            await over.grow(1)
+            waits = asyncio.create_task(fetched.grow(1))
+            await turns()
+            assert not waits.done()
+        await asyncio.wait_for(waits, 5)
 
 
 ITEM = st.tuples(
@@ -140,7 +144,7 @@ def test_no_order_of_arrivals_stops_all_or_passes_the_bound_by_two(items, inline
 
     async def run() -> None:
         admission = Admission(1, BOUND)
-        admission.note_bytes(inline)
+        admission.nbytes += inline
         intake = Intake(admission)
         most = max(BOUND, inline) + max(sum(steps) for _, steps, _, _ in items)
 
@@ -175,16 +179,23 @@ def test_no_order_of_arrivals_stops_all_or_passes_the_bound_by_two(items, inline
     asyncio.run(run())
 
 
-def asking(*urls: str, request_id: str = "r1") -> EncodeRequest:
-    items = [EncodeItem(n, "IMAGE", f"image {n}", url=url) for n, url in enumerate(urls)]
-    reply_to = ReplyTo("tcp://receiver:1", "ticket")
-    return EncodeRequest(request_id, "Model/float32/0123456789abcdef", PATIENCE_S, reply_to, items)
+@asynccontextmanager
+async def reading(service, metrics, make, **bounds: int):
+    """The service, reading URLs in earnest within these bounds of its admission."""
+    for name, bound in bounds.items():
+        setattr(service.admission, name, bound)
+    limits = MediaLimits(allowed_networks=("127.0.0.0/8",), total_timeout_s=PATIENCE_S)
+    async with make(limits) as fetcher:
+        service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
+        yield
+        await service.urls.close()
+    assert service.admission.nbytes == 0
 
 
 @pytest.mark.parametrize("make", [MediaFetcher, FetchingProcess])
 @pytest.mark.parametrize("length", ["announced", "chunked"])
 async def test_one_request_of_urls_stays_inside_the_bound(
-    service, fakes, metrics, site, length, make
+    service, fakes, metrics, site, asking, length, make
 ):
     """200 MiB of pictures behind URLs, with room for six, while the tower is busy."""
 
@@ -200,16 +211,12 @@ async def test_one_request_of_urls_stays_inside_the_bound(
 
     site.answer = picture
     admission = service.admission
-    admission.max_items, admission.max_bytes = 300, 8 * MIB
     fakes.forwarded.hold()
-    limits = MediaLimits(allowed_networks=("127.0.0.0/8",), total_timeout_s=PATIENCE_S)
     tracemalloc.start()
     try:
-        async with make(limits) as fetcher:
-            service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
-            work = asyncio.create_task(
-                service.encode(asking(*(f"{site.url}/{n}" for n in range(200))))
-            )
+        async with reading(service, metrics, make, max_items=300, max_bytes=8 * MIB):
+            urls = [f"{site.url}/{n}" for n in range(200)]
+            work = asyncio.create_task(service.encode(asking(*urls, ttl_s=PATIENCE_S)))
             async with asyncio.timeout(PATIENCE_S):
                 while admission.nbytes < 3 * MIB:
                     await asyncio.sleep(0.01)
@@ -222,25 +229,21 @@ async def test_one_request_of_urls_stays_inside_the_bound(
             held, _ = tracemalloc.get_traced_memory()
             fakes.forwarded.go_on()
             outcomes = (await asyncio.wait_for(work, PATIENCE_S)).outcomes
-            await service.urls.close()
     finally:
         tracemalloc.stop()
     assert {(outcome.state, outcome.message) for outcome in outcomes} == {("delivered", "")}
     assert len(site.take()) == 200
-    assert admission.nbytes == 0
     # The server's side of 32 connections is in this process, too.
     assert held < 80 * MIB
 
 
 async def test_a_small_picture_passes_requests_of_large_ones(
-    service, fakes, metrics, site, monkeypatch
+    service, fakes, metrics, site, asking, monkeypatch
 ):
     """Of 80 MiB behind URLs, with room for six, while nothing that is here gets ready."""
     site.answer = lambda request: web.Response(
         body=b"small" if "small" in request.path else request.path.encode().ljust(MIB)
     )
-    admission = service.admission
-    admission.max_items, admission.max_bytes = 300, 8 * MIB
     fakes.preprocess.hold()
     # The media that are here, in their order.
     here: list[bytes] = []
@@ -251,13 +254,12 @@ async def test_a_small_picture_passes_requests_of_large_ones(
         return hold(key, modality, data, *more, **options)
 
     monkeypatch.setattr(service.computations, "hold", holding)
-    async with FetchingProcess(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
-        service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
+    async with reading(service, metrics, FetchingProcess, max_items=300, max_bytes=8 * MIB):
         large = [asking(*(f"{site.url}/{r}/{n}" for n in range(40)), request_id=r) for r in "ab"]
         small = asking(f"{site.url}/small", request_id="small")
         work = [asyncio.create_task(service.encode(one)) for one in large]
         async with asyncio.timeout(PATIENCE_S):
-            while admission.nbytes < 4 * MIB:
+            while service.admission.nbytes < 4 * MIB:
                 await asyncio.sleep(0.01)
             work.append(asyncio.create_task(service.encode(small)))
             while b"small" not in here:
@@ -265,12 +267,10 @@ async def test_a_small_picture_passes_requests_of_large_ones(
             assert len(here) < 10, "the large ones were through"
             fakes.preprocess.go_on()
             replies = await asyncio.gather(*work)
-        await service.urls.close()
     assert {one.state for reply in replies for one in reply.outcomes} == {"delivered"}
-    assert admission.nbytes == 0
 
 
-async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metrics, site):
+async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metrics, site, asking):
     """At any moment: while headers are awaited, while bytes arrive, and while there is no room."""
 
     async def picture(request: web.Request) -> web.StreamResponse:
@@ -282,11 +282,8 @@ async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metri
         return response
 
     site.answer = picture
-    admission = service.admission
-    admission.max_items, admission.max_bytes = 200, 2 * MIB
     fakes.forwarded.hold()
-    async with FetchingProcess(MediaLimits(allowed_networks=("127.0.0.0/8",))) as fetcher:
-        service.urls = UrlReader(fetcher, UrlMemory(4), metrics)
+    async with reading(service, metrics, FetchingProcess, max_items=200, max_bytes=2 * MIB):
         for wait_s in (0.0, 0.01, 0.03, 0.1, 0.3):
             request = asking(*(f"{site.url}/{wait_s}/{n}" for n in range(20)))
             work = asyncio.create_task(service.encode(request))
@@ -294,5 +291,4 @@ async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metri
             service.cancel("r1")
             await asyncio.gather(work, return_exceptions=True)
             await asyncio.sleep(0.1)
-            assert admission.nbytes == 0
-        await service.urls.close()
+            assert service.admission.nbytes == 0

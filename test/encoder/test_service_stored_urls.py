@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,13 +12,12 @@ import pytest
 
 from encoder.site import BODY, Site
 from sglang_epd.cache import EmbeddingCache
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
-from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
+from sglang_epd.wire.http import ItemOutcome
 from store.fakes import Counts, FakeBackend, written
 
-NAMESPACE = "Model/float32/0123456789abcdef"
 TIMEOUT_S = 0.2
 WHOLE, REVALIDATED = ("/a", ""), ("/a", '"v1"')
 
@@ -25,16 +25,16 @@ WHOLE, REVALIDATED = ("/a", ""), ("/a", '"v1"')
 class Stored:
     """An encoder that keeps nothing itself, the site it reads from, and its store."""
 
-    def __init__(self, service: Any, fakes: Any, site: Site, backend: FakeBackend) -> None:
+    def __init__(
+        self, service: Any, fakes: Any, site: Site, backend: FakeBackend, asking: Any
+    ) -> None:
         self.service, self.fakes, self.site, self.backend = service, fakes, site, backend
         self.counts = Counts()
-        self._asked = 0
+        self._asking = asking
+        self._asked = itertools.count()
 
-    async def encode(self, path: str = "/a") -> ItemOutcome:
-        self._asked += 1
-        item = EncodeItem(0, "IMAGE", "image 1 of 1", url=self.site.url + path)
-        reply_to = ReplyTo("tcp://receiver:1", f"ticket {self._asked}")
-        request = EncodeRequest(f"r{self._asked}", NAMESPACE, 5.0, reply_to, [item])
+    async def encode(self) -> ItemOutcome:
+        request = self._asking(f"{self.site.url}/a", request_id=f"r{next(self._asked)}", ttl_s=5.0)
         (outcome,) = (await self.service.encode(request)).outcomes
         return outcome
 
@@ -59,15 +59,17 @@ class Stored:
 
 @pytest.fixture
 async def stored(
-    service_for: Any, fakes: Any, metrics: Any, site: Site, reader: Any, limits: Limits
+    service_for: Any, fakes: Any, metrics: Any, site: Site, reader: Any, batch: Any, asking: Any
 ) -> AsyncIterator[Stored]:
     backend = FakeBackend()
     service = service_for(fakes)
-    stored = Stored(service, fakes, site, backend)
+    stored = Stored(service, fakes, site, backend, asking)
     url = StoreUrl.parse("file:///nowhere")
     store = SharedStore(backend, url, token="", timeout_s=TIMEOUT_S, observer=stored.counts)
     service.urls = reader
-    service.computations = Computations([fakes], EmbeddingCache(0), metrics, limits, store)
+    service.computations = Computations(
+        [fakes], EmbeddingCache(0), metrics, batch=batch, store=store
+    )
     yield stored
     backend.error = None
     backend.gate.set()

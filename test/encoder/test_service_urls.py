@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from encoder.site import BODY, Site
+from encoder.towers import until
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.errors import OverloadedError
-from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 from sglang_epd.wire.messages import Wait
 
 PATIENCE_S = 5.0
-NAMESPACE = "Model/float32/0123456789abcdef"
 
 
 @pytest.fixture
@@ -25,34 +25,17 @@ def capacity() -> int:
 
 
 @pytest.fixture
-def encode(service, reader, site: Site):
+def encode(service, reader, site: Site, asking):
     """Encodes a site's URL; the item's outcome."""
     service.urls = reader
-    asked = 0
+    asked = itertools.count(1)
 
-    async def ask(
-        path: str = "/a", modality: str = "IMAGE", content_hash: str = "", **options: Any
-    ):
-        nonlocal asked
-        asked += 1
-        item = EncodeItem(
-            *(0, modality, "image 1 of 1"),
-            url=site.url + path,
-            options=options,
-            content_hash=content_hash,
-        )
-        reply_to = ReplyTo("tcp://receiver:1", f"ticket {asked}")
-        request = EncodeRequest(f"r{asked}", NAMESPACE, PATIENCE_S, reply_to, [item])
+    async def ask(path: str = "/a", **more: Any):
+        request = asking(site.url + path, request_id=f"r{next(asked)}", ttl_s=PATIENCE_S, **more)
         (outcome,) = (await service.encode(request)).outcomes
         return outcome
 
     return ask
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, site, cache) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sglang_epd.encoder.pipeline.computations import Computations
+from sglang_epd.encoder.pipeline.work import Hold
 from sglang_epd.encoder.tower import Prepared, TowerLostError
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -20,6 +22,18 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
+
+
+def key_of(name: bytes) -> bytes:
+    return name.ljust(32, b".")
+
+
+async def value(hold: Hold) -> float:
+    return float((await hold.embedding())[0, 0])
+
+
+def states(computations: Computations) -> dict[str, int]:
+    return {name: count for name, count in computations.status()["queue"].items() if count}
 
 
 async def settle() -> None:
@@ -44,6 +58,7 @@ class FakeTower:
         self.alive = True
         self.preparers = preparers
         self.depth = 1
+        self.weights_bytes = 0
         self.patches: dict[bytes, int] = {}
         self.rows: dict[bytes, int] = {}
         self.slow: dict[bytes, asyncio.Event] = {}

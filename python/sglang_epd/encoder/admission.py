@@ -40,20 +40,16 @@ class Admission:
     Items that wait for a receiver's memory are not in work. That memory comes free when another
     request has all of its items there, and that request may need this encoder for the rest.
 
-    Args:
-        max_items: items in work at a time.
-        max_bytes: encoded media in work at a time.
-
     Attributes:
-        items, nbytes: in work now.
+        max_items, items: in work at a time, and now.
+        max_bytes, nbytes: of encoded media in work at a time, and now. Fetched media are added
+            over the bound as well; users of `take_bytes` subtract what they took.
         fetching: of the items, those whose media are not here yet.
         waiting: items that wait for their receivers' memory.
         draining: nothing new is taken.
     """
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
-        if max_items < 1 or max_bytes < 1:
-            raise ValueError("an encoder takes at least one item and one byte")
         self.max_items = max_items
         self.max_bytes = max_bytes
         self.items = 0
@@ -78,26 +74,20 @@ class Admission:
         """Requests in work."""
         return len(self._live)
 
-    def check(self, retry_after_s: float) -> None:
+    def check(self) -> None:
         """Before a request is read: is there room for anything at all?
-
-        Args:
-            retry_after_s: the Retry-After of a refusal.
 
         Raises:
             UnavailableError: the encoder is being shut down.
             OverloadedError: there is none.
         """
         if self.draining:
-            raise UnavailableError("this encoder is shutting down", retry_after_s=retry_after_s)
+            raise UnavailableError("this encoder is shutting down")
         if self.items >= self.max_items:
-            raise OverloadedError(
-                f"{self.items} items in work, at most {self.max_items}",
-                retry_after_s=retry_after_s,
-            )
+            raise OverloadedError(f"{self.items} items in work, at most {self.max_items}")
 
-    def take_bytes(self, nbytes: int, retry_after_s: float, own: int = 0) -> None:
-        """Before bytes of a request are read; `give_bytes` undoes it.
+    def take_bytes(self, nbytes: int, own: int = 0) -> None:
+        """Count bytes of a request before they are read.
 
         Args:
             own: the request's own among those in work; where there are no others, it may
@@ -108,20 +98,11 @@ class Admission:
         """
         if self.nbytes + nbytes > self.max_bytes and self.nbytes > own:
             raise OverloadedError(
-                f"{self.nbytes >> 20} MiB of media in work, at most {self.max_bytes >> 20}",
-                retry_after_s=retry_after_s,
+                f"{self.nbytes >> 20} MiB of media in work, at most {self.max_bytes >> 20}"
             )
         self.nbytes += nbytes
 
-    def note_bytes(self, nbytes: int) -> None:
-        """Bytes that are there already, over the bound or not."""
-        self.nbytes += nbytes
-
-    def give_bytes(self, nbytes: int) -> None:
-        assert self.nbytes >= nbytes
-        self.nbytes -= nbytes
-
-    def admit(self, request_id: str, items: int, retry_after_s: float, urls: int = 0) -> None:
+    def admit(self, request_id: str, items: int, urls: int = 0) -> None:
         """Take a request on; `leave` undoes it.
 
         Args:
@@ -141,18 +122,14 @@ class Admission:
             raise MediaTooLargeError(
                 f"{urls} URLs for one encoder, which fetches {self.max_fetching}"
             )
-        self.check(retry_after_s)
+        self.check()
         most = self.max_items if items <= _FEW else max(items, _share(self.max_items))
         if self.items + items > most:
-            raise OverloadedError(
-                f"{self.items} items in work, at most {most}",
-                retry_after_s=retry_after_s,
-            )
+            raise OverloadedError(f"{self.items} items in work, at most {most}")
         # As many places as a request of several takes are left free for others.
         if self.fetching and self.fetching + max(0, 2 * urls - 1) > self.max_fetching:
             raise OverloadedError(
-                f"{self.fetching} items being fetched, at most {self.max_fetching}",
-                retry_after_s=retry_after_s,
+                f"{self.fetching} items being fetched, at most {self.max_fetching}"
             )
         self._live[request_id] = _Live(items, urls)
         self.items += items

@@ -32,7 +32,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_epd import logs
 from sglang_epd.encoder.service import EncoderService, Room
-from sglang_epd.errors import EpdError, MediaTooLargeError, UnavailableError
+from sglang_epd.errors import EpdError, MediaTooLargeError, OverloadedError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.trust import Trust
@@ -62,7 +62,7 @@ def create_app(
     metrics: EncoderMetrics,
     info: dict[str, Any],
     *,
-    trust: Trust | None = None,
+    trust: Trust,
     max_body_bytes: int,
     lifespan: Any = None,
     begin_span: Callable[[Mapping[str, str]], Span] = lambda _headers: OFF,
@@ -71,7 +71,7 @@ def create_app(
 
     Args:
         info: the answer of /v1/info.
-        trust: accepted tokens; all requests are without one.
+        trust: accepted tokens; without one all requests are.
         max_body_bytes: larger encode requests are refused with 413.
         begin_span: begins the span of an encode request, by its headers.
     """
@@ -84,11 +84,10 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
         exception_handlers={401: _unauthorised},
     )
-    trusted = trust or Trust()
 
     def authorised(request: Request) -> bool:
         # The bytes as they came.
-        return trusted.admits(request.headers.get("authorization", "").encode("latin-1"))
+        return trust.admits(request.headers.get("authorization", "").encode("latin-1"))
 
     async def authorise(request: Request) -> None:
         if not authorised(request):
@@ -99,18 +98,13 @@ def create_app(
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
         with metrics.request_seconds.time():
-            response = await answer(request)
+            if authorised(request):
+                with begin_span(request.headers) as span:
+                    response = await _serve(request, service, metrics, max_body_bytes, span)
+            else:
+                response = Response(status_code=401)
         metrics.requests.labels(str(response.status_code)).inc()
         return response
-
-    async def answer(request: Request) -> Response:
-        if not authorised(request):
-            return Response(status_code=401)
-        with begin_span(request.headers) as span:
-            response, error = await _serve(request, service, max_body_bytes, span)
-            if error:
-                metrics.refusals.labels(error).inc()
-            return response
 
     @guarded.delete("/v1/encode/{request_id}")
     async def cancel(request_id: str) -> Response:
@@ -177,9 +171,12 @@ async def _unauthorised(_request: Request, _error: Exception) -> Response:
 
 
 async def _serve(
-    request: Request, service: EncoderService, max_body_bytes: int, span: Span
-) -> tuple[Response, str]:
-    """The answer to an encode request, and the class of the error it was refused with."""
+    request: Request,
+    service: EncoderService,
+    metrics: EncoderMetrics,
+    max_body_bytes: int,
+    span: Span,
+) -> Response:
     try:
         with service.receiving() as room:
             body = await _read_body(request, max_body_bytes, room)
@@ -190,13 +187,14 @@ async def _serve(
     except EpdError as error:
         logger.warning("Refused an encode request: %s (%s)", error, error.code)
         span.fail(error.code, error.message)
-        return _refusal(error), error.code
+        metrics.refusals.labels(error.code).inc()
+        return _refusal(error, service.retry_after_s)
     except ClientDisconnect:  # before all of the body was here
         reply = None
     if reply is None:
         span.fail("RequestCancelledError", "the asker left")
-        return Response(status_code=_CLIENT_CLOSED), ""
-    return Response(encode_body(reply), media_type=CONTENT_TYPE), ""
+        return Response(status_code=_CLIENT_CLOSED)
+    return Response(encode_body(reply), media_type=CONTENT_TYPE)
 
 
 async def _read_body(request: Request, max_bytes: int, room: Room) -> bytearray:
@@ -292,9 +290,9 @@ async def _until_disconnected(
             await watcher
 
 
-def _refusal(error: EpdError) -> Response:
+def _refusal(error: EpdError, retry_after_s: float) -> Response:
     headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    if isinstance(error, OverloadedError | UnavailableError):
+        headers["Retry-After"] = f"{retry_after_s:.0f}"
     body = encode_body(ErrorReply(error.code, error.message))
     return Response(body, status_code=error.status, headers=headers, media_type=CONTENT_TYPE)

@@ -13,8 +13,8 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import RequestCancelledError
@@ -26,7 +26,7 @@ _Wait = tuple[Age, int, "Arrival", int, asyncio.Future[None]]
 
 
 class Arrival(Account):
-    """One item's bytes; gives them back when it is left.
+    """One item's bytes, until `close` gives them back.
 
     Attributes:
         nbytes: that are counted for it.
@@ -45,11 +45,11 @@ class Arrival(Account):
 
     async def grow(self, nbytes: int) -> None:
         """Wait until the item may have `nbytes` bytes, with those that it has."""
-        await self._intake._grow(self, nbytes)
+        await self._intake.grow(self, nbytes)
 
     def settle(self, nbytes: int) -> None:
         """The item is here and has so many bytes."""
-        self._intake._count(self, nbytes - self.nbytes)
+        self._intake.count(self, nbytes)
         self._intake.serve()
 
     def beside(self) -> Arrival:
@@ -59,22 +59,15 @@ class Arrival(Account):
     def share(self, other: Arrival) -> None:
         """Have the bytes of `other`, which is about to be closed, and its place."""
         self.settle(other.nbytes)
-        self._intake._succeed(other, self)
+        if self._intake.over is other:
+            self._intake.over = self
 
     def close(self) -> None:
         """Nothing is left of the item's bytes."""
-        self._intake._close(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self.closed = True
+        if self._intake.over is self:
+            self._intake.over = None
+        self.settle(0)
 
 
 class Intake:
@@ -82,6 +75,9 @@ class Intake:
 
     Args:
         admission: counts them, with those that came inline.
+
+    Attributes:
+        over: the item that may pass the bounds.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -89,40 +85,43 @@ class Intake:
         # By owner, the oldest first.
         self._waiting: dict[int, list[_Wait]] = {}
         self._order = itertools.count()
-        # That fetched items have, by owner and together.
+        # Bytes of fetched items, by owner.
         self._held: Counter[int] = Counter()
-        self._nbytes = 0
-        # The item that may pass the bounds.
-        self._over: Arrival | None = None
+        self.over: Arrival | None = None
 
-    def arrival(self, age: Age) -> Arrival:
-        """An item that is about to be fetched.
+    @contextmanager
+    def arrival(self, age: Age) -> Iterator[Arrival]:
+        """An item that is fetched, until it has ended.
 
         Args:
             age: of its request, and its place in it. Of a request's items those of the smallest
                 go first.
         """
-        return Arrival(self, age)
+        arrival = Arrival(self, age)
+        try:
+            yield arrival
+        finally:
+            arrival.close()
 
     def serve(self) -> None:
         """Let waiting items go on while there is room, of the requests with the least first."""
         for owner in sorted(self._waiting, key=self._held.__getitem__):
             while (wait := self._first(owner)) and self._permits(*wait[2:4]):
                 self._go_on(wait)
-        if self._over is None and self._waiting:
+        if self.over is None and self._waiting:
             wait = min(waits[0] for waits in self._waiting.values())
-            self._over = wait[2]
+            self.over = wait[2]
             self._go_on(wait)
 
-    async def _grow(self, arrival: Arrival, nbytes: int) -> None:
+    async def grow(self, arrival: Arrival, nbytes: int) -> None:
         if arrival.closed:
             raise RequestCancelledError("nobody waits for these media")
         if nbytes <= arrival.nbytes:
             return
-        if self._over is arrival or (
+        if self.over is arrival or (
             arrival.owner not in self._waiting and self._permits(arrival, nbytes)
         ):
-            self._count(arrival, nbytes - arrival.nbytes)
+            self.count(arrival, nbytes)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waits = self._waiting.setdefault(arrival.owner, [])
@@ -147,35 +146,21 @@ class Intake:
 
     def _go_on(self, wait: _Wait) -> None:
         _, _, arrival, nbytes, turn = wait
-        self._count(arrival, nbytes - arrival.nbytes)
+        self.count(arrival, nbytes)
         turn.set_result(None)
         self._first(arrival.owner)
 
     def _permits(self, arrival: Arrival, nbytes: int) -> bool:
         more, admission = nbytes - arrival.nbytes, self._admission
         free = min(
-            admission.max_fetched_bytes - self._nbytes, admission.max_bytes - admission.nbytes
+            admission.max_fetched_bytes - self._held.total(), admission.max_bytes - admission.nbytes
         )
         return self._held[arrival.owner] + more <= free
 
-    def _count(self, arrival: Arrival, more: int) -> None:
-        arrival.nbytes += more
-        self._nbytes += more
+    def count(self, arrival: Arrival, nbytes: int) -> None:
+        more = nbytes - arrival.nbytes
+        arrival.nbytes = nbytes
+        self._admission.nbytes += more
         self._held[arrival.owner] += more
         if not self._held[arrival.owner]:
             del self._held[arrival.owner]
-        if more >= 0:
-            self._admission.note_bytes(more)
-        else:
-            self._admission.give_bytes(-more)
-
-    def _succeed(self, arrival: Arrival, heir: Arrival) -> None:
-        if self._over is arrival:
-            self._over = heir
-
-    def _close(self, arrival: Arrival) -> None:
-        arrival.closed = True
-        if self._over is arrival:
-            self._over = None
-        self._count(arrival, -arrival.nbytes)
-        self.serve()

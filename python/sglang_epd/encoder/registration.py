@@ -26,20 +26,6 @@ _SHOWN_BYTES = 2048
 
 
 @dataclass(frozen=True)
-class Beat:
-    """When an encoder announces itself, in seconds.
-
-    Attributes:
-        lease: how long a language server believes one announcement; a third of it is
-            between two of them.
-        retry: between two tries where no server listens.
-    """
-
-    lease: float = 15.0
-    retry: float = 1.0
-
-
-@dataclass(frozen=True)
 class _Outcome:
     """Of one announcement; a change of it is logged.
 
@@ -63,6 +49,9 @@ class Registration:
         namespace: this encoder's identity.
         headers: its authentication.
         tls: for registries that are https:// URLs.
+        lease_s: how long a language server believes one announcement; a third of it is
+            between two of them.
+        retry_s: between two tries where no server listens.
     """
 
     def __init__(
@@ -73,16 +62,16 @@ class Registration:
         namespace: str,
         headers: dict[str, str],
         tls: ssl.SSLContext,
-        beat: Beat | None = None,
-        rng: random.Random | None = None,
+        lease_s: float = 15.0,
+        retry_s: float = 1.0,
     ) -> None:
         self._url = url
         self._registries = list(dict.fromkeys(one.rstrip("/") for one in registries))
         self._namespace = namespace
         self._headers = headers
         self._tls = tls
-        self._beat = beat or Beat()
-        self._rng = rng or random.Random()
+        self._lease_s = lease_s
+        self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -109,27 +98,19 @@ class Registration:
     async def _keep(self, session: aiohttp.ClientSession, registry: str) -> None:
         last: _Outcome | None = None
         while True:
-            try:
-                outcome = await self._announce(session, registry)
-            except Exception:
-                logger.exception("Registering at %s", registry)
-                outcome = _Outcome(logging.ERROR, "failed")
+            outcome = await self._announce(session, registry)
             if outcome != last:
                 logger.log(outcome.level, "Encoder %s at %s: %s", self._url, registry, outcome.text)
             last = outcome
-            pause_s = self._beat.retry if outcome.refused else self._beat.lease / 3
+            pause_s = self._retry_s if outcome.refused else self._lease_s / 3
             # So that a fleet does not come all at once.
-            await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.0))
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.0))
 
     async def _announce(self, session: aiohttp.ClientSession, registry: str) -> _Outcome:
-        message = {
-            "url": self._url,
-            "namespace": self._namespace,
-            "lease_s": self._beat.lease,
-        }
+        message = {"url": self._url, "namespace": self._namespace, "lease_s": self._lease_s}
         try:
             async with (
-                asyncio.timeout(min(_TIMEOUT_S, self._beat.lease / 3)),
+                asyncio.timeout(min(_TIMEOUT_S, self._lease_s / 3)),
                 session.post(
                     f"{registry}/register_encoder_url",
                     json=message,
@@ -145,7 +126,7 @@ class Registration:
             return _Outcome(logging.ERROR, f"no TLS connection; trying on: {error}")
         except aiohttp.ClientConnectorError:
             return _Outcome(logging.WARNING, "nobody listens there; trying on", refused=True)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except Exception as error:
             return _Outcome(logging.WARNING, f"out of reach ({type(error).__name__}); trying on")
         if status == 200:
             return _Outcome(logging.INFO, "registered")

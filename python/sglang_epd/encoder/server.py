@@ -1,4 +1,4 @@
-"""Starts the encoder server, and drains it on a signal; replaces the in-tree `launch_server`.
+"""Starts the encoder server; replaces the in-tree `launch_server`.
 
 Leans on SGLang calling `disaggregation.encoder.http_server.launch_server(server_args)`
 for `--encoder-only`.
@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import itertools
 import logging
 import os
 import resource
-import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -32,12 +27,12 @@ from sglang_epd.checkpoint import served
 from sglang_epd.config import Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
-from sglang_epd.encoder.heads import PromptHeads, SeldomMalformed
 from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
+from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.serving import CLOSE_S, DrainingServer, PromptHeads, SeldomMalformed, run
 from sglang_epd.encoder.tower import Tower
 from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
@@ -58,9 +53,6 @@ from sglang_epd.wire.urls import server_url
 
 logger = logging.getLogger(__name__)
 
-# Together less than the 30 s that Kubernetes gives a process to stop.
-_DRAIN_S = 24
-_CLOSE_S = 3
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
@@ -96,7 +88,8 @@ def launch(server_args: Any) -> None:
     trust.server_ssl()
     tls = trust.client_ssl()
     own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
-    registries = [registry_url(url) for url in get_disagg().encoder_register_urls]
+    typed = get_disagg().encoder_register_urls
+    registries = [checked_url("--encoder-register-urls", url) for url in typed]
     name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = _metrics()
     begin_span = _spans()
@@ -109,17 +102,31 @@ def launch(server_args: Any) -> None:
         identity = namespace(hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingProcess(limits))
-            urls = _open_urls(fetcher, settings.url_cache_entries, metrics, stack)
-            sender = _sender(settings)
+            urls = None
+            if settings.url_cache_entries:
+                urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
+                stack.push_async_callback(urls.close)
+            engine = engines.started(get_disagg().encoder_transfer_backend)
+            sender = Sender(
+                RemoteWriter(engine) if engine else None,
+                checksum=settings.checksum,
+                share_memory=settings.shared_memory,
+            )
             cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
-            bounds = _bounds(settings)
-            half_mb = bounds.staged_bytes >> 20
+            half_mb = share_mb() // 2  # of a language server's share
             queue_mb = settings.encoder_queue_mb or half_mb
             service = EncoderService(
-                computations=Computations(towers, cache, metrics, bounds, store),
+                computations=Computations(
+                    towers,
+                    cache,
+                    metrics,
+                    batch=_batch(settings),
+                    staged_bytes=half_mb << 20,
+                    store=store,
+                ),
                 fetcher=fetcher,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, queue_mb << 20),
@@ -127,7 +134,6 @@ def launch(server_args: Any) -> None:
                 namespace=identity,
                 name=name,
                 urls=urls,
-                weights_bytes=sum(tower.weights_bytes for tower in towers),
             )
             info = {
                 "model_path": get_model().model_path,
@@ -156,7 +162,7 @@ def launch(server_args: Any) -> None:
                 loop="uvloop",
                 http=PromptHeads,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=_CLOSE_S,
+                timeout_graceful_shutdown=CLOSE_S,
                 lifespan="on",
                 **tls_options(trust),
             )
@@ -172,13 +178,10 @@ def launch(server_args: Any) -> None:
             registration = Registration(
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls
             )
-            server = _DrainingServer(config, service, registration)
-            try:
-                await _serve(server, service.computations.broken)
-            finally:
-                await registration.leave()
+            server = DrainingServer(config, service, registration)
+            await server.serve()
 
-    _run(serve())
+    run(serve())
 
 
 def _metrics() -> EncoderMetrics:
@@ -195,48 +198,6 @@ def _allow_descriptors() -> None:
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    """Have a server run until it has stopped.
-
-    Uvicorn raises the signal that stopped it once more when all is done, and asyncio makes an
-    exception of a Ctrl-C, which needs no message.
-    """
-    import uvloop
-
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        runner.run(serving)
-
-
-async def _serve(server: _DrainingServer, broken: asyncio.Event) -> None:
-    ending = asyncio.create_task(_end_if_broken(server, broken))
-    try:
-        await server.serve()
-    finally:
-        ending.cancel()
-    if server.broken:
-        _end(1)
-
-
-async def _end_if_broken(server: _DrainingServer, broken: asyncio.Event) -> NoReturn:
-    """End a process with a broken tower; its supervisor starts a new one."""
-    await broken.wait()
-    logger.critical("This encoder ends, because its vision tower is broken")
-    server.leave_broken()
-    await asyncio.sleep(_DRAIN_S + 2 * _CLOSE_S)
-    _end(1)  # something hangs that the device has to do with
-
-
-def _end(status: int) -> NoReturn:
-    """At once: a thread that is stuck in a forward pass would be waited for."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _configure_logs(server_args: Any, settings: Settings) -> None:
@@ -271,17 +232,6 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
     return partial(spans.begin, "epd_encode")
 
 
-def _open_urls(
-    fetcher: FetchingProcess, entries: int, metrics: EncoderMetrics, stack: AsyncExitStack
-) -> UrlReader | None:
-    """The memory of URLs, closed with `stack`; None where it has no entries."""
-    if not entries:
-        return None
-    urls = UrlReader(fetcher, UrlMemory(entries), metrics)
-    stack.push_async_callback(urls.close)
-    return urls
-
-
 def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
     if not settings.store:
         return None
@@ -296,98 +246,29 @@ def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | No
     return store
 
 
-def _bounds(settings: Settings) -> Limits:
-    from sglang.srt.runtime_context import get_device
-
-    patches, items = _batch(get_device().device)
-    batch = BatchBounds(
-        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
-    )
-    # Half of a language server's share.
-    return Limits(batch=batch, staged_bytes=share_mb() // 2 << 20)
-
-
-def _batch(device: str) -> tuple[int, int]:
-    """The best size of a forward pass, in patches and items. A processor computes a patch of a
+def _batch(settings: Settings) -> BatchBounds:
+    """The size of a forward pass, as typed or the best one. A processor computes a patch of a
     batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
     that small pictures may be many."""
-    return (2048, 32) if device.startswith("cpu") else (16_384, 128)
+    from sglang.srt.runtime_context import get_device
 
-
-def _sender(settings: Settings) -> Sender:
-    from sglang.srt.runtime_context import get_disagg
-
-    engine = engines.started(get_disagg().encoder_transfer_backend)
-    return Sender(
-        RemoteWriter(engine) if engine else None,
-        checksum=settings.checksum,
-        share_memory=settings.shared_memory,
+    on_cpu = get_device().device.startswith("cpu")
+    patches, items = (2048, 32) if on_cpu else (16_384, 128)
+    return BatchBounds(
+        settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
     )
 
 
-class _DrainingServer(uvicorn.Server):
-    """Stops on a signal: refuses new requests, finishes accepted ones, and ends.
+def checked_url(flag: str, typed: str) -> str:
+    """A server's URL that was typed.
 
-    Meanwhile it answers /health with 503, so that load balancers look elsewhere.
-    After a second signal it waits no longer.
-
-    Attributes:
-        broken: it stops because its tower is broken.
-
-    Args:
-        registration: begins when the server listens, and ends with the signal.
+    Raises:
+        ConfigError: it is none.
     """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: EncoderService,
-        registration: Registration | None = None,
-    ) -> None:
-        super().__init__(config)
-        self._service = service
-        self._registration = registration
-        self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task[None] | None = None
-        self._told = False
-        self.broken = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        # Not earlier: a language server asks a registered encoder at once. Not after a signal.
-        if self.started and self._registration is not None and not self._told:
-            self._registration.start()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._told:
-            super().handle_exit(sig, frame)
-            return
-        self._told = True
-
-        def begin() -> None:
-            self._draining = asyncio.create_task(self._drain(sig, frame))
-
-        self._loop.call_soon_threadsafe(begin)
-
-    def leave_broken(self) -> None:
-        """Stop as on a signal, with accepted items going elsewhere, and an error for its end."""
-        self.broken = True
-        self.handle_exit(signal.SIGTERM, None)
-
-    async def _drain(self, sig: int, frame: FrameType | None) -> None:
-        self._service.drain()
-        logger.info("Draining: %d requests in work", self._service.admission.live)
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                if self._registration is not None:
-                    await self._registration.leave()
-                await self._service.wait_idle()
-        except TimeoutError:
-            logger.warning("%d requests given up", self._service.admission.live)
-        if self.broken:
-            self.should_exit = True  # a signal would be how it ends
-        else:
-            super().handle_exit(sig, frame)
+    try:
+        return server_url(typed)
+    except ProtocolError as error:
+        raise ConfigError(f"{flag} {typed!r}: {error}") from None
 
 
 def advertised_url(typed: str, scheme: str) -> str:
@@ -400,27 +281,11 @@ def advertised_url(typed: str, scheme: str) -> str:
     from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
     if typed:
-        return _checked("SGLANG_EPD_ENCODER_ADVERTISE_URL", typed)
+        return checked_url("SGLANG_EPD_ENCODER_ADVERTISE_URL", typed)
     host, port = get_serving().host, get_serving().port
     if not host or host in ("0.0.0.0", "::"):
         host = get_local_ip_auto(host)
     return str(NetworkAddress(host, port).to_url(scheme))
-
-
-def registry_url(typed: str) -> str:
-    """One of `--encoder-register-urls`.
-
-    Raises:
-        ConfigError: it is no server's URL.
-    """
-    return _checked("--encoder-register-urls", typed)
-
-
-def _checked(flag: str, typed: str) -> str:
-    try:
-        return server_url(typed)
-    except ProtocolError as error:
-        raise ConfigError(f"{flag} {typed!r}: {error}") from None
 
 
 def tls_options(trust: Trust) -> dict[str, Any]:

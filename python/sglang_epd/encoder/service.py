@@ -19,11 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.intake import Arrival, Intake
+from sglang_epd.encoder.intake import Age, Arrival, Intake
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.urls import Content, UrlReader
@@ -62,34 +63,52 @@ class Room:
         self.age = age
 
     def take(self, nbytes: int) -> None:
-        """Before bytes of the request are read.
+        """Count bytes of the request before they are read.
 
         Raises:
             OverloadedError: too many are in work.
         """
-        service = self._service
-        service.admission.take_bytes(nbytes, service.retry_after_s, self._nbytes)
+        self._service.admission.take_bytes(nbytes, self._nbytes)
         self._nbytes += nbytes
 
     def close(self) -> None:
-        self._service.admission.give_bytes(self._nbytes)
+        self._service.admission.nbytes -= self._nbytes
         self._service.intake.serve()
         self._nbytes = 0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """An item on its way through the stages.
+
+    Attributes:
+        deadline: in seconds of `time.monotonic()`.
+        ms: milliseconds in each stage.
+        began_at: in seconds since 1970, as in SGLang's servers.
+    """
+
+    request: EncodeRequest
+    item: EncodeItem
+    deadline: float
+    age: Age
+    span: Span
+    ms: dict[str, float] = field(default_factory=dict)
+    began_at: float = field(default_factory=time.time)
+
+    def failed(self, error: EpdError) -> ItemOutcome:
+        return ItemOutcome(self.item.item, "failed", error.code, error.message, ms=self.ms)
 
 
 class EncoderService:
     """The encoder's work, for any transport of requests.
 
     Args:
-        computations: makes embeddings.
-        fetcher: reads media.
-        sender: the payload channel.
-        admission: bounds on the work.
-        metrics: counts items and requests.
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
         urls: reads URLs and remembers their content, instead of the fetcher.
-        weights_bytes: that the towers hold, for the status.
+
+    Attributes:
+        finished: requests that have ended, in any way.
     """
 
     def __init__(
@@ -103,9 +122,7 @@ class EncoderService:
         namespace: str,
         name: str,
         urls: UrlReader | None = None,
-        weights_bytes: int = 0,
     ) -> None:
-        self._weights_bytes = weights_bytes
         self.computations = computations
         self.urls = urls
         self._fetcher = fetcher
@@ -113,11 +130,8 @@ class EncoderService:
         self.admission = admission
         self._metrics = metrics
         self._live: dict[str, asyncio.Task[EncodeReply]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.intake = Intake(admission)
         self._ages = itertools.count()
-        # Requests that have ended, in any way.
         self.finished = 0
         self._started = time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
@@ -138,7 +152,7 @@ class EncoderService:
             UnavailableError: the encoder is being shut down.
             OverloadedError: there is no room for anything.
         """
-        self.admission.check(self.retry_after_s)
+        self.admission.check()
         room = Room(self, next(self._ages))
         try:
             yield room
@@ -169,11 +183,10 @@ class EncoderService:
                 "--dtype, --quantization and SGLANG_EPD_FINGERPRINT"
             )
         urls = sum(item.data is None for item in request.items)
-        self.admission.admit(request.request_id, len(request.items), self.retry_after_s, urls)
+        self.admission.admit(request.request_id, len(request.items), urls)
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
-        self._idle.clear()
         self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
         try:
             deadline = time.monotonic() + request.ttl_s
@@ -186,7 +199,8 @@ class EncoderService:
 
             async with asyncio.TaskGroup() as group:
                 for item in request.items:
-                    encoding = self._encode_item(request, item, deadline, room, span)
+                    age = room.age, item.item
+                    encoding = self._encode_item(request, item, deadline, age, span)
                     running.append(group.create_task(encoding))
                     running[-1].add_done_callback(end_all_after_a_hopeless_one)
             outcomes = [item.result() for item in running if not item.cancelled()]
@@ -196,8 +210,6 @@ class EncoderService:
             self.admission.leave(request.request_id)
             self.finished += 1
             self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
-            if not self._live:
-                self._idle.set()
 
     @property
     def healthy(self) -> bool:
@@ -210,7 +222,8 @@ class EncoderService:
 
     async def wait_idle(self) -> None:
         """Return when nothing is in work."""
-        await self._idle.wait()
+        while self._live:
+            await asyncio.wait(self._live.values())
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a live request; False if there is none of that id."""
@@ -234,7 +247,6 @@ class EncoderService:
             "max_items": admission.max_items,
             "bytes": admission.nbytes,
             "max_bytes": admission.max_bytes,
-            "weights_bytes": self._weights_bytes,
             "urls": len(self.urls.memory) if self.urls is not None else 0,
             **self.computations.status(),
         }
@@ -244,12 +256,7 @@ class EncoderService:
         return list(self._recent)
 
     async def _encode_item(
-        self,
-        request: EncodeRequest,
-        item: EncodeItem,
-        deadline: float,
-        room: Room,
-        parent: Span,
+        self, request: EncodeRequest, item: EncodeItem, deadline: float, age: Age, parent: Span
     ) -> ItemOutcome:
         with (
             logs.about(request.asker or request.request_id, item.item),
@@ -257,50 +264,35 @@ class EncoderService:
         ):
             if span:
                 _describe(span, self.name, item)
+            asked = _Asked(request, item, deadline, age, span)
             try:
-                outcome = await self._encode_described(request, item, deadline, room, span)
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    outcome = await self._run_stages(asked)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    self._metrics.items.labels(item.modality, "cancelled").inc()
+                    raise
+                # The item was not cancelled: something that it waited for was.
+                logger.error("%s of %s was cut off", item.label, request.request_id)
+                outcome = asked.failed(EncodeError("the encoder failed on this item"))
+            except TimeoutError:
+                outcome = asked.failed(DeadlineError("the request's deadline passed"))
+            except EpdError as error:
+                outcome = asked.failed(error)
+            except Exception:
+                logger.exception("%s of %s", item.label, request.request_id)
+                outcome = asked.failed(EncodeError("the encoder failed on this item"))
             finally:
                 self.admission.note_ended(request.request_id)
+            self._note(asked, outcome)
             if span:
                 _say_outcome(span, outcome)
             return outcome
 
-    async def _encode_described(
-        self, request: EncodeRequest, item: EncodeItem, deadline: float, room: Room, span: Span
-    ) -> ItemOutcome:
-        ms: dict[str, float] = {}
-        began_at = time.time()
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                outcome = await self._run_stages(request, item, deadline, room, ms, span=span)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                self._metrics.items.labels(item.modality, "cancelled").inc()
-                raise
-            # The item was not cancelled: something that it waited for was.
-            logger.error("%s of %s was cut off", item.label, request.request_id)
-            outcome = _failed(item, EncodeError("the encoder failed on this item"), ms)
-        except TimeoutError:
-            outcome = _failed(item, DeadlineError("the request's deadline passed"), ms)
-        except EpdError as error:
-            outcome = _failed(item, error, ms)
-        except Exception:
-            logger.exception("%s of %s", item.label, request.request_id)
-            outcome = _failed(item, EncodeError("the encoder failed on this item"), ms)
-        self._note(request, item, outcome, began_at)
-        return outcome
+    async def _run_stages(self, asked: _Asked) -> ItemOutcome:
+        request, item = asked.request, asked.item
 
-    async def _run_stages(
-        self,
-        request: EncodeRequest,
-        item: EncodeItem,
-        deadline: float,
-        room: Room,
-        ms: dict[str, float],
-        *,
-        span: Span,
-    ) -> ItemOutcome:
         def key_of(digest: bytes) -> bytes:
             return embedding_key(self.namespace, digest, item.modality, item.options)
 
@@ -312,45 +304,46 @@ class EncoderService:
         # Again when the store does not have the embedding of a known URL, or when one that
         # was at hand went while its receiver had no memory.
         while True:
-            with self.intake.arrival((room.age, item.item)) as arrival:
+            with self.intake.arrival(asked.age) as arrival:
                 try:
-                    with self._stage("acquire", ms, span):
-                        content = await self._acquire(item, deadline, arrival, at_hand)
+                    with self._stage("acquire", asked):
+                        content = await self._acquire(asked, arrival, at_hand)
                 finally:
                     if fetching:
                         self.admission.note_fetched(request.request_id)
                         fetching = False
-                key = key_of(content.digest)
                 hold = self.computations.hold(
-                    key, item.modality, content.data, request.request_id, deadline, looked=looked
+                    key_of(content.digest),
+                    item.modality,
+                    content.data,
+                    request.request_id,
+                    asked.deadline,
+                    looked=looked,
                 )
                 del content
                 try:
-                    return await self._deliver(request, item, deadline, hold, ms, span=span)
+                    return await self._deliver(asked, hold)
                 except MediaNeededError as needed:
                     looked = True
                     logger.info("Reading %s of %s: %s", item.label, request.request_id, needed)
                 finally:
                     hold.release()
-                    ms |= hold.ms
-                    if span:
-                        _show_stages(span, hold)
+                    asked.ms |= hold.ms
+                    if asked.span:
+                        _show_stages(asked.span, hold)
 
     async def _acquire(
-        self,
-        item: EncodeItem,
-        deadline: float,
-        arrival: Arrival,
-        at_hand: Callable[[bytes], bool],
+        self, asked: _Asked, arrival: Arrival, at_hand: Callable[[bytes], bool]
     ) -> Content:
+        item = asked.item
         source = MediaSource(data=item.data, url=item.url)
         try:
             if item.data is None and self.urls is not None:
                 # Media that are to be compared with a hash have to be here.
                 enough = (lambda _digest: False) if item.content_hash else at_hand
-                content = await self.urls.read(source, deadline, enough, arrival)
+                content = await self.urls.read(source, asked.deadline, enough, arrival)
             else:
-                media = await self._fetcher.fetch(source, deadline, arrival)
+                media = await self._fetcher.fetch(source, asked.deadline, arrival)
                 content = Content(media.digest, media.data)
             if item.content_hash and content.data is not None:
                 await asyncio.to_thread(check_content_hash, content.data, item.content_hash)
@@ -362,66 +355,48 @@ class EncoderService:
         arrival.settle(len(here or b""))
         return content
 
-    async def _deliver(
-        self,
-        request: EncodeRequest,
-        item: EncodeItem,
-        deadline: float,
-        hold: Hold,
-        ms: dict[str, float],
-        *,
-        span: Span,
-    ) -> ItemOutcome:
+    async def _deliver(self, asked: _Asked, hold: Hold) -> ItemOutcome:
+        item = asked.item
         layout = await hold.layout()
-        endpoint, ticket = request.reply_to.endpoint, request.reply_to.ticket
+        endpoint, ticket = asked.request.reply_to.endpoint, asked.request.reply_to.ticket
         nbytes = spec_bytes(layout.embedding)
-        renewal = False
-        # Again when a grant was lost on the way: the receiver had given us up.
-        while True:
-            offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
-            async with self._sender.offer(endpoint, offer) as offered:
-                decision = await self._decision(request, hold, offered, ms, span)
-                if isinstance(decision, Decline):
-                    return ItemOutcome(
-                        item.item,
-                        "declined",
-                        decision.reason,
-                        ms=ms,
-                        layout=layout,
-                        key=hold.key,
-                        source=hold.source,
-                    )
-                hold.want(True)
-                embedding = await hold.embedding()
-                try:
-                    with self._stage("deliver", ms, span) as part:
-                        landing = await self._sender.deliver(
-                            endpoint, decision, embedding, deadline - time.monotonic()
-                        )
-                        part.note(landing=landing, bytes=nbytes)
-                except GrantLostError:
-                    logger.info("Offering %s of %s again", item.label, request.request_id)
-                    renewal = True
-                    continue
-            self._metrics.delivered_bytes.labels(landing).inc(nbytes)
+
+        def ended(state: str, code: str = "", tokens: int = 0) -> ItemOutcome:
             return ItemOutcome(
                 item.item,
-                "delivered",
-                tokens=layout.tokens,
-                ms=ms,
+                state,
+                code,
+                tokens=tokens,
+                ms=asked.ms,
                 layout=layout,
                 key=hold.key,
                 source=hold.source,
             )
 
-    async def _decision(
-        self,
-        request: EncodeRequest,
-        hold: Hold,
-        offered: Offered,
-        ms: dict[str, float],
-        span: Span,
-    ) -> Granted | Decline:
+        renewal = False
+        # Again when a grant was lost on the way: the receiver had given us up.
+        while True:
+            offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
+            async with self._sender.offer(endpoint, offer) as offered:
+                decision = await self._decision(asked, hold, offered)
+                if isinstance(decision, Decline):
+                    return ended("declined", decision.reason)
+                hold.want(True)
+                embedding = await hold.embedding()
+                try:
+                    with self._stage("deliver", asked) as part:
+                        landing = await self._sender.deliver(
+                            endpoint, decision, embedding, asked.deadline - time.monotonic()
+                        )
+                        part.note(landing=landing, bytes=nbytes)
+                except GrantLostError:
+                    logger.info("Offering %s of %s again", item.label, asked.request.request_id)
+                    renewal = True
+                    continue
+            self._metrics.delivered_bytes.labels(landing).inc(nbytes)
+            return ended("delivered", tokens=layout.tokens)
+
+    async def _decision(self, asked: _Asked, hold: Hold, offered: Offered) -> Granted | Decline:
         """Wait for the grant, with the embedding in the making as long as it may be of use."""
         signs: list[asyncio.Future[Any]] = [hold.made, offered.answered]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
@@ -430,32 +405,31 @@ class EncoderService:
         if offered.granted is None:
             # The receiver is slow to answer, or has no memory now.
             hold.want(False)
-        with self._stage("grant", ms, span):
+        with self._stage("grant", asked):
             if not await offered.answered:
                 return await offered.decided
-            with self.admission.awaiting_memory(request.request_id):
+            with self.admission.awaiting_memory(asked.request.request_id):
                 return await offered.decided
 
     @contextmanager
-    def _stage(self, name: str, ms: dict[str, float], span: Span) -> Iterator[Span]:
+    def _stage(self, name: str, asked: _Asked) -> Iterator[Span]:
         started = time.perf_counter()
         try:
-            with span.child(f"epd_{name}") as part:
+            with asked.span.child(f"epd_{name}") as part:
                 yield part
         finally:
             elapsed_s = time.perf_counter() - started
-            ms[name] = round(ms.get(name, 0.0) + elapsed_s * 1e3, 3)
+            asked.ms[name] = round(asked.ms.get(name, 0.0) + elapsed_s * 1e3, 3)
             self._metrics.stage_seconds.labels(name).observe(elapsed_s)
 
-    def _note(
-        self, request: EncodeRequest, item: EncodeItem, outcome: ItemOutcome, began_at: float
-    ) -> None:
+    def _note(self, asked: _Asked, outcome: ItemOutcome) -> None:
+        item = asked.item
         self._metrics.items.labels(item.modality, outcome.state).inc()
         if outcome.state == "failed":
             self._metrics.failures.labels(outcome.code).inc()
         self._recent.append(
             {
-                "request_id": request.request_id,
+                "request_id": asked.request.request_id,
                 "index": item.item,
                 "modality": item.modality,
                 "encoder": self.name,
@@ -464,8 +438,7 @@ class EncoderService:
                 "source": outcome.source,
                 "tokens": outcome.tokens,
                 "ms": outcome.ms,
-                # Seconds since 1970, as in SGLang's servers.
-                "began_at": began_at,
+                "began_at": asked.began_at,
                 "ended_at": time.time(),
             }
         )
@@ -502,7 +475,3 @@ def _show_stages(span: Span, hold: Hold) -> None:
         if ended > hold.began:
             part = span.child(f"epd_{name}", began=max(began, hold.began), source=hold.source)
             part.end(ended)
-
-
-def _failed(item: EncodeItem, error: EpdError, ms: dict[str, float]) -> ItemOutcome:
-    return ItemOutcome(item.item, "failed", error.code, error.message, ms=ms)

@@ -90,18 +90,19 @@ class Tower(Protocol):
             DeadlineError: the deadline passed while it was decoded.
             MediaError: the media cannot be decoded or preprocessed.
             MediaTypeError: the model does not take this modality.
-            TowerLostError, TowerBrokenError: see there.
+            TowerLostError, TowerBrokenError: the tower is gone, or broken.
         """
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Run a batch of one group; each item's embedding [tokens, width] on the host.
 
-        No embedding shares memory with another. The items are the tower's no more when
+        Called for `depth` batches at a time at most, and not cancelled. No embedding shares
+        memory with another. The items are the tower's no more when
         it returns; when it raises, they may be run again, and have to be discarded.
 
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.
-            TowerLostError, TowerBrokenError: see there.
+            TowerLostError, TowerBrokenError: the tower is gone, or broken.
             Exception: whatever the model raises; the same items may do better apart.
         """
 

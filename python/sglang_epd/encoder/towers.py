@@ -17,6 +17,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from sglang_epd import logs
 from sglang_epd.config import Settings
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Tower
-from sglang_epd.encoder.workers.crew import Rank, Times, WorkerTower
+from sglang_epd.encoder.workers.crew import Rank, WorkerTower
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
 
@@ -35,20 +36,17 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 async def start_towers(
-    server_args: Any, limits: MediaLimits, decode_mb: int, times: Times | None = None
+    server_args: Any, limits: MediaLimits, decode_mb: int
 ) -> tuple[Sequence[Tower], Any]:
     """Start the towers that the flags ask for; all are loaded and warm when it returns.
 
-    Call it once, in the server's event loop and on a thread that lives as long as the
-    server, after `publish(server_args, role="encoder")`. `close()` each tower before the
-    loop ends. With one tower of one rank that is `[Engine]`, whose loading blocks the
-    loop; else workers load side by side. All towers have the same `dtype`.
+    Call it on a thread that lives as long as the server, after
+    `publish(server_args, role="encoder")`. `close()` each tower before the loop ends.
 
     Args:
         server_args: SGLang's, resolved.
         limits: bounds on one item's decoding.
         decode_mb: for all that is decoded at a time, in all workers together.
-        times: bounds on worker processes.
 
     Returns:
         The towers, and the model's configuration as the checkpoint has it, which a language
@@ -67,26 +65,20 @@ async def start_towers(
         engine = Engine(server_args, limits, decode_mb << 20)
         await engine.warm_up()
         return [engine], hf_config
-    starts = _Starts(server_args, limits, (decode_mb << 20) // (towers * ranks), towers, ranks)
+    starts = partial(starts_of, server_args, limits, decode_mb << 20)
     workers = [
-        WorkerTower(
-            f"vision worker {tower}",
-            _FACTORY,
-            lambda tower=tower: starts.of(tower),  # type: ignore[misc]
-            times=times,
-        )
+        WorkerTower(f"vision worker {tower}", _FACTORY, partial(starts, tower))
         for tower in range(towers)
     ]
     try:
         async with asyncio.TaskGroup() as group:
             for worker in workers:
                 group.create_task(worker.start())
-    except ExceptionGroup as failures:
+    except BaseException as error:
         await asyncio.gather(*(worker.close() for worker in workers))
-        # One of them has the cause to be mended; the others repeat it, or were ended.
-        raise failures.exceptions[0] from None
-    except BaseException:
-        await asyncio.gather(*(worker.close() for worker in workers))
+        if isinstance(error, ExceptionGroup):
+            # One of them has the cause to be mended; the others repeat it, or were ended.
+            raise error.exceptions[0] from None
         raise
     return workers, hf_config
 
@@ -119,62 +111,55 @@ def create(options: dict[str, Any]) -> Engine:
     )
 
 
-def write_limits(limits: MediaLimits) -> dict[str, Any]:
+def write_limits(limits: MediaLimits) -> Any:
     """As plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(limits, enc_hook=str)
-    return plain
+    return msgspec.to_builtins(limits, enc_hook=str)
 
 
-def read_limits(plain: dict[str, Any]) -> MediaLimits:
+def read_limits(plain: Any) -> MediaLimits:
     """The limits that `write_limits` wrote."""
     return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
 
 
-class _Starts:
-    """The start-up message of each worker."""
+def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
+    """The ranks of a tower; each call takes another port for their rendezvous.
 
-    def __init__(
-        self, server_args: Any, limits: MediaLimits, decode_bytes: int, towers: int, ranks: int
-    ) -> None:
-        self._server_args = server_args
-        self._limits = write_limits(limits)
-        self._decode_bytes = decode_bytes
-        self._towers = towers
-        self._ranks = ranks
-        self._typed = _typed(server_args, ranks)
+    Raises:
+        ConfigError: flags that workers cannot be given.
+    """
+    from sglang.srt.runtime_context import get_device, get_parallel
+    from sglang.srt.server_args import PortArgs
+    from sglang.srt.utils.common import maybe_reindex_device_id
+    from sglang.srt.utils.network import NetworkAddress
 
-    def of(self, tower: int) -> list[Rank]:
-        """The ranks of a tower; each call takes another port for their rendezvous."""
-        from sglang.srt.runtime_context import get_device
-        from sglang.srt.server_args import PortArgs
-        from sglang.srt.utils.common import maybe_reindex_device_id
-        from sglang.srt.utils.network import NetworkAddress
-
-        port = PortArgs.init_new(self._server_args).nccl_port
-        if self._server_args.nccl_port is not None:
-            port += tower
-        rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
-        made = []
-        for rank in range(self._ranks):
-            place = tower * self._ranks + rank
-            cores, threads = share_of_cores(place, self._towers * self._ranks, os.environ)
-            # It names the one device of a worker in the environment, where it is asked to.
-            with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
-                env = {_THREADS: str(threads), **os.environ}
-            options = {
-                # SGLang's processors use the device that this names.
-                "server_args": {**self._typed, "base_gpu_id": gpu_id},
-                "limits": self._limits,
-                "decode_bytes": self._decode_bytes,
-                "rank": rank,
-                "gpu_id": gpu_id,
-                "rendezvous": rendezvous,
-                "cores": cores,
-                "share": 1 if cores else self._towers * self._ranks,
-                "log_prefix": f" encoder {tower}" + (f" TP{rank}" if self._ranks > 1 else ""),
-            }
-            made.append(Rank(options, env))
-        return made
+    port = PortArgs.init_new(server_args).nccl_port
+    if server_args.nccl_port is not None:
+        port += tower
+    rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
+    ranks = get_parallel().tp_size
+    places = get_parallel().dp_size * ranks
+    typed = _typed(server_args, ranks)
+    made = []
+    for rank in range(ranks):
+        place = tower * ranks + rank
+        cores, threads = share_of_cores(place, places, os.environ)
+        # It names the one device of a worker in the environment, where it is asked to.
+        with maybe_reindex_device_id(get_device().base_gpu_id + place) as gpu_id:
+            env = {_THREADS: str(threads), **os.environ}
+        options = {
+            # SGLang's processors use the device that this names.
+            "server_args": {**typed, "base_gpu_id": gpu_id},
+            "limits": write_limits(limits),
+            "decode_bytes": decode_bytes // places,
+            "rank": rank,
+            "gpu_id": gpu_id,
+            "rendezvous": rendezvous,
+            "cores": cores,
+            "share": 1 if cores else places,
+            "log_prefix": f" encoder {tower}" + (f" TP{rank}" if ranks > 1 else ""),
+        }
+        made.append(Rank(options, env))
+    return made
 
 
 def _typed(server_args: Any, ranks: int) -> dict[str, Any]:

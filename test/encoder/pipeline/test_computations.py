@@ -5,18 +5,15 @@ import gc
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from encoder.towers import ROW_BYTES, FakeTower, settle, until
+from encoder.towers import ROW_BYTES, key_of, settle, states, until, value
 from media.samples import encoded, picture
-from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue
-from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
+from sglang_epd.encoder.pipeline.work import MediaNeededError
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import (
     DeadlineError,
@@ -26,69 +23,12 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 
-BATCH = BatchBounds(patches=100, items=4)
-ROOMY = 1 << 30
-
-
-@pytest.fixture
-async def towers(request) -> list[FakeTower]:
-    return [FakeTower() for _ in range(getattr(request, "param", 1))]
-
-
-@pytest.fixture
-def tower(towers) -> FakeTower:
-    return towers[0]
-
-
 two_towers = pytest.mark.parametrize("towers", [2], indirect=True)
 one_or_two_towers = pytest.mark.parametrize("towers", [1, 2], indirect=True)
 
 
-@pytest.fixture
-async def start(towers, metrics) -> AsyncIterator[Callable[..., Computations]]:
-    """Computations over the towers; afterwards nothing may be left of what was asked for."""
-    started: list[Computations] = []
-
-    def make(capacity: int = ROOMY, staged_bytes: int = ROOMY, batch: BatchBounds = BATCH):
-        limits = Limits(batch=batch, staged_bytes=staged_bytes)
-        started.append(Computations(towers, EmbeddingCache(capacity), metrics, limits))
-        return started[-1]
-
-    yield make
-    for tower in towers:
-        tower.go_on()
-    for computations in started:
-        await computations.close()
-        computations.cache.check_integrity()
-        assert not any(computations.status()["queue"].values())
-    assert not any(tower.in_memory for tower in towers)
-
-
-@pytest.fixture
-def computations(start) -> Computations:
-    return start()
-
-
-@pytest.fixture
-async def ask(computations) -> AsyncIterator[Callable[..., Hold]]:
-    holds: list[Hold] = []
-
-    def hold(name: bytes, owner: str = "r", ttl_s: float = 60.0, **more) -> Hold:
-        asked = more.get("of", computations)
-        holds.append(asked.hold(name, "IMAGE", name, owner, time.monotonic() + ttl_s))
-        return holds[-1]
-
-    yield hold
-    for one in holds:
-        one.release()
-
-
-def states(computations: Computations) -> dict[str, int]:
-    return {name: count for name, count in computations.status()["queue"].items() if count}
-
-
-async def value(hold: Hold) -> float:
-    return float((await hold.embedding())[0, 0])
+def bounded(**bounds):
+    return pytest.mark.parametrize("bounds", [bounds], ids=[""])
 
 
 async def test_an_embedding_is_made_from_its_media(tower, ask):
@@ -106,93 +46,109 @@ async def test_an_embedding_is_made_from_its_media(tower, ask):
 
 
 async def test_many_askers_of_one_key_share_one_preparation_and_one_forward(tower, ask, count):
+    tower.hold(forward=True)
     holds = [ask(b"x", f"r{n}") for n in range(24)]
-    assert await asyncio.gather(*map(value, holds)) == [float(ord("x"))] * 24
+    await until(lambda: tower.running)
+    late = ask(b"x", "late")
+    assert (await late.layout()).tokens == 1, "at once"
+    assert not late.made.done()
+    tower.go_on()
+    assert await asyncio.gather(*map(value, [*holds, late])) == [float(ord("x"))] * 25
     assert [hold.source for hold in holds] == ["computed"] + ["coalesced"] * 23
     assert (tower.preparations, tower.batches) == ([b"x"], [[b"x"]])
     assert count("lookups_total", source="computed") == 1
-    assert count("lookups_total", source="coalesced") == 23
+    assert count("lookups_total", source="coalesced") == 24
 
 
-async def test_who_comes_later_learns_the_layout_at_once(tower, ask):
-    tower.hold(forward=True)
-    await ask(b"x", "r1").layout()
-    await until(lambda: tower.running)
-    late = ask(b"x", "r2")
-    assert (await late.layout()).tokens == 1
-    assert not late.made.done()
-    tower.go_on()
-    await late.embedding()
-
-
+@pytest.mark.parametrize("shared", [True, False], ids=["others want it", "nobody wants it"])
 @pytest.mark.parametrize("stage", ["waiting", "preparing", "ready", "running"])
-async def test_others_get_it_although_the_first_asker_left(tower, computations, ask, stage):
-    if stage == "waiting":
-        tower.hold(prepare=True)
-        others = [ask(bytes([n]), "other") for n in range(3)]
-    elif stage == "ready":
-        tower.hold(forward=True)
-        others = [ask(b"busy", "other")]
-        await until(lambda: tower.running)
-    else:
-        tower.hold(prepare=stage == "preparing", forward=stage == "running")
-        others = []
-    first, second = ask(b"x", "r1"), ask(b"x", "r2")
+async def test_an_asker_that_leaves_takes_only_its_own_interest_along(
+    tower, computations, ask, stage, shared
+):
+    tower.hold(prepare=stage in ("waiting", "preparing"), forward=stage in ("ready", "running"))
+    busy = [ask(bytes([n]), "other") for n in range({"waiting": 3, "ready": 1}.get(stage, 0))]
+    await until(lambda: not busy or tower.preparing or tower.running)
+    first = ask(b"x", "r1")
+    others = [ask(b"x", "r2")] if shared else []
     await until(lambda: states(computations).get(stage) == 1)
+    first.release()
     first.release()
     await settle()
     tower.go_on()
-    assert await value(second) == ord("x")
-    assert tower.preparations.count(b"x") == 1
-    for other in others:
-        other.release()
-
-
-@pytest.mark.parametrize("stage", ["waiting", "preparing", "ready"])
-async def test_what_nobody_wants_any_more_is_not_run(tower, computations, ask, stage):
-    tower.hold(prepare=stage != "ready", forward=True)
-    busy = [ask(bytes([n]), "other") for n in range(4 if stage == "waiting" else 1)]
-    if stage == "ready":
-        await until(lambda: tower.running)
-    hold = ask(b"x")
-    await until(lambda: states(computations).get(stage))
-    hold.release()
-    hold.release()
-    tower.go_on()
+    for one in others:
+        assert await value(one) == ord("x")
     await asyncio.gather(*map(value, busy))
     await until(lambda: not states(computations))
-    assert [b"x"] not in tower.batches
+    assert tower.preparations.count(b"x") == (shared or stage != "waiting")
+    assert ([b"x"] in tower.batches) == (shared or stage == "running")
     assert not tower.in_memory
+
+
+async def test_preparing_ends_when_nobody_waits_any_more(tower, ask):
+    ended = []
+
+    async def forever(modality, data, deadline):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(data)
+
+    tower.prepare = forever
+    first, second = ask(b"a"), ask(b"a")
+    await settle()
+    first.release()
+    await settle()
+    assert ended == []
+    second.release()
+    await settle()
+    assert ended == [b"a"]
+
+
+@pytest.mark.parametrize("end", ["made", "damaged", "left"])
+async def test_media_are_gone_when_nobody_holds_them_any_more(
+    tower, computations, end, monkeypatch
+):
+    """Without waiting for a collection of cycles, which a bound on bytes knows nothing of."""
+    media = bytes([1, 2, 3]) * 1000
+    prepare, watch = tower.prepare, Breakage(settle).watch
+    monkeypatch.setattr(tower, "prepare", lambda *asked: watch(prepare(*asked)))
+    gc.disable()
+    try:
+        before = sys.getrefcount(media)
+        if end == "damaged":
+            tower.bad_media[media] = MediaError("it is damaged")
+        tower.hold(prepare=end == "left")
+        hold = computations.hold(b"key", "IMAGE", media, "r", time.monotonic() + 60.0)
+        await until(lambda: tower.preparations)
+        if end == "made":
+            await hold.embedding()
+        elif end == "damaged":
+            with pytest.raises(MediaError):
+                await hold.embedding()
+        hold.release()
+        await until(lambda: not states(computations))
+        await settle()
+        for told in (tower.preparations, tower.batches, tower.in_memory, tower.bad_media):
+            told.clear()
+        assert sys.getrefcount(media) == before
+    finally:
+        gc.enable()
 
 
 # Stages and batches
 
 
-async def test_the_next_item_is_prepared_while_one_runs(tower, computations, ask):
-    tower.hold(forward=True)
-    ask(b"1")
-    await until(lambda: tower.running)
-    ask(b"2")
-    await until(lambda: states(computations) == {"running": 1, "ready": 1})
-
-
-async def test_what_came_while_a_batch_ran_is_the_next_batch(tower, computations, ask):
-    tower.hold(forward=True)
-    holds = [ask(b"a")]
-    await until(lambda: tower.running)
-    holds += [ask(name) for name in (b"a1", b"a2", b"b1", b"a3")]
-    await until(lambda: states(computations).get("ready") == 4)
+async def test_what_came_while_a_batch_ran_is_the_next_batch(tower, computations, ask, busy):
+    holds = [busy, *(ask(name) for name in (b"a1", b"a2", b"b1", b"a3"))]
+    await until(lambda: states(computations) == {"running": 1, "ready": 4})
     tower.go_on()
     await asyncio.gather(*map(value, holds))
-    assert tower.batches == [[b"a"], [b"a1", b"a2", b"a3"], [b"b1"]]
+    assert tower.batches == [[b"busy"], [b"a1", b"a2", b"a3"], [b"b1"]]
 
 
-async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, computations, ask):
+async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, computations, ask, busy):
     tower.depth = 2
-    tower.hold(forward=True)
-    holds = [ask(b"x1")]
-    await until(lambda: tower.running == 1)
-    holds += [ask(b"x2"), ask(b"x3")]
+    holds = [busy, ask(b"x2"), ask(b"x3")]
     await until(lambda: tower.running == 2)
     holds.append(ask(b"x4"))
     await settle()
@@ -201,51 +157,38 @@ async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, comput
     tower.go_on()
     await asyncio.gather(*map(value, holds))
     ran = [name for batch in tower.batches for name in batch]
-    assert sorted(ran) == [b"x1", b"x2", b"x3", b"x4"]
+    assert sorted(ran) == [b"busy", b"x2", b"x3", b"x4"]
 
 
-async def test_a_second_batch_waits_for_what_is_being_prepared(tower, computations, ask):
+@pytest.mark.parametrize("first", ["prepared", "ran"])
+async def test_a_second_batch_waits_for_what_is_being_prepared_while_the_first_runs(
+    tower, computations, ask, busy, first
+):
     tower.depth = 2
-    tower.hold(forward=True)
     tower.slow[b"x3"] = asyncio.Event()
-    holds = [ask(b"x1")]
-    await until(lambda: tower.running == 1)
-    holds += [ask(b"x2"), ask(b"x3")]
+    second, third = ask(b"x2"), ask(b"x3")
     await until(lambda: states(computations) == {"running": 1, "ready": 1, "preparing": 1})
     await settle()
     assert tower.running == 1
-    tower.slow[b"x3"].set()
-    await until(lambda: tower.running == 2)
+    if first == "prepared":
+        tower.slow[b"x3"].set()
+        await until(lambda: tower.running == 2)
     tower.go_on()
-    await asyncio.gather(*map(value, holds))
-    assert tower.batches == [[b"x1"], [b"x2", b"x3"]]
-
-
-async def test_it_waits_no_longer_than_the_first_batch_runs(tower, computations, ask):
-    tower.depth = 2
-    tower.hold(forward=True)
-    tower.slow[b"x3"] = asyncio.Event()
-    first = ask(b"x1")
-    await until(lambda: tower.running == 1)
-    second, third = ask(b"x2"), ask(b"x3")
-    await until(lambda: states(computations).get("ready") == 1)
-    tower.go_on()
-    await asyncio.gather(value(first), value(second))
-    assert tower.batches == [[b"x1"], [b"x2"]]
+    await asyncio.gather(value(busy), value(second))
     tower.slow[b"x3"].set()
     await value(third)
+    later = [[b"x2", b"x3"]] if first == "prepared" else [[b"x2"], [b"x3"]]
+    assert tower.batches == [[b"busy"], *later]
 
 
-async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask):
-    tower.hold(forward=True)
+async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask, busy):
     holds = [ask(b"%d" % n) for n in range(20)]
-    await until(lambda: tower.running)
     await settle()
-    assert states(computations)["ready"] == BATCH.items
-    assert len(tower.in_memory) <= 2 * BATCH.items
+    assert states(computations)["ready"] == 4
+    assert len(tower.in_memory) == 5
     tower.go_on()
     await asyncio.gather(*map(value, holds))
-    assert max(map(len, tower.batches)) <= BATCH.items
+    assert max(map(len, tower.batches)) <= 4
 
 
 async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, computations, ask):
@@ -267,6 +210,19 @@ async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, co
         await hold.embedding()
 
 
+async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(tower, ask):
+    small = encoded(picture(64, 64), "JPEG")
+    tower.hold(prepare=True)
+    # Of one request, which goes in its own order.
+    for n in range(6):
+        ask(b"large%d" % n, "r")
+    hold = ask(small, "r")
+    await settle()
+    assert tower.preparations[-1] == small
+    tower.go_on()
+    await hold.embedding()
+
+
 async def test_what_comes_and_goes_together_is_one_look_at_the_queue(tower, ask, monkeypatch):
     looks = []
     look = FairQueue.take_expired
@@ -283,40 +239,9 @@ async def test_what_comes_and_goes_together_is_one_look_at_the_queue(tower, ask,
     assert len(looks) == 4, "of two queues, twice"
 
 
-async def test_a_large_item_without_a_place_does_not_stop_a_small_one_behind_it(tower, ask):
-    small = encoded(picture(64, 64), "JPEG")
-    tower.hold(prepare=True)
-    # Of one request, which goes in its own order.
-    for n in range(6):
-        ask(b"large%d" % n, "r")
-    hold = ask(small, "r")
-    await settle()
-    assert tower.preparations[-1] == small
-    tower.go_on()
-    await hold.embedding()
-
-
-async def test_a_tower_with_one_place_prepares_large_items_too(towers, ask):
-    (tower,) = towers
-    tower.preparers = 1
-    assert await value(ask(b"large")) == sum(b"large")
-
-
-async def test_single_images_need_not_wait_for_all_of_a_large_request(tower, ask):
-    large = [ask(b"%d" % n, "large") for n in range(64)]
-    await value(large[0])
-    single = ask(b"single", "single")
-    await value(single)
-    assert sum(hold.made.done() for hold in large) < 24
-    await asyncio.gather(*map(value, large))
-
-
 @pytest.mark.parametrize("stage", ["prepare", "forward"])
-async def test_only_the_bad_item_fails(tower, ask, stage):
-    tower.hold(forward=True)
-    good = [ask(b"a")]
-    await until(lambda: tower.running)
-    good += [ask(b"a%d" % n) for n in range(3)]
+async def test_only_the_bad_item_fails(tower, ask, busy, stage):
+    good = [ask(b"a%d" % n) for n in range(3)]
     bad = ask(b"abad")
     failures = tower.bad_media if stage == "prepare" else tower.bad_batch
     failures[b"abad"] = MediaError("not a picture")
@@ -330,30 +255,21 @@ async def test_only_the_bad_item_fails(tower, ask, stage):
         await ask(b"abad", "again").embedding()
 
 
-async def test_what_a_model_says_is_not_told(tower, ask):
-    tower.bad_batch[b"x"] = RuntimeError("a secret")
-    with pytest.raises(EncodeError) as raised:
-        await ask(b"x").embedding()
-    assert "secret" not in str(raised.value)
-
-
-async def test_of_a_failing_batch_what_nobody_wants_is_not_run_again(tower, ask):
-    tower.hold(forward=True)
-    first = ask(b"a")
-    await until(lambda: tower.running)
-    tower.bad_batch[b"abad"] = RuntimeError("no")
+async def test_of_a_failing_batch_what_nobody_wants_is_not_run_again(tower, ask, busy):
+    tower.bad_batch[b"abad"] = RuntimeError("a secret")
     bad, good, left = ask(b"abad"), ask(b"a1"), ask(b"a2")
     await settle()
     tower.go_on()
-    await value(first)
+    await value(busy)
     tower.hold(forward=True)
     await until(lambda: tower.running)
     assert len(tower.batches[-1]) == 3
     left.release()
     tower.go_on()
     await value(good)
-    with pytest.raises(EncodeError):
+    with pytest.raises(EncodeError) as raised:
         await bad.embedding()
+    assert "secret" not in str(raised.value)
     assert sum(b"a2" in batch for batch in tower.batches) == 1
 
 
@@ -377,12 +293,12 @@ async def test_a_broken_tower_does_not_spoil_a_key_for_ever(tower, ask, monkeypa
 # Memory
 
 
-async def test_no_batch_is_begun_past_the_memory_for_embeddings(start, tower, ask):
-    computations = start(staged_bytes=4 * ROW_BYTES)
+@bounded(staged_bytes=4 * ROW_BYTES)
+async def test_no_batch_is_begun_past_the_memory_for_embeddings(tower, computations, ask):
     tower.rows = dict.fromkeys((b"a", b"b", b"c"), 2)
-    first, second = ask(b"a", of=computations), ask(b"b", of=computations)
+    first, second = ask(b"a"), ask(b"b")
     await asyncio.gather(value(first), value(second))
-    third = ask(b"c", of=computations)
+    third = ask(b"c")
     await until(lambda: states(computations) == {"ready": 1})
     await settle()
     assert not third.made.done()
@@ -390,35 +306,37 @@ async def test_no_batch_is_begun_past_the_memory_for_embeddings(start, tower, as
     assert await value(third) == ord("c")
 
 
-async def test_one_over_the_memory_is_run_when_there_is_nothing_else(start, tower, ask):
-    computations = start(staged_bytes=ROW_BYTES)
+@bounded(staged_bytes=ROW_BYTES)
+async def test_one_over_the_memory_is_run_when_there_is_nothing_else(tower, computations, ask):
     tower.rows[b"huge"] = 100
-    small = ask(b"small", of=computations)
+    small = ask(b"small")
     await value(small)
-    huge = ask(b"huge", of=computations)
+    huge = ask(b"huge")
     await until(lambda: states(computations) == {"ready": 1})
     small.release()
     await huge.embedding()
 
 
-async def test_what_is_kept_for_those_who_wait_is_not_in_the_way(start, tower, ask):
+@bounded(staged_bytes=4 * ROW_BYTES)
+async def test_what_is_kept_for_those_who_wait_is_not_in_the_way(tower, ask):
     """It may be long before they want it, and others are not to wait for them."""
-    computations = start(staged_bytes=4 * ROW_BYTES)
     tower.rows = {b"a": 3, b"b": 2}
-    waits = ask(b"a", of=computations)
+    waits = ask(b"a")
     await value(waits)
     waits.want(False)
-    assert await value(ask(b"b", of=computations)) == ord("b")
+    assert await value(ask(b"b")) == ord("b")
     waits.want(True)
     assert await value(waits) == ord("a")
     assert tower.preparations == [b"a", b"b"]
 
 
+@bounded(capacity=0)
 @pytest.mark.parametrize("kept", [0, 1])
-async def test_what_is_kept_for_those_who_wait_is_bounded(start, tower, ask, monkeypatch, kept):
+async def test_what_is_kept_for_those_who_wait_is_bounded(
+    tower, computations, ask, monkeypatch, kept
+):
     monkeypatch.setattr(module, "_KEPT_BYTES", kept * ROW_BYTES)
-    computations = start(capacity=0)
-    holds = [ask(name, of=computations) for name in (b"a", b"b")]
+    holds = [ask(name) for name in (b"a", b"b")]
     await asyncio.gather(*map(value, holds))
     for hold in holds:
         hold.want(False)
@@ -430,105 +348,70 @@ async def test_what_is_kept_for_those_who_wait_is_bounded(start, tower, ask, mon
     assert holds[1].source == "computed"
 
 
-async def test_where_an_embedding_came_from_is_told_of_the_last_time(
-    start, tower, ask, monkeypatch
+@pytest.mark.parametrize("media", [True, False])
+async def test_what_was_given_up_is_made_again_where_its_media_are_here(
+    tower, computations, ask, monkeypatch, media
 ):
     monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    computations = start()
-    await value(ask(b"x", "r1", of=computations))
-    hold = ask(b"x", "r2", of=computations)
-    assert hold.source == "cached"
+    await value(ask(b"x", "r1"))
+    hold = ask(b"x", "r2", media=media)
+    # It was given up, but is there still.
+    hold.want(False)
+    hold.want(True)
+    assert (await value(hold), hold.source) == (ord("x"), "cached")
     hold.want(False)
     computations.cache.clear()
+    assert not computations.at_hand(key_of(b"x"))
     hold.want(True)
-    await value(hold)
-    assert hold.source == "computed"
+    if media:
+        assert (await value(hold), hold.source) == (ord("x"), "computed")
+    else:
+        with pytest.raises(MediaNeededError):
+            await hold.embedding()
+    assert tower.preparations == [b"x"] * (1 + media)
 
 
-def ask_without_media(of: Computations, key: bytes) -> Hold:
-    return of.hold(key, "IMAGE", None, "r2", time.monotonic() + 60.0)
-
-
-async def test_what_is_at_hand_needs_no_media(tower, start, ask):
-    computations = start()
-    assert not computations.at_hand(b"x")
+async def test_what_is_at_hand_needs_no_media(tower, computations, ask):
+    assert not computations.at_hand(key_of(b"x"))
     tower.hold(forward=True)
-    first = ask(b"x", of=computations)
-    assert computations.at_hand(b"x")
-    joined = ask_without_media(computations, b"x")
+    first = ask(b"x")
+    assert computations.at_hand(key_of(b"x"))
+    joined = ask(b"x", media=False)
     # Its work goes on for who has no media of its own.
     first.release()
     tower.go_on()
     assert (await value(joined), joined.source) == (ord("x"), "coalesced")
     joined.release()
-    assert computations.at_hand(b"x")
-    again = ask_without_media(computations, b"x")
+    assert computations.at_hand(key_of(b"x"))
+    again = ask(b"x", media=False)
     assert (await value(again), again.source) == (ord("x"), "cached")
-    again.release()
     assert tower.preparations == [b"x"]
 
 
-async def test_without_media_nothing_is_made_again(tower, start, ask, monkeypatch):
-    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    computations = start()
-    await value(ask(b"x", of=computations))
-    hold = ask_without_media(computations, b"x")
-    # It was given up, but is there still.
-    hold.want(False)
-    hold.want(True)
-    assert await value(hold) == ord("x")
-    hold.want(False)
-    computations.cache.clear()
-    assert not computations.at_hand(b"x")
-    hold.want(True)
-    with pytest.raises(MediaNeededError):
-        await hold.embedding()
-    hold.release()
-    assert tower.preparations == [b"x"]
-
-
-async def test_nothing_is_run_for_who_does_not_want_it_now(tower, computations, ask):
-    tower.hold(forward=True)
-    busy = ask(b"busy")
-    await until(lambda: tower.running)
-    hold = ask(b"x")
+@pytest.mark.parametrize("other", [False, True], ids=["", "another wants it"])
+async def test_nothing_is_run_for_who_does_not_want_it_now(tower, computations, ask, busy, other):
+    hold = ask(b"x", "r1")
     await hold.layout()
     hold.want(False)
+    willing = [ask(b"x", "r2")] if other else []
     tower.go_on()
     await value(busy)
     await settle()
-    assert states(computations) == {"ready": 1}
+    assert states(computations) == ({} if other else {"ready": 1})
     hold.want(True)
-    assert await value(hold) == ord("x")
+    for one in (hold, *willing):
+        assert await value(one) == ord("x")
     assert tower.preparations.count(b"x") == 1
 
 
-async def test_another_asker_wants_it_although_the_first_does_not(tower, ask):
-    tower.hold(forward=True)
-    busy = ask(b"busy")
-    await until(lambda: tower.running)
-    unwilling = ask(b"x", "r1")
-    await unwilling.layout()
-    unwilling.want(False)
-    willing = ask(b"x", "r2")
-    tower.go_on()
-    assert await value(willing) == ord("x")
-    await value(busy)
-    unwilling.want(True)
-    assert await value(unwilling) == ord("x")
-
-
-async def test_unwanted_pixels_make_room_and_come_back(start, tower, ask):
-    computations = start(batch=BatchBounds(patches=100, items=2))
-    tower.hold(forward=True)
-    busy = ask(b"busy", of=computations)
-    await until(lambda: tower.running)
-    waits = [ask(name, of=computations) for name in (b"w1", b"w2")]
+@bounded(batch=BatchBounds(patches=100, items=2))
+async def test_unwanted_pixels_make_room_and_come_back(tower, computations, ask, busy):
+    waits = [ask(name) for name in (b"w1", b"w2")]
     for hold in waits:
         await hold.layout()
         hold.want(False)
     assert states(computations) == {"running": 1, "ready": 2}
-    other = ask(b"other", of=computations)
+    other = ask(b"other")
     await other.layout()
     assert tower.discarded == [b"w1"], "no more of them than need be"
     tower.go_on()
@@ -541,17 +424,17 @@ async def test_unwanted_pixels_make_room_and_come_back(start, tower, ask):
 
 
 @two_towers
-async def test_unwanted_pixels_stay_where_no_room_is_needed(towers, start, ask):
-    computations = start(batch=BatchBounds(patches=100, items=1))
+@bounded(batch=BatchBounds(patches=100, items=1))
+async def test_unwanted_pixels_stay_where_no_room_is_needed(towers, ask):
     for tower in towers:
         tower.hold(forward=True)
-    busy = [ask(name, of=computations) for name in (b"1", b"2")]
+    busy = [ask(name) for name in (b"1", b"2")]
     await until(lambda: all(tower.running for tower in towers))
-    waits = [ask(name, of=computations) for name in (b"w1", b"w2")]
+    waits = [ask(name) for name in (b"w1", b"w2")]
     for hold in waits:
         await hold.layout()
         hold.want(False)
-    await ask(b"other", of=computations).layout()
+    await ask(b"other").layout()
     assert sum(len(tower.discarded) for tower in towers) == 1
     for tower in towers:
         tower.go_on()
@@ -571,21 +454,10 @@ async def test_a_hit_prepares_nothing(tower, ask, count):
     assert count("lookups_total", source="cached") == 1
 
 
-async def test_without_capacity_nothing_is_remembered(start, tower, ask):
-    computations = start(capacity=0)
-    first = ask(b"x", "r1", of=computations)
-    await value(first)
-    first.release()
-    assert computations.cache.nbytes == 0
-    again = ask(b"x", "r2", of=computations)
-    assert again.source == "computed"
-    await value(again)
-
-
-async def test_what_is_dropped_while_in_use_stays_for_its_user(tower, computations, ask):
+async def test_what_is_dropped_while_in_use_stays_for_its_user(computations, ask):
     first = ask(b"x", "r1")
     embedding = await first.embedding()
-    assert computations.cache.drop(b"x")
+    assert computations.cache.drop(key_of(b"x"))
     again = ask(b"x", "r2")
     assert again.source == "computed"
     assert await value(again) == ord("x")
@@ -604,45 +476,28 @@ async def test_an_expired_item_is_not_begun(tower, ask):
     assert not tower.preparations
 
 
-async def test_an_expired_item_is_not_run(tower, ask):
-    tower.hold(forward=True)
-    busy = ask(b"busy")
-    await until(lambda: tower.running)
-    hold = ask(b"x", ttl_s=0.02)
-    await hold.layout()
-    await asyncio.sleep(0.03)
-    tower.go_on()
-    await value(busy)
-    with pytest.raises(DeadlineError):
-        await hold.embedding()
-    assert tower.discarded == [b"x"]
-
-
-async def test_the_latest_deadline_of_those_who_share_counts(tower, ask):
-    tower.hold(forward=True)
-    busy = ask(b"busy")
-    await until(lambda: tower.running)
+@pytest.mark.parametrize("patient", ["none", "shares", "joins", "shares alone", "leaves"])
+async def test_an_expired_item_is_run_for_those_who_have_time_left(
+    tower, computations, ask, busy, patient
+):
     hurried = ask(b"x", "r1", ttl_s=0.02)
-    patient = ask(b"x", "r2")
+    others = [] if patient in ("none", "joins") else [ask(b"x", "r2")]
     await hurried.layout()
+    if patient == "leaves":
+        others.pop().release()
     await asyncio.sleep(0.03)
-    hurried.release()
+    if patient == "joins":
+        others = [ask(b"x", "r2")]
+    elif patient == "shares alone":
+        hurried.release()
     tower.go_on()
     await value(busy)
-    assert await value(patient) == ord("x")
-
-
-async def test_who_joins_what_has_expired_revives_it(tower, computations, ask):
-    tower.hold(forward=True)
-    busy = ask(b"busy")
-    await until(lambda: tower.running)
-    ask(b"x", "r1", ttl_s=0.02)
-    await until(lambda: states(computations).get("ready"))
-    await asyncio.sleep(0.03)
-    late = ask(b"x", "r2")
-    tower.go_on()
-    assert await value(late) == ord("x")
-    await value(busy)
+    if others:
+        assert await value(others[0]) == ord("x")
+    else:
+        with pytest.raises(DeadlineError):
+            await hurried.embedding()
+        assert tower.discarded == [b"x"]
 
 
 # Towers that are lost
@@ -654,11 +509,8 @@ async def test_what_a_lost_tower_had_begins_again(towers, ask, count, stage):
     for tower in towers:
         tower.hold(prepare=stage == "prepare", forward=stage == "forward")
     holds = [ask(b"a%d" % n) for n in range(6)]
-    await until(
-        lambda: all(
-            getattr(t, f"{stage[:-1]}ing" if stage == "prepare" else "running") for t in towers
-        )
-    )
+    busy = "preparing" if stage == "prepare" else "running"
+    await until(lambda: all(getattr(tower, busy) for tower in towers))
     await settle()
     towers[0].die()
     for tower in towers:
@@ -680,23 +532,24 @@ async def test_other_towers_take_over_from_one_that_stays_away(towers, computati
     other.go_on()
     await asyncio.gather(*map(value, holds))
     assert [tower["alive"] for tower in computations.status()["towers"]] == [False, True]
+    assert computations.able
+    other.alive = False
+    assert not computations.able
 
 
-async def test_items_wait_for_the_only_tower_to_come_back(tower, ask, monkeypatch):
+@pytest.mark.parametrize("back", [True, False])
+async def test_items_wait_for_the_only_tower_until_their_deadline(tower, ask, monkeypatch, back):
     monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
     tower.alive = False
-    hold = ask(b"x")
+    hold = ask(b"x", ttl_s=60.0 if back else 0.03)
     await settle()
     assert not tower.preparations
-    tower.alive = True
-    assert await value(hold) == ord("x")
-
-
-async def test_items_do_not_outwait_their_deadline_for_a_tower(tower, ask, monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
-    tower.alive = False
-    with pytest.raises(DeadlineError):
-        await ask(b"x", ttl_s=0.03).layout()
+    if back:
+        tower.alive = True
+        assert await value(hold) == ord("x")
+    else:
+        with pytest.raises(DeadlineError):
+            await hold.layout()
 
 
 @one_or_two_towers
@@ -748,7 +601,6 @@ async def test_a_suspect_that_nobody_wants_now_is_in_nobodys_way(tower, computat
 
 @two_towers
 async def test_the_tower_with_the_fewest_patches_outstanding_is_next(towers, ask):
-    first, second = towers
     for tower in towers:
         tower.patches[b"large"] = 50
         tower.hold(forward=True)
@@ -757,14 +609,7 @@ async def test_the_tower_with_the_fewest_patches_outstanding_is_next(towers, ask
     for n in range(4):
         holds.append(ask(b"small%d" % n))
         await holds[-1].layout()
-    loaded, other = (
-        (first, second)
-        if first.running and first.batches == [[b"large"]]
-        else (
-            second,
-            first,
-        )
-    )
+    other, loaded = sorted(towers, key=lambda tower: tower.batches == [[b"large"]])
     assert loaded.preparations == [b"large"]
     assert len(other.preparations) == 4
     for tower in towers:
@@ -790,6 +635,28 @@ async def test_it_says_how_long_something_new_would_wait(tower, computations, as
     assert status["queue"]["running"] == 1
 
 
+async def test_what_waits_is_done_at_the_speed_of_preparing(tower, computations, ask):
+    (lane,) = computations._lanes
+    tower.bad_media[b"damaged"] = MediaError("it is damaged")
+    with pytest.raises(MediaError):
+        await ask(b"damaged").embedding()
+    tower.hold(prepare=True, forward=True)
+    left = ask(b"left")
+    await until(lambda: tower.preparing)
+    left.release()
+    await until(lambda: not lane.preparing)
+    assert lane.pixel_rate == 0, "neither was prepared"
+    hold = ask(b"x")
+    tower._prepare_gate.set()
+    await until(lambda: tower.running)
+    rate = lane.pixel_rate
+    assert rate > 0, "no batch has ended"
+    await asyncio.sleep(0.05)
+    tower.go_on()
+    await value(hold)
+    assert lane.pixel_rate == rate
+
+
 # The end
 
 
@@ -813,29 +680,13 @@ async def test_closing_leaves_nothing(tower, computations, ask, gates):
                 await hold.embedding()
 
 
-async def test_after_closing_there_are_hits_and_refusals(tower, computations, ask):
+async def test_after_closing_there_are_hits_and_refusals(computations, ask):
     await value(ask(b"x"))
     await computations.close()
     assert await value(ask(b"x", "r2")) == ord("x")
     with pytest.raises(UnavailableError):
         await ask(b"y").layout()
     await computations.close()
-
-
-async def test_no_tower_is_no_encoder(metrics):
-    with pytest.raises(ValueError, match="no tower"):
-        Computations([], EmbeddingCache(0), metrics, Limits(batch=BATCH))
-
-
-@two_towers
-async def test_one_tower_that_works_is_enough(computations, towers):
-    towers[0].alive = False
-    assert computations.able
-    towers[1].alive = False
-    assert not computations.able
-    for tower in towers:
-        tower.alive = True
-    assert computations.able
 
 
 # A tower that is broken for good
@@ -850,7 +701,7 @@ async def test_a_broken_tower_ends_everything_and_names_those_who_may_have_done_
     await until(lambda: tower.running)
     others = [ask(b"b%d" % n) for n in range(12)]
     await until(lambda: states(computations).get("ready") == 4)
-    running = {name for batch in tower.batches for name in batch}
+    running = {key_of(name) for batch in tower.batches for name in batch}
     tower.go_on()
     for hold in (*holds, *others):
         with pytest.raises(UnavailableError, match="broken") as raised:
@@ -859,7 +710,7 @@ async def test_a_broken_tower_ends_everything_and_names_those_who_may_have_done_
     assert computations.broken.is_set()
     with pytest.raises(UnavailableError, match="broken"):
         await ask(b"later").layout()
-    assert not any(computations.status()["queue"].values())
+    assert not states(computations)
 
 
 async def test_a_tower_may_be_found_broken_as_it_prepares(computations, tower, ask):
@@ -869,115 +720,15 @@ async def test_a_tower_may_be_found_broken_as_it_prepares(computations, tower, a
     assert computations.broken.is_set()
 
 
-async def test_what_was_being_prepared_when_the_tower_broke_goes_elsewhere(
-    computations, tower, ask
-):
-    tower.hold(forward=True)
-    first = ask(b"x")
-    await until(lambda: tower.running)
+async def test_what_was_being_prepared_when_the_tower_broke_goes_elsewhere(tower, ask, busy):
     tower.hold(prepare=True)
     late = ask(b"late")
     await until(lambda: tower.preparing)
-    tower.bad_batch[b"x"] = TowerBrokenError("it fails at everything")
+    tower.bad_batch[b"busy"] = TowerBrokenError("it fails at everything")
     tower._forward_gate.set()
     with pytest.raises(EncoderLostError):
-        await first.embedding()
+        await busy.embedding()
     tower.go_on()
     with pytest.raises(UnavailableError) as raised:
         await late.embedding()
     assert type(raised.value) is UnavailableError
-
-
-async def test_large_items_in_preparation_are_no_batch_for_small_ones(tower, computations, ask):
-    (lane,) = computations._lanes
-    tower.hold(prepare=True)
-    lane.typical = BATCH.patches  # one of them would be a batch
-    ask(b"large")
-    await until(lambda: tower.preparing)
-    small = encoded(picture(64, 64), "JPEG")
-    hold = ask(small, "honest")
-    await settle()
-    assert tower.preparations == [b"large", small]
-    tower.go_on()
-    await hold.embedding()
-
-
-async def test_what_waits_is_done_at_the_speed_of_preparing(tower, computations, ask):
-    (lane,) = computations._lanes
-    tower.hold(forward=True)
-    hold = ask(b"x")
-    await until(lambda: tower.running)
-    assert lane.pixel_rate > 0, "no batch has ended"
-    rate = lane.pixel_rate
-    await asyncio.sleep(0.05)
-    tower.go_on()
-    await value(hold)
-    assert lane.pixel_rate == rate
-
-
-@pytest.mark.parametrize("end", ["made", "damaged", "left"])
-async def test_media_are_gone_when_nobody_holds_them_any_more(
-    tower, computations, end, monkeypatch
-):
-    """Without waiting for a collection of cycles, which a bound on bytes knows nothing of."""
-    media = bytes([1, 2, 3]) * 1000
-    prepare, watch = tower.prepare, Breakage(settle).watch
-    monkeypatch.setattr(tower, "prepare", lambda *asked: watch(prepare(*asked)))
-    gc.disable()
-    try:
-        before = sys.getrefcount(media)
-        if end == "damaged":
-            tower.bad_media[media] = MediaError("it is damaged")
-        tower.hold(prepare=end == "left")
-        hold = computations.hold(b"key", "IMAGE", media, "r", time.monotonic() + 60.0)
-        await until(lambda: tower.preparations)
-        if end == "made":
-            await hold.embedding()
-        elif end == "damaged":
-            with pytest.raises(MediaError):
-                await hold.embedding()
-        hold.release()
-        await until(lambda: not any(computations.status()["queue"].values()))
-        await settle()
-        for told in (tower.preparations, tower.batches, tower.in_memory, tower.bad_media):
-            told.clear()
-        assert sys.getrefcount(media) == before
-    finally:
-        gc.enable()
-
-
-async def test_what_was_not_prepared_tells_nothing_of_the_speed(tower, computations, ask):
-    (lane,) = computations._lanes
-    tower.bad_media[b"damaged"] = MediaError("it is damaged")
-    with pytest.raises(MediaError):
-        await ask(b"damaged").embedding()
-    tower.hold(prepare=True)
-    left = ask(b"left")
-    await until(lambda: tower.preparing)
-    left.release()
-    await until(lambda: not lane.preparing)
-    assert lane.pixel_rate == 0
-    tower.go_on()
-    await ask(b"x").embedding()
-    assert lane.pixel_rate > 0
-
-
-async def test_preparing_ends_when_nobody_waits_any_more(towers, ask):
-    ended = []
-    for tower in towers:
-
-        async def forever(modality, data, deadline, tower=tower):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.append(data)
-
-        tower.prepare = forever
-    first, second = ask(b"a"), ask(b"a")
-    await settle()
-    first.release()
-    await settle()
-    assert ended == []
-    second.release()
-    await settle()
-    assert ended == [b"a"]

@@ -48,9 +48,18 @@ def order(queue: FairQueue, bounds: BatchBounds = ONE, **more) -> list[Job]:
 # Fairness
 
 
-def test_alone_a_request_goes_in_its_own_order():
-    jobs = [job(cost=n + 1.0) for n in range(5)]
-    assert order(filled(*jobs)) == jobs
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("a1 a2 a3", "a1 a2 a3"),  # alone in its own order
+        ("a1 b1 a1 b1 a1 b1", "a1 a1 a1 b1 b1 b1"),  # none waits for the other's last item
+        ("a9 a9 b1 b1 b1", "b1 b1 b1 a9 a9"),  # what is asked for decides
+        ("a1 a1 a1 a1 a1 b4", "b4 a1 a1 a1 a1 a1"),  # and not in how many items
+    ],
+)
+def test_those_who_would_be_done_first_with_equal_shares_are_first(asked, expected):
+    jobs = [job(one[0], cost=float(one[1])) for one in asked.split()]
+    assert " ".join(f"{one.owner}{one.cost:.0f}" for one in order(filled(*jobs))) == expected
 
 
 @pytest.mark.parametrize("cost", [1.0, 7.0])
@@ -80,19 +89,6 @@ def test_clients_with_single_images_do_not_starve_a_request_of_64(clients):
         if taken[-1].owner != "large":
             queue.push(job(f"{taken[-1].owner[0]} {len(taken)}"))
     assert 64 + 60 * clients <= len(taken) <= 64 + 64 * (clients + 1)
-
-
-def test_what_is_asked_for_decides_and_not_in_how_many_items():
-    dear = [job("dear", cost=100.0) for _ in range(3)]
-    cheap = [job("cheap", cost=10.0) for _ in range(29)]
-    assert order(filled(*dear, *cheap)) == cheap + dear
-    many = [job("many", cost=10.0) for _ in range(31)]
-    assert order(filled(*many, *dear)) == dear + many
-
-
-def test_two_requests_do_not_wait_for_each_others_last_image():
-    jobs = [job(owner) for _ in range(4) for owner in ("a", "b")]
-    assert [one.owner for one in order(filled(*jobs))] == ["a"] * 4 + ["b"] * 4
 
 
 def test_who_was_served_before_is_not_behind_for_it():
@@ -159,33 +155,19 @@ def test_nobody_ends_later_than_with_an_equal_share(requests, random):
 # Deadlines
 
 
-def test_who_would_be_late_goes_first():
-    late = job("late", deadline=3.5)
-    queue = filled(*(job("early") for _ in range(3)), job("early"), late)
-    queue.push(job("another"))
-    assert take(queue, rate=1.0, now=2.0) == [late]
-
-
-def test_the_earliest_deadline_goes_first_among_those_who_would_be_late():
-    patient = [job(f"patient {n}", cost=0.5) for n in range(10)]
-    later, sooner = job("later", deadline=3.9), job("sooner", deadline=2.9)
-    queue = filled(*patient, later, sooner)
-    assert order(queue, rate=1.0)[:2] == [sooner, later]
-
-
-def test_who_is_in_time_anyway_waits_for_his_turn():
-    queue = filled(first := job("a", deadline=50.0), job("b", deadline=40.0))
-    assert take(queue, rate=1.0) == [first]
-
-
-def test_who_would_be_late_anyway_goes_before_nobody():
-    queue = filled(first := job("a"), job("hopeless", cost=10.0, deadline=5.0))
-    assert take(queue, rate=1.0) == [first]
-
-
-def test_nobody_is_urgent_before_the_rate_is_known():
-    queue = filled(first := job("a"), job("b", deadline=1.5))
-    assert take(queue, rate=NO_RATE) == [first]
+@pytest.mark.parametrize(
+    ("first", "second", "rate", "order_of_both"),
+    [
+        ({}, {"deadline": 1.5}, 1.0, "second first"),  # it would be late
+        ({"deadline": 1.9}, {"deadline": 1.5}, 1.0, "second first"),  # the earlier deadline
+        ({"deadline": 50.0}, {"deadline": 40.0}, 1.0, "first second"),  # both are in time
+        ({}, {"cost": 10.0, "deadline": 5.0}, 1.0, "first second"),  # it is late anyway
+        ({}, {"deadline": 1.5}, NO_RATE, "first second"),
+    ],
+)
+def test_a_job_that_would_be_late_in_its_turn_goes_first(first, second, rate, order_of_both):
+    queue = filled(job("first", **first), job("second", **second))
+    assert [one.owner for one in order(queue, rate=rate)] == order_of_both.split()
 
 
 def test_the_first_small_one_may_be_asked_for():
@@ -193,17 +175,9 @@ def test_the_first_small_one_may_be_asked_for():
     queue = filled(large, later, small)
     assert queue.first(0.0, NO_RATE) is large
     assert queue.first(0.0, NO_RATE, large=False) is small
-    queue.begin(small)
+    queue.begin([small])
     assert order(queue) == [large, later]
     assert queue.first(0.0, NO_RATE, large=False) is None
-
-
-def test_what_is_begun_counts_as_what_is_taken():
-    begun, taken = (filled(job("a", 4), job("b", 6), job("a", 4)) for _ in range(2))
-    begun.begin(begun.first(0.0, NO_RATE))
-    take(taken)
-    assert [one.owner for one in order(begun)] == [one.owner for one in order(taken)]
-    assert begun._virtual == taken._virtual
 
 
 def test_the_expired_are_not_returned_but_taken_out():
@@ -220,39 +194,22 @@ def test_the_expired_are_not_returned_but_taken_out():
 # Batches
 
 
-def test_a_batch_is_bounded_in_patches_and_items():
-    jobs = [job(cost=4.0) for _ in range(5)]
-    queue = filled(*jobs)
-    assert take(queue, BatchBounds(patches=11, items=10)) == jobs[:2]
-    assert take(queue, BatchBounds(patches=100, items=2)) == jobs[2:4]
-
-
-def test_one_item_may_have_more_patches_than_a_batch():
-    jobs = [large, small] = [job(cost=100.0), job(cost=1.0)]
-    assert order(queue := filled(*jobs), BatchBounds(patches=10, items=10)) == [large, small]
+@pytest.mark.parametrize(
+    ("jobs", "bounds", "batches"),
+    [
+        ([{"cost": 4}] * 5, (11, 10), [[0, 1], [2, 3], [4]]),
+        ([{"cost": 4}] * 5, (100, 2), [[0, 1], [2, 3], [4]]),
+        ([{"cost": 100}, {}], (10, 10), [[0], [1]]),  # one item may have more patches
+        ([{"cost": 6}, {"cost": 8}, {"cost": 4}], (10, 10), [[0, 2], [1]]),
+        ([{"group": "a"}, {"group": "b"}, {"group": "a"}], (10, 10), [[0, 2], [1]]),
+        ([{}, {"alone": True}, {}, {"alone": True}], (10, 10), [[0, 2], [1], [3]]),
+    ],
+)
+def test_what_runs_together(jobs, bounds, batches):
+    queue = filled(*(made := [job(**one) for one in jobs]))
+    for batch in batches:
+        assert take(queue, BatchBounds(*bounds)) == [made[number] for number in batch]
     assert not len(queue)
-
-
-def test_smaller_ones_fill_a_batch_and_the_larger_is_next():
-    jobs = [first, large, small] = [job(cost=6.0), job(cost=8.0), job(cost=4.0)]
-    queue = filled(*jobs)
-    assert take(queue, BatchBounds(patches=10, items=10)) == [first, small]
-    assert take(queue, BatchBounds(patches=10, items=10)) == [large]
-
-
-def test_only_one_group_is_run_together():
-    jobs = [job(group="image"), job(group="audio"), job(group="image")]
-    queue = filled(*jobs)
-    assert take(queue, ANY) == [jobs[0], jobs[2]]
-    assert take(queue, ANY) == [jobs[1]]
-
-
-def test_who_is_alone_is_alone():
-    jobs = [job(), job(alone=True), job(), job(alone=True)]
-    queue = filled(*jobs)
-    assert take(queue, ANY) == [jobs[0], jobs[2]]
-    assert take(queue, ANY) == [jobs[1]]
-    assert take(queue, ANY) == [jobs[3]]
 
 
 def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
@@ -263,44 +220,7 @@ def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
     assert take(queue, ANY, room=5) == jobs[1:]
 
 
-def test_the_parked_wait_and_keep_their_turn():
-    jobs = [job("a", parked=True), job("b"), job("c")]
-    queue = filled(*jobs)
-    assert take(queue) == [jobs[1]]
-    jobs[0].parked = False
-    assert take(queue) == [jobs[0]]
-    jobs[2].parked = True
-    assert take(queue) == []
-    assert len(queue) == 1
-
-
 # Bookkeeping
-
-
-def test_a_job_waits_once():
-    queue = filled(one := job())
-    with pytest.raises(ValueError, match="waits already"):
-        queue.push(one)
-    queue.remove(one)
-    with pytest.raises(KeyError):
-        queue.remove(one)
-    queue.push(one)
-    assert one in queue and len(queue) == 1
-
-
-def test_its_cost_is_that_of_who_waits():
-    queue = filled(one := job(cost=3.0), job(cost=4.0))
-    assert queue.cost == 7.0
-    queue.remove(one)
-    assert queue.cost == 4.0
-    take(queue)
-    assert queue.cost == 0.0
-
-
-@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
-def test_a_batch_has_room_for_something(bounds):
-    with pytest.raises(ValueError, match="at least"):
-        BatchBounds(*bounds)
 
 
 jobs_of_any_kind = st.builds(
@@ -374,14 +294,15 @@ def test_nothing_is_lost_or_returned_twice_and_no_bound_is_broken(
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, 2.0, 100.0])
-def test_the_first_is_the_one_that_is_taken(rate: float) -> None:
-    queue = FairQueue()
-    for number in range(8):
-        deadline = 100.0 - 12 * number
-        queue.push(Job(owner=f"r{number % 3}", cost=3 + number % 4, deadline=deadline))
+def test_the_first_is_the_one_that_is_taken_and_may_be_begun(rate: float) -> None:
+    jobs = [(f"r{n % 3}", 3 + n % 4, 100.0 - 12 * n) for n in range(8)]
+    queue, begun = (filled(*(job(*one) for one in jobs)) for _ in range(2))
     while queue:
         first = queue.first(0.0, rate)
-        assert queue.take(0.0, BatchBounds(patches=1, items=1), rate, float("inf")) == [first]
+        assert take(queue, rate=rate) == [first]
+        again = begun.first(0.0, rate)
+        assert (again.owner, again.deadline) == (first.owner, first.deadline)
+        begun.begin([again])
 
 
 def test_it_is_a_share_of_the_last_minute():
@@ -392,10 +313,7 @@ def test_it_is_a_share_of_the_last_minute():
     assert utilisation.share(now=130.0) == pytest.approx(0.5)
     assert utilisation.share(now=175.0) == pytest.approx(0.25), "half of it is too long ago"
     assert utilisation.share(now=200.0) == 0
-
-
-def test_it_is_never_more_than_all_of_it():
-    utilisation = Utilisation(towers=1)
-    utilisation.note(0.0, 100.0)
-    utilisation.note(50.0, 100.0)
-    assert utilisation.share(now=100.0) == 1
+    assert Utilisation(towers=1).share(now=0.0) == 0
+    utilisation.note(200.0, 300.0)
+    utilisation.note(150.0, 300.0)
+    assert utilisation.share(now=300.0) == 1, "never more than all of it"

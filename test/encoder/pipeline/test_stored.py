@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
 
-from encoder.towers import WIDTH, FakeTower, settle, until
-from sglang_epd.cache import EmbeddingCache
+from encoder.towers import WIDTH, FakeTower, key_of, settle, states, until, value
 from sglang_epd.encoder.pipeline import computations as module
-from sglang_epd.encoder.pipeline.computations import Computations, Limits
-from sglang_epd.encoder.pipeline.scheduling import BatchBounds
-from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
+from sglang_epd.encoder.pipeline.work import MediaNeededError
 from sglang_epd.errors import UnavailableError
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
@@ -23,9 +20,9 @@ from store.fakes import Counts, FakeBackend, written
 
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (1, WIDTH)), [[1, 1, 1]])
 
-
-def key_of(name: bytes) -> bytes:
-    return name.ljust(32, b".")
+pytestmark = pytest.mark.parametrize(
+    "towers", [1, 2], ids=["one tower", "two towers"], indirect=True
+)
 
 
 @pytest.fixture
@@ -48,61 +45,36 @@ async def store(backend: FakeBackend, counts: Counts) -> AsyncIterator[SharedSto
     await store.close()
 
 
-@pytest.fixture(params=[1, 2], ids=["one tower", "two towers"])
-async def towers(request: pytest.FixtureRequest) -> list[FakeTower]:
-    return [FakeTower() for _ in range(request.param)]
-
-
 @pytest.fixture(params=[0, 1 << 30], ids=["no cache", "cache"])
-async def computations(request, towers, store, metrics, backend) -> AsyncIterator[Computations]:
-    limits = Limits(batch=BatchBounds(patches=100, items=4))
-    made = Computations(towers, EmbeddingCache(request.param), metrics, limits, store)
-    yield made
-    backend.gate.set()
-    for tower in towers:
-        tower.go_on()
-    await made.close()
-    made.cache.check_integrity()
-    assert not any(made.status()["queue"].values())
-    assert not any(tower.in_memory for tower in towers)
+def bounds(request: pytest.FixtureRequest, store: SharedStore) -> dict[str, Any]:
+    return {"capacity": request.param, "store": store}
 
 
 @pytest.fixture
-async def ask(computations: Computations) -> AsyncIterator[Callable[..., Hold]]:
-    holds: list[Hold] = []
-
-    def hold(name: bytes, owner: str = "r", *, media: bool = True, looked: bool = False) -> Hold:
-        deadline = time.monotonic() + 60.0
-        data = name if media else None
-        key = key_of(name)
-        holds.append(computations.hold(key, "IMAGE", data, owner, deadline, looked=looked))
-        return holds[-1]
-
-    yield hold
-    for one in holds:
-        one.release()
-
-
-async def value(hold: Hold) -> float:
-    return float((await hold.embedding())[0, 0])
-
-
-async def put(store: SharedStore, counts: Counts, name: bytes, number: float) -> None:
-    store.keep(key_of(name), LAYOUT, torch.full((1, WIDTH), number))
+async def held(store: SharedStore, counts: Counts) -> float:
+    """What the store has for the item `x`."""
+    store.keep(key_of(b"x"), LAYOUT, torch.full((1, WIDTH), 7.0))
     await written(counts)
+    return 7.0
 
 
 def preparations(towers: list[FakeTower]) -> list[bytes]:
     return [name for tower in towers for name in tower.preparations]
 
 
-async def test_what_is_stored_is_neither_prepared_nor_run(towers, store, counts, ask, count):
-    await put(store, counts, b"x", 7.0)
-    hold = ask(b"x")
+def gets(backend: FakeBackend) -> int:
+    return sum(what == "get" for what, _name in backend.calls)
+
+
+@pytest.mark.parametrize("media", [True, False], ids=["media", "without media"])
+async def test_what_is_stored_is_neither_prepared_nor_run(
+    towers, computations, held, counts, ask, count, media
+):
+    assert computations.at_hand(key_of(b"x"))
+    hold = ask(b"x", media=media)
     assert (await hold.layout()) == LAYOUT
-    assert await value(hold) == 7.0
-    assert hold.source == "stored"
-    assert set(hold.ms) == {"store"}
+    assert await value(hold) == held
+    assert (hold.source, set(hold.ms)) == ("stored", {"store"})
     assert not preparations(towers)
     assert count("lookups_total", source="stored") == 1
     assert count("lookups_total", source="computed") == 0
@@ -111,10 +83,9 @@ async def test_what_is_stored_is_neither_prepared_nor_run(towers, store, counts,
 
 
 async def test_what_is_not_is_made_and_stored_behind_the_answer(
-    towers, backend, store, counts, computations, ask, count
+    store, counts, computations, ask, count
 ):
     hold = ask(b"ab")
-    await until(lambda: backend.calls)
     assert await value(hold) == sum(b"ab")
     assert hold.source == "computed"
     assert {"store", "wait", "preprocess", "queue", "forward"} == set(hold.ms)
@@ -124,42 +95,37 @@ async def test_what_is_not_is_made_and_stored_behind_the_answer(
     assert computations.status()["store"]["writes_written"] == 1
 
 
-async def test_a_write_that_hangs_delays_no_answer(backend, counts, ask):
-    first = ask(b"a")
-    await value(first)
+async def test_a_write_that_fails_fails_no_answer(backend, counts, ask):
+    await value(ask(b"a"))
     await written(counts)
-    put_before = len(backend.calls)
+    calls = len(backend.calls)
     backend.error = StoreError("full")
     assert await value(ask(b"b")) == sum(b"b")
     await written(counts, 2)
     assert counts.writes["error"] == 1
-    assert len(backend.calls) > put_before
+    assert len(backend.calls) > calls
 
 
-async def test_many_askers_of_one_key_ask_the_store_once(backend, store, counts, ask, count):
-    await put(store, counts, b"x", 7.0)
+async def test_many_askers_of_one_key_ask_the_store_once(backend, held, ask, count):
     backend.gate.clear()
     holds = [ask(b"x", f"r{number}") for number in range(24)]
     await settle()
-    assert [call for call in backend.calls if call[0] == "get"] == [
-        ("get", store._name(key_of(b"x")))
-    ]
+    assert gets(backend) == 1
     backend.gate.set()
-    assert await asyncio.gather(*map(value, holds)) == [7.0] * 24
+    assert await asyncio.gather(*map(value, holds)) == [held] * 24
     assert [hold.source for hold in holds] == ["stored"] + ["coalesced"] * 23
     assert count("lookups_total", source="coalesced") == 23
 
 
-async def test_those_who_leave_leave_nothing_behind(backend, store, counts, computations, ask):
-    await put(store, counts, b"x", 7.0)
+async def test_those_who_leave_leave_nothing_behind(backend, held, computations, ask):
     backend.gate.clear()
     gone, missing = ask(b"x"), ask(b"y")
     await settle()
-    assert computations.status()["queue"]["looking"] == 2
+    assert states(computations) == {"looking": 2}
     gone.release()
     missing.release()
     backend.gate.set()
-    await until(lambda: not any(computations.status()["queue"].values()))
+    await until(lambda: not states(computations))
     assert len(computations.cache) == (1 if computations.cache.capacity_bytes else 0)
 
 
@@ -171,50 +137,37 @@ async def test_a_dead_store_costs_an_attempt_and_nothing_else(backend, ask, erro
     assert {hold.source for hold in holds} == {"computed"}
 
 
-async def test_who_asks_while_the_encoder_ends_is_told(backend, store, computations, ask):
+@pytest.mark.parametrize("media", [True, False], ids=["media", "without media"])
+async def test_who_asks_while_the_encoder_ends_is_told(backend, computations, ask, media):
     backend.gate.clear()
-    hold = ask(b"x")
+    hold = ask(b"x", media=media)
     await settle()
     closing = asyncio.create_task(computations.close())
     await settle()
     backend.gate.set()
     await closing
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError if media else MediaNeededError):
         await hold.embedding()
+    with pytest.raises(UnavailableError):
+        await ask(b"x", looked=True).embedding()
 
 
+@pytest.mark.parametrize("media", [True, False], ids=["media", "without media"])
 async def test_what_was_given_away_for_room_is_fetched_again(
-    backend, store, counts, computations, ask, towers
+    held, computations, ask, towers, monkeypatch, media
 ):
-    """Nobody had memory for it, and then somebody has."""
-    await put(store, counts, b"x", 7.0)
-    hold = ask(b"x")
+    """Nobody had memory for it, and then somebody has. No media are read because of that."""
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    hold = ask(b"x", media=media)
     await value(hold)
-    computations.cache.drop(key_of(b"x"))
     hold.want(False)
-    computations.cache.release(hold.entry)  # as where others needed the room
-    computations._kept_bytes -= hold.entry.nbytes
-    hold.entry = None
+    computations.cache.drop(key_of(b"x"))
     hold.want(True)
-    assert await value(hold) == 7.0
+    assert await value(hold) == held
     assert not preparations(towers)
 
 
 # Who asks without media
-
-
-def gets(backend: FakeBackend) -> int:
-    return sum(what == "get" for what, _name in backend.calls)
-
-
-async def test_what_is_stored_needs_no_media(towers, store, counts, computations, ask, count):
-    await put(store, counts, b"x", 7.0)
-    assert computations.at_hand(key_of(b"x"))
-    hold = ask(b"x", media=False)
-    assert await value(hold) == 7.0
-    assert (hold.source, set(hold.ms)) == ("stored", {"store"})
-    assert not preparations(towers)
-    assert count("lookups_total", source="stored") == 1
 
 
 async def test_what_is_not_is_asked_for_once_and_then_made(
@@ -274,32 +227,3 @@ async def test_a_store_that_is_left_alone_is_not_asked_first(backend, computatio
             await ask(bytes([65 + number]), media=False).embedding()
     assert not computations.at_hand(key_of(b"x"))
     assert gets(backend) == 5
-
-
-async def test_who_has_none_while_the_encoder_ends_is_told(backend, computations, ask):
-    backend.gate.clear()
-    hold = ask(b"x", media=False)
-    await settle()
-    closing = asyncio.create_task(computations.close())
-    await settle()
-    backend.gate.set()
-    await closing
-    with pytest.raises(MediaNeededError):
-        await hold.embedding()
-    with pytest.raises(UnavailableError):
-        await ask(b"x", looked=True).embedding()
-
-
-async def test_what_was_given_away_is_in_the_store(
-    towers, backend, store, counts, computations, ask, monkeypatch
-):
-    """Whoever asked without media is not to read them because others needed the room."""
-    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    await put(store, counts, b"x", 7.0)
-    hold = ask(b"x", media=False)
-    await value(hold)
-    hold.want(False)
-    computations.cache.drop(key_of(b"x"))
-    hold.want(True)
-    assert await value(hold) == 7.0
-    assert not preparations(towers)

@@ -1,30 +1,17 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from encoder.towers import FakeTower
-from sglang_epd.encoder.pipeline.scheduling import BatchBounds, Job
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.pipeline.work import Lane, Work, WorkState
 
 BATCH = BatchBounds(patches=10, items=3)
-LEGAL = {
-    WorkState.LOOKING: "WAITING DONE FAILED",
-    WorkState.WAITING: "PREPARING FAILED",
-    WorkState.PREPARING: "READY WAITING FAILED",
-    WorkState.READY: "RUNNING DORMANT WAITING FAILED",
-    WorkState.RUNNING: "DONE WAITING FAILED",
-    WorkState.DORMANT: "WAITING FAILED",
-    WorkState.DONE: "",
-    WorkState.FAILED: "",
-}
 
 
-def work(state: WorkState = WorkState.WAITING, **job) -> Work:
-    made = Work(b"key", "IMAGE", b"data", Job("r", 1.0, 0.0, **job), state=state)
-    made.job.content = made
-    return made
+def work(state: WorkState = WorkState.WAITING, cost: float = 1.0, **job) -> Work:
+    made = {"key": b"key", "modality": "IMAGE", "data": b"data", "state": state}
+    return Work("r", cost, 0.0, **made, **job)
 
 
 @pytest.fixture
@@ -32,89 +19,87 @@ async def lane() -> Lane:
     return Lane(FakeTower())
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(WorkState, WorkState)))
-def test_only_the_steps_in_the_picture_are_taken(old, new):
-    one = work(old)
-    if new.name in LEGAL[old].split():
-        one.enter(new)
-        assert one.state is new
-    else:
-        with pytest.raises(RuntimeError, match="->"):
-            one.enter(new)
-        assert one.state is old
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("WAITING", "READY"), ("READY", "DONE"), ("DORMANT", "RUNNING"), ("DONE", "WAITING")],
+)
+def test_a_step_that_is_not_in_the_picture_is_not_taken(old, new):
+    one = work(WorkState[old])
+    with pytest.raises(RuntimeError, match="->"):
+        one.enter(WorkState[new])
+    assert one.state is WorkState[old]
 
 
-def test_the_time_in_a_state_adds_up_over_its_visits():
+def test_the_time_in_a_state_is_a_stage_at_each_visit():
     one = work()
     for state in (WorkState.PREPARING, WorkState.WAITING, WorkState.PREPARING, WorkState.READY):
         one.enter(state)
-    assert set(one.ms) == {"wait", "preprocess"}
+    assert [name for name, _, _ in one.stages] == ["wait", "preprocess"] * 2
+    assert all(began <= ended for _, began, ended in one.stages)
 
 
-async def test_a_lane_is_full_of_what_is_ready_and_being_prepared(lane):
-    lane.preparing = 1
-    lane.ready.push(Job("r", 1.0, 0.0))
-    assert not lane.full(BATCH)
-    lane.ready.push(Job("r", 1.0, 0.0))
-    assert lane.full(BATCH), "three items"
-    lane.preparing = 0
-    assert not lane.full(BATCH)
-    lane.ready.push(Job("r", 8.0, 0.0))
-    assert lane.full(BATCH), "ten patches"
-
-
-async def test_a_lane_is_filled_for_each_batch_that_its_tower_would_take(lane):
-    lane.tower.depth = 2
-    lane.preparing = 5
-    assert not lane.full(BATCH), "two batches"
-    lane.preparing = 6
-    assert lane.full(BATCH)
-    lane.preparing, lane.batches = 3, 1
-    assert lane.full(BATCH), "one runs already"
-    lane.batches = 2
-    assert lane.full(BATCH), "one ahead of both"
+@pytest.mark.parametrize(
+    ("preparing", "ready", "depth", "batches", "full"),
+    [
+        (1, [1], 1, 0, False),
+        (1, [1, 1], 1, 0, True),  # three items
+        (0, [1, 1], 1, 0, False),
+        (0, [1, 1, 8], 1, 0, True),  # ten patches
+        (5, [], 2, 0, False),  # two batches
+        (6, [], 2, 0, True),
+        (3, [], 2, 1, True),  # one runs already
+        (3, [], 2, 2, True),  # one ahead of both
+    ],
+)
+async def test_a_lane_is_filled_for_each_batch_that_its_tower_would_take(
+    lane, preparing, ready, depth, batches, full
+):
+    lane.tower.depth, lane.batches = depth, batches
+    lane.preparing = {work() for _ in range(preparing)}
+    for cost in ready:
+        lane.ready.push(work(cost=cost))
+    assert lane.full(BATCH) == full
 
 
 async def test_a_batch_is_complete_if_nothing_is_prepared_that_would_fit_in(lane):
     lane.typical = 4.0
-    lane.ready.push(Job("r", 6.0, 0.0))
+    lane.ready.push(work(cost=6.0))
     assert lane.has_batch(BATCH)
-    lane.preparing = 1
+    lane.preparing = {work()}
     assert not lane.has_batch(BATCH)
-    lane.ready.push(Job("r", 1.0, 0.0, parked=True))
+    lane.ready.push(work(parked=True))
     assert not lane.has_batch(BATCH)
-    lane.ready.push(Job("r", 1.0, 0.0))
+    lane.ready.push(work())
     assert lane.has_batch(BATCH), "seven patches, and four would be too many"
     lane.typical = 1.0
     assert not lane.has_batch(BATCH)
-    lane.ready.push(Job("r", 1.0, 0.0))
+    lane.ready.push(work())
     assert lane.has_batch(BATCH), "three items"
+
+
+async def test_large_items_in_preparation_are_no_batch_for_small_ones(lane):
+    lane.preparing = {work(large=True) for _ in range(3)}
+    assert lane.full(BATCH)
+    assert not lane.full(BATCH, large=False)
+    assert lane.has_place(large=False)
+    assert not lane.has_place(large=True), "the last of four is for small ones"
+    lane.preparing, lane.tower.preparers = set(), 1
+    assert lane.has_place(large=True)
 
 
 async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):
     for _ in range(3):
-        lane.ready.push(Job("r", 1.0, 0.0, parked=True))
+        lane.ready.push(work(parked=True))
     assert not lane.full(BATCH)
     assert lane.full(BATCH, parked=True)
     assert lane.empty
 
 
-@pytest.mark.parametrize(
-    ("state", "parked", "isolated"),
-    [
-        (WorkState.PREPARING, False, True),
-        (WorkState.READY, False, True),
-        (WorkState.READY, True, False),
-        (WorkState.RUNNING, False, True),
-        (WorkState.DORMANT, False, False),
-        (WorkState.FAILED, False, False),
-    ],
-)
-async def test_a_suspect_has_its_lane_to_itself_while_it_is_on_its_way(
-    lane, state, parked, isolated
-):
+@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("where", ["preparing", "ready", "running"])
+async def test_an_item_that_is_to_be_alone_has_its_lane_while_it_is_on_its_way(lane, where, parked):
+    add = lane.ready.push if where == "ready" else getattr(lane, where).add
+    add(work(parked=parked))
     assert not lane.isolated
-    lane.suspect = suspect = work(state, parked=parked)
-    assert not lane.isolated, "it is on no lane"
-    suspect.lane = lane
-    assert lane.isolated == isolated
+    add(work(alone=True, parked=parked))
+    assert lane.isolated == (where != "ready" or not parked)

@@ -29,9 +29,9 @@ HERE = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 # Generous where the machine may be slow, small where a test waits for the bound itself.
 TIMES = Times(
-    start_s=240, ping_s=0.1, silence_s=60, forward_s=60, ranks_s=0.2, stop_s=5, restart_s=0.05
+    start_s=240, ping_s=0.1, silence_s=120, forward_s=240, ranks_s=0.2, stop_s=5, restart_s=0.05
 )
-WAIT_S = 120
+WAIT_S = 240
 
 Make = Callable[..., Awaitable[WorkerTower]]
 
@@ -142,16 +142,6 @@ async def test_a_batch_comes_back_in_its_order_and_apart(tower):
     assert len({made.untyped_storage().data_ptr() for made in embeddings}) == 300
 
 
-async def test_batches_run_one_at_a_time_and_items_are_prepared_meanwhile(tower):
-    slow = [await tower.prepare("IMAGE", b"slow=0.3") for _ in range(2)]
-    began = time.monotonic()
-    running = [asyncio.create_task(tower.forward([item])) for item in slow]
-    await under_way(tower)
-    assert not any(task.done() for task in running)
-    await asyncio.gather(*running)
-    assert time.monotonic() - began > 0.6
-
-
 async def test_what_does_not_fit_into_a_packet_crosses(tower):
     prepared = await tower.prepare("VIDEO", b"extra=100000".ljust(64 << 20))
     assert prepared.layout.extra["times"] == list(range(100000))
@@ -186,8 +176,6 @@ async def test_an_item_of_a_failed_batch_may_be_run_again(tower):
         await tower.forward([good, failing])
     tower.discard(failing)
     await tower.forward([good])
-    with pytest.raises(ValueError, match="run before"):
-        await tower.forward([good])
 
 
 async def test_what_an_error_says_stays_in_the_worker(make, capfd):
@@ -213,17 +201,6 @@ async def test_ranks_that_may_be_out_of_step_are_started_again(make):
     assert tower.restarts == 3
 
 
-async def test_a_worker_whose_tower_is_broken_is_started_again(make):
-    tower = await make()
-    before = tower.pids
-    prepared = await tower.prepare("IMAGE", b"breaks")
-    with pytest.raises(TowerLostError, match="it fails at everything"):
-        async with asyncio.timeout(WAIT_S):
-            await tower.forward([prepared])
-    await until(lambda: tower.alive)
-    assert all(map(gone, before))
-
-
 async def test_ranks_that_prepare_differently_are_an_error(tower):
     if len(tower.pids) == 1:
         return
@@ -235,6 +212,7 @@ async def test_ranks_that_prepare_differently_are_an_error(tower):
 async def test_a_killed_worker_fails_its_calls_and_comes_back(make):
     tower = await make(2)
     for stage, rank in itertools.product(("prepare", "forward"), (0, 1)):
+        fds = psutil.Process().num_fds()
         kept = await tower.prepare("IMAGE", b"rows=1")
         if stage == "prepare":
             call = asyncio.create_task(tower.prepare("IMAGE", b"stuck"))
@@ -255,6 +233,7 @@ async def test_a_killed_worker_fails_its_calls_and_comes_back(make):
         with pytest.raises(TowerLostError, match="started again"):
             await tower.forward([kept])
         tower.discard(kept)
+        assert psutil.Process().num_fds() == fds
     assert tower.restarts == 4
     await embed(tower, b"rows=1")
 
@@ -275,23 +254,23 @@ async def test_a_stopped_worker_is_lost_after_its_silence(make):
     assert not psutil.pid_exists(pid)
 
 
-async def test_a_batch_without_end_is_given_up_and_is_not_a_silent_one(make):
-    tower = await make(times=replace(TIMES, forward_s=2.5, silence_s=1))
-    prepared = await tower.prepare("IMAGE", b"hangs")
-    with pytest.raises(TowerLostError, match=r"longer than 2.5 s"):
-        await tower.forward([prepared])
+@pytest.mark.parametrize(
+    ("data", "times", "reason"),
+    [
+        (b"hangs", replace(TIMES, forward_s=2.5, silence_s=1), r"longer than 2.5 s"),
+        (b"breaks", TIMES, "it fails at everything"),
+    ],
+    ids=["stuck", "broken"],
+)
+async def test_a_worker_whose_tower_is_stuck_or_broken_is_started_again(make, data, times, reason):
+    tower = await make(times=times)
+    before = tower.pids
+    prepared = await tower.prepare("IMAGE", data)
+    with pytest.raises(TowerLostError, match=reason):
+        async with asyncio.timeout(WAIT_S):
+            await tower.forward([prepared])
     await until(lambda: tower.alive)
-
-
-async def test_a_cancelled_batch_runs_on_and_the_next_waits_for_it(tower):
-    prepared = await tower.prepare("IMAGE", b"slow=0.5")
-    began = time.monotonic()
-    slow = asyncio.create_task(tower.forward([prepared]))
-    await under_way(tower)
-    slow.cancel()
-    await embed(tower, b"rows=1")
-    assert slow.cancelled()
-    assert time.monotonic() - began >= 0.5
+    assert all(map(gone, before))
 
 
 async def test_a_cancelled_prepare_ends_in_the_worker_too(tower):
@@ -316,29 +295,22 @@ async def test_a_start_that_keeps_failing_is_tried_again_later(make, tmp_path, c
     await tower.prepare("IMAGE", b"rows=1")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_start_that_fails_says_why(make, ranks, capfd):
-    with pytest.raises(TowerStartError, match=r"vision worker 0.*ValueError: no such checkpoint"):
-        await make(ranks, error="no such checkpoint")
-    assert "Traceback" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("options", "times", "reason"),
+    ("start", "reason"),
     [
-        ({"dies": True}, TIMES, r"the other end is gone.*-11"),
-        ({"sleeps": "/dev/null"}, replace(TIMES, start_s=1), "not ready after 1 s"),
+        ({"error": "no such file"}, r"vision worker 0.*ValueError: no such file"),
+        ({"error": "no such file", "ranks": 2}, r"vision worker 0.*ValueError: no such file"),
+        ({"dies": True}, r"the other end is gone.*-11"),
+        ({"sleeps": "/dev/null", "times": replace(TIMES, start_s=1)}, "not ready after 1 s"),
+        ({"env": {**ENV, "PYTHONPATH": ""}}, "No module named 'worker_engine'"),
     ],
-    ids=["dies", "sleeps"],
+    ids=["fails", "fails of two", "dies", "sleeps", "is not there"],
 )
-async def test_a_start_without_a_word_ends(make, options, times, reason):
+async def test_a_start_that_fails_says_why(make, capfd, start, reason):
     with pytest.raises(TowerStartError, match=reason):
-        await make(times=times, **options)
-
-
-async def test_a_factory_that_is_not_there_is_named(make):
-    with pytest.raises(TowerStartError, match="No module named 'worker_engine'"):
-        await make(env={**ENV, "PYTHONPATH": ""})
+        await make(**start)
+    said = not {"dies", "sleeps"} & start.keys()
+    assert ("Traceback" in capfd.readouterr().err) == said
 
 
 async def test_a_tower_that_closes_fails_its_calls(make):
@@ -436,11 +408,10 @@ async def test_a_thousand_calls_leave_nothing_behind(tower):
     async def hundred() -> None:
         for n in range(100):
             prepared = await tower.prepare("IMAGE", b"rows=%d" % (2000 if n % 10 else 20000))
-            if n % 3 == 0:
-                tower.discard(prepared)
-            elif n % 3 == 1:
+            if n % 3 == 1:
                 await tower.forward([prepared])
-            # else its last reference goes
+            else:
+                tower.discard(prepared)
             with pytest.raises(MediaError):
                 await tower.prepare("IMAGE", b"bad".ljust(1 << 20))
 
@@ -458,15 +429,4 @@ async def test_a_thousand_calls_leave_nothing_behind(tower):
         assert rss_after - rss < 24 << 20
     crew = tower._crew
     assert crew is not None
-    assert not crew._items
     assert not crew._calls
-
-
-async def test_restarts_leave_nothing_behind(make):
-    tower = await make()
-    fds = psutil.Process().num_fds()
-    for _ in range(3):
-        os.kill(tower.pids[0], signal.SIGKILL)
-        await until(lambda: not tower.alive)
-        await until(lambda: tower.alive)
-    assert psutil.Process().num_fds() == fds

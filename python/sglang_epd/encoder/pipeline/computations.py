@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from sglang_epd import logs
 from sglang_epd.cache import EmbeddingCache, Entry
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job, Utilisation
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Utilisation
 from sglang_epd.encoder.pipeline.work import (
     UNDER_WAY,
     Hold,
@@ -56,27 +55,13 @@ _LOOK_AGAIN_S = 0.2
 _SHUTTING_DOWN = "this encoder is shutting down"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds on the work.
-
-    Attributes:
-        batch: on one forward pass.
-        staged_bytes: embeddings in use or being made; past it no batch is begun.
-    """
-
-    batch: BatchBounds
-    staged_bytes: int = 1 << 30
-
-
 class Computations:
     """The stages between an item's bytes and its embedding.
 
     Args:
-        towers: prepare and run items; at least one.
-        cache: of embeddings.
-        metrics: counts lookups, batches and failures.
-        limits: bounds on the work.
+        towers: at least one.
+        batch: bounds on one forward pass.
+        staged_bytes: embeddings in use or being made; past it no batch is begun.
         store: asked before an embedding is made, and filled behind it, if there is one.
 
     Attributes:
@@ -89,22 +74,22 @@ class Computations:
         towers: Sequence[Tower],
         cache: EmbeddingCache,
         metrics: EncoderMetrics,
-        limits: Limits,
+        *,
+        batch: BatchBounds,
+        staged_bytes: int = 1 << 30,
         store: SharedStore | None = None,
     ) -> None:
-        if not towers:
-            raise ValueError("there is no tower")
         self.cache = cache
         self.store = store
         self._metrics = metrics
-        self._limits = limits
+        self._batch = batch
+        self._staged_bytes = staged_bytes
         self._lanes = [Lane(tower) for tower in towers]
-        self._waiting = FairQueue()
+        self._waiting: FairQueue[Work] = FairQueue()
         self._works: dict[bytes, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Pinned for askers that do not want them now.
         self._kept_bytes = 0
-        self._running_bytes = 0
         self._look_again: asyncio.TimerHandle | None = None
         self._pumping = False
         # Why nothing is made any more; empty while there is no such reason.
@@ -149,8 +134,9 @@ class Computations:
             key,
             modality,
             data,
-            Job(owner, len(data or b""), deadline),
-            looked=looked,
+            owner,
+            deadline,
+            looked,
             changed=self._want,
             released=self._release,
         )
@@ -178,8 +164,9 @@ class Computations:
             "towers": [
                 {"alive": lane.tower.alive, "patches": int(lane.patches)} for lane in self._lanes
             ],
+            "weights_bytes": sum(lane.tower.weights_bytes for lane in self._lanes),
             "staged_bytes": self._in_use(),
-            "max_staged_bytes": self._limits.staged_bytes,
+            "max_staged_bytes": self._staged_bytes,
             "cache": {
                 "entries": len(cache),
                 "bytes": cache.nbytes,
@@ -213,8 +200,6 @@ class Computations:
         """Make nothing any more, and fail waiting work; batches that run end by themselves, and
         has `_pump` look again."""
         self._refusal = self._refusal or why
-        if self._look_again is not None:
-            self._look_again.cancel()
         for work in list(self._works.values()):
             if work.state not in UNDER_WAY:
                 self._fail(work, UnavailableError(self._refusal))
@@ -247,9 +232,15 @@ class Computations:
                 hold.fail(MediaNeededError("the embedding of known media is gone"))
                 return
             hold.source = "computed"
-            state = WorkState.WAITING if store is None else WorkState.LOOKING
-            work = Work(hold.key, hold.modality, hold.data, hold.job, state)
-            self._works[hold.key] = work
+            work = self._works[hold.key] = Work(
+                hold.owner,
+                0.0,
+                hold.deadline,
+                key=hold.key,
+                modality=hold.modality,
+                data=hold.data,
+                state=WorkState.WAITING if store is None else WorkState.LOOKING,
+            )
             if store is None:
                 self._let_wait(work)
             else:
@@ -258,7 +249,7 @@ class Computations:
             hold.source = "coalesced"
             if work.data is None:
                 work.data = hold.data
-            work.job.deadline = max(work.job.deadline, hold.job.deadline)
+            work.deadline = max(work.deadline, hold.deadline)
         hold.join(work)
         self._consider(work)
         if work.prepared is not None:
@@ -270,64 +261,62 @@ class Computations:
         elif hold.entry is not None:
             if hold.wanted:
                 self._kept_bytes -= hold.entry.nbytes
-            elif self._kept_bytes + hold.entry.nbytes <= _KEPT_BYTES:
-                self._kept_bytes += hold.entry.nbytes
             else:
-                self.cache.release(hold.entry)
-                hold.entry = None
+                self._keep(hold, hold.entry)
         elif hold.wanted and not hold.failed:
             hold.begin_again()
             self._attach(hold)
         self._pump_soon()
 
-    def _release(self, hold: Hold, work: Work | None, entry: Entry | None) -> None:
-        if entry is not None:
+    def _release(self, hold: Hold) -> None:
+        work = hold.work
+        if hold.entry is not None:
             if not hold.wanted:
-                self._kept_bytes -= entry.nbytes
-            self.cache.release(entry)
+                self._kept_bytes -= hold.entry.nbytes
+            self.cache.release(hold.entry)
         elif work is not None:
             work.holds.remove(hold)
             if work.holds:
-                work.job.deadline = max(other.job.deadline for other in work.holds)
+                work.deadline = max(other.deadline for other in work.holds)
                 self._consider(work)
             elif work.state not in UNDER_WAY:
                 self._end(work, WorkState.FAILED)
-            elif work.state is WorkState.PREPARING and work.preparation is not None:
+            elif work.preparation is not None:
                 work.preparation.cancel()
                 work.preparation = None
         self._pump_soon()
-
-    def _consider(self, work: Work) -> None:
-        """Act upon whether a hold wants it now."""
-        work.job.parked = not work.wanted
-        if work.wanted and work.state is WorkState.DORMANT:
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
-
-    def _let_wait(self, work: Work) -> None:
-        """Its turn to be prepared, measured in pixels as that of all waiting work."""
-        old = work.job
-        work.pixels = work.pixels or claimed_pixels(work.modality, work.media)
-        work.job = Job(
-            old.owner,
-            work.pixels,
-            old.deadline,
-            alone=work.losses > 0,
-            large=work.pixels > SMALL_PIXELS,
-            parked=old.parked,
-            content=work,
-        )
-        self._waiting.push(work.job)
 
     def _give(self, hold: Hold, entry: Entry) -> None:
         """An entry that is pinned for this hold."""
         hold.give(entry)
         if not hold.wanted:
+            self._keep(hold, entry)
+
+    def _keep(self, hold: Hold, entry: Entry) -> None:
+        """Until an asker without memory wants it, if there is room for that."""
+        if self._kept_bytes + entry.nbytes <= _KEPT_BYTES:
             self._kept_bytes += entry.nbytes
-            if self._kept_bytes > _KEPT_BYTES:
-                self._kept_bytes -= entry.nbytes
-                self.cache.release(entry)
-                hold.entry = None
+        else:
+            self.cache.release(entry)
+            hold.entry = None
+
+    def _consider(self, work: Work) -> None:
+        """Act upon whether a hold wants it now."""
+        work.parked = not any(hold.wanted for hold in work.holds)
+        if not work.parked and work.state is WorkState.DORMANT:
+            self._begin_again(work)
+
+    def _begin_again(self, work: Work) -> None:
+        work.prepared, work.lane = None, None
+        work.enter(WorkState.WAITING)
+        self._let_wait(work)
+
+    def _let_wait(self, work: Work) -> None:
+        """Its turn to be prepared, measured in pixels as that of all waiting work."""
+        work.pixels = work.pixels or claimed_pixels(work.modality, work.media)
+        work.cost = work.pixels
+        work.large = work.pixels > SMALL_PIXELS
+        self._waiting.push(work)
 
     # Stages
 
@@ -342,13 +331,9 @@ class Computations:
                     hold.source = "stored"
             self._share(work, found.layout, found.embedding)
         elif work.holds and work.data is not None:
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
+            self._begin_again(work)
         else:
-            holds = work.holds
             self._fail(work, MediaNeededError("the store does not have the embedding"))
-            for hold in holds:
-                hold.ms.update(work.ms)
 
     def _pump_soon(self) -> None:
         """Once for all that changes in one turn of the event loop: a look at a long queue
@@ -360,13 +345,16 @@ class Computations:
     def _pump(self) -> None:
         """Begin all work that may begin now."""
         self._pumping = False
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
         if self._refusal:
             self._refuse(self._refusal)
             return
         now = time.monotonic()
-        for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
-            for job in queue.take_expired(now):
-                self._fail(job.content, DeadlineError("the request's deadline passed"))
+        for queue in self._queues():
+            for work in queue.take_expired(now):
+                self._fail(work, DeadlineError("the request's deadline passed"))
         for lane in self._lanes:
             if not lane.tower.alive:
                 self._take_back(lane)
@@ -376,7 +364,9 @@ class Computations:
         while self._begin_preparing(now):
             pass
         if self._works and not all(lane.tower.alive for lane in self._lanes):
-            self._pump_later()
+            # No event says when a tower that was lost is back.
+            loop = asyncio.get_running_loop()
+            self._look_again = loop.call_later(_LOOK_AGAIN_S, self._pump)
         self._metrics.patches_queued.set(self._patches())
         self._metrics.items_queued.set(len(self._works))
 
@@ -384,45 +374,30 @@ class Computations:
         """Hand a tower the next item to prepare; False if there is none, or no place."""
         # Waiting work is measured in pixels, until it has been prepared.
         rate = sum(lane.pixel_rate for lane in self._lanes)
-        job = self._waiting.first(now, rate)
-        lane = self._preparer(job) if job is not None else None
-        if lane is None and job is not None and job.large:
-            job = self._waiting.first(now, rate, large=False)
-            lane = self._preparer(job) if job is not None else None
-        if job is None or lane is None:
+        work = self._waiting.first(now, rate)
+        lane = self._preparer(work) if work is not None else None
+        if lane is None and work is not None and work.large:
+            work = self._waiting.first(now, rate, large=False)
+            lane = self._preparer(work) if work is not None else None
+        if work is None or lane is None:
             return False
-        self._waiting.begin(job)
-        work: Work = job.content
+        self._waiting.begin([work])
         work.enter(WorkState.PREPARING)
         work.lane = lane
-        lane.preparing += 1
-        lane.preparing_large += job.large
-        if job.alone:
-            lane.suspect = work
-        self._spawn(self._prepare(work, lane, large=job.large), [work])
+        lane.preparing.add(work)
+        self._spawn(self._prepare(work, lane), [work])
         return True
 
-    def _pump_later(self) -> None:
-        """No event says when a tower that was lost is back."""
-        if self._look_again is None:
-
-            def look() -> None:
-                self._look_again = None
-                self._pump()
-
-            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
-
-    def _preparer(self, job: Job) -> Lane | None:
+    def _preparer(self, work: Work) -> Lane | None:
         """The lane that is to prepare it, if any has room for more."""
-        batch = self._limits.batch
         able = [
             lane
             for lane in self._lanes
             if lane.tower.alive
-            and lane.has_place(large=job.large)
+            and lane.has_place(large=work.large)
             and not lane.isolated
-            and not lane.full(batch, large=job.large)
-            and (lane.empty or not job.alone)
+            and not lane.full(self._batch, large=work.large)
+            and (lane.empty or not work.alone)
         ]
         lane = min(able, key=lambda lane: lane.patches, default=None)
         if lane is not None:
@@ -431,30 +406,27 @@ class Computations:
 
     def _make_room(self, lane: Lane) -> None:
         """Drop unwanted pixels where others need their place."""
-        for job in [job for job in lane.ready if job.parked]:
-            if not lane.full(self._limits.batch, parked=True):
+        for work in [work for work in lane.ready if work.parked]:
+            if not lane.full(self._batch, parked=True):
                 break
-            lane.ready.remove(job)
-            work: Work = job.content
+            lane.ready.remove(work)
             self._discard(work)
             work.enter(WorkState.DORMANT)
 
-    async def _prepare(self, work: Work, lane: Lane, *, large: bool) -> None:
+    async def _prepare(self, work: Work, lane: Lane) -> None:
         began = time.monotonic()
         try:
-            preparing = lane.tower.prepare(work.modality, work.media, work.job.deadline)
+            preparing = lane.tower.prepare(work.modality, work.media, work.deadline)
             work.preparation = asyncio.ensure_future(preparing)
             prepared = await work.preparation
         except asyncio.CancelledError:
             if work.preparation is not None:  # not by us
                 raise
             # It was unwanted; an asker may have come since.
-            if not work.holds:
+            if work.holds:
+                self._begin_again(work)
+            else:
                 self._end(work, WorkState.FAILED)
-                return
-            work.lane = None
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
             return
         except TowerLostError:
             self._lost(work)
@@ -469,48 +441,36 @@ class Computations:
             return
         finally:
             work.preparation = None  # it holds the prepared item
-            lane.preparing -= 1
-            lane.preparing_large -= large
-        lane.note_prepared(work.pixels, time.monotonic() - began)
+            lane.preparing.remove(work)
         work.prepared = prepared
-        lane.typical += 0.2 * (prepared.patches - lane.typical)
+        lane.note_prepared(work, prepared.patches, time.monotonic() - began)
         if not work.holds:
             self._end(work, WorkState.FAILED)
             return
         for hold in work.holds:
             hold.show(prepared.layout)
-        old = work.job
-        work.job = Job(
-            old.owner,
-            max(prepared.patches, 1),
-            old.deadline,
-            spec_bytes(prepared.layout.embedding),
-            prepared.group,
-            alone=work.losses > 0,
-            parked=old.parked,
-            content=work,
-        )
+        work.cost = max(prepared.patches, 1)
+        work.nbytes = spec_bytes(prepared.layout.embedding)
+        work.group = prepared.group
         work.enter(WorkState.READY)
-        lane.ready.push(work.job)
+        lane.ready.push(work)
 
     def _begin_running(self, lane: Lane, now: float) -> bool:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        if lane.batches and not lane.has_batch(self._limits.batch):
+        if lane.batches and not lane.has_batch(self._batch):
             # The tower has something to do until there is more: small passes take as long.
             return False
         in_use = self._in_use()
-        room = self._limits.staged_bytes - in_use if in_use > 0 else float("inf")
-        jobs = lane.ready.take(now, self._limits.batch, lane.rate, room)
-        works: list[Work] = [job.content for job in jobs]
+        room = self._staged_bytes - in_use if in_use > 0 else float("inf")
+        works = lane.ready.take(now, self._batch, lane.rate, room)
         if not works:
             return False
         for work in works:
             work.enter(WorkState.RUNNING)
         lane.batches += 1
         lane.running.update(works)
-        self._running_bytes += sum(job.nbytes for job in jobs)
         self._spawn(self._run(lane, works), list(works))
         return True
 
@@ -520,11 +480,11 @@ class Computations:
         Embeddings that are kept for receivers without memory do not count here: `_KEPT_BYTES`
         bounds them.
         """
-        return self.cache.pinned_bytes - self._kept_bytes + self._running_bytes
+        running = sum(work.nbytes for lane in self._lanes for work in lane.running)
+        return self.cache.pinned_bytes - self._kept_bytes + running
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         batch = list(works)
-        nbytes = sum(work.job.nbytes for work in batch)
         try:
             await self._run_batch(lane, works)
         except TowerLostError:
@@ -537,7 +497,6 @@ class Computations:
         finally:
             lane.batches -= 1
             lane.running.difference_update(batch)
-            self._running_bytes -= nbytes
 
     async def _run_batch(self, lane: Lane, works: list[Work]) -> None:
         """Run a batch; one that fails is run again in halves, so that the bad item fails alone."""
@@ -565,12 +524,10 @@ class Computations:
                     await self._run_batch(lane, still)
             return
         elapsed_s = self._note_busy(lane, began)
-        patches = sum(work.job.cost for work in works)
+        patches = sum(work.cost for work in works)
         self._metrics.batch_patches.observe(patches)
         self._metrics.batch_items.observe(len(works))
-        if elapsed_s > 0:
-            weight = 0.2 if lane.rate else 1.0
-            lane.rate += (patches / elapsed_s - lane.rate) * weight
+        lane.note_ran(patches, elapsed_s)
         while works:
             work = works.pop(0)
             lane.running.discard(work)
@@ -594,62 +551,58 @@ class Computations:
 
     def _share(self, work: Work, layout: Layout, embedding: torch.Tensor) -> None:
         """Give it to all its holds."""
-        holds = work.holds
-        work.holds = []
+        holds, work.holds = work.holds, []
         self._end(work, WorkState.DONE)
         entry = self.cache.add(work.key, layout, embedding)
         for hold in holds:
-            if hold.source in ("computed", "stored"):
-                hold.ms.update(work.ms)
             pinned = self.cache.find(work.key)
             assert pinned is entry
             self._give(hold, entry)
         self.cache.release(entry)
-        for stage, ms in work.ms.items():
-            self._metrics.stage_seconds.labels(stage).observe(ms / 1e3)
+        for stage, began, ended in work.stages:
+            self._metrics.stage_seconds.labels(stage).observe(ended - began)
 
     def _take_back(self, lane: Lane) -> None:
         """Work that was ready on a lost tower begins again."""
-        for job in list(lane.ready):
-            lane.ready.remove(job)
-            work: Work = job.content
+        for work in list(lane.ready):
+            lane.ready.remove(work)
             self._discard(work)
-            work.lane = None
-            work.enter(WorkState.WAITING)
-            self._let_wait(work)
+            self._begin_again(work)
 
     def _lost(self, work: Work) -> None:
         """Its tower is gone: from the beginning, alone, and not for ever."""
         work.losses += 1
-        work.prepared, work.lane = None, None
+        work.alone = True
         self._metrics.lost_items.inc()
         if work.losses > _MAX_LOSSES or not work.holds or self._refusal:
             self._fail(work, EncodeError("the encoder's worker process died on this item"))
-            return
-        work.enter(WorkState.WAITING)
-        self._let_wait(work)
+        else:
+            self._begin_again(work)
 
     def _fail(self, work: Work, error: EpdError | MediaNeededError) -> None:
-        holds = work.holds
-        work.holds = []
+        holds, work.holds = work.holds, []
         self._end(work, WorkState.FAILED)
         for hold in holds:
             hold.fail(error)
 
     def _end(self, work: Work, state: WorkState) -> None:
-        for queue in (self._waiting, *(lane.ready for lane in self._lanes)):
-            if work.job in queue:
-                queue.remove(work.job)
+        for queue in self._queues():
+            if work in queue:
+                queue.remove(work)
         self._discard(work)
         work.enter(state)
         del self._works[work.key]
-        # Its job refers to it: media would stay until cycles are collected.
-        work.data = work.preparation = None
+        work.data = None  # a batch that still runs may keep the work
 
     def _discard(self, work: Work) -> None:
         if work.prepared is not None and work.lane is not None:
             work.lane.tower.discard(work.prepared)
             work.prepared = None
+
+    def _queues(self) -> Iterator[FairQueue[Work]]:
+        yield self._waiting
+        for lane in self._lanes:
+            yield lane.ready
 
     def _patches(self) -> int:
         typical = max(lane.typical for lane in self._lanes)
@@ -657,7 +610,7 @@ class Computations:
 
     def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
         # Logged under the owner's request, not under that of the asker that set it off.
-        with logs.about(str(works[0].job.owner) if len(works) == 1 else ""):
+        with logs.about(str(works[0].owner) if len(works) == 1 else ""):
             task = asyncio.create_task(stage)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._stage_done(task, works))
@@ -678,5 +631,5 @@ def _said(error: Exception, work: Work) -> EpdError:
     """The askers' error; an unknown error's text goes to the log."""
     if isinstance(error, EpdError):
         return error
-    logger.error("An item of %s failed", work.job.owner, exc_info=error)
+    logger.error("An item of %s failed", work.owner, exc_info=error)
     return EncodeError("the encoder failed on this item")

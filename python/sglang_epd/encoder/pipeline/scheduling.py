@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 _SPAN_S = 60.0
 
 
 @dataclass(frozen=True)
 class BatchBounds:
-    """A key of jobs that may run together.
+    """How much may run together.
 
     Attributes:
         patches: of a batch of several items; one item may have more.
@@ -38,10 +38,6 @@ class BatchBounds:
 
     patches: int
     items: int
-
-    def __post_init__(self) -> None:
-        if self.patches < 1 or self.items < 1:
-            raise ValueError("a batch has at least one patch and one item")
 
 
 @dataclass(eq=False)
@@ -57,7 +53,7 @@ class Job:
         alone: never to be run with others.
         large: `first` may be asked for one that is not.
         parked: not to be returned now.
-        content: the asker's own.
+        content: its user's own.
     """
 
     owner: Hashable
@@ -72,11 +68,14 @@ class Job:
     number: int = field(default=0, repr=False)
 
 
-class FairQueue:
+_J = TypeVar("_J", bound=Job)
+
+
+class FairQueue(Generic[_J]):
     """Jobs that wait for their turn."""
 
     def __init__(self) -> None:
-        self._jobs: dict[Job, None] = {}
+        self._jobs: dict[_J, None] = {}
         self._virtual = 0.0
         # When owners would be done with their shares, if they wait or that is later than now.
         # After it comes the number of their first job, as two may be done at the same time.
@@ -87,20 +86,14 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[_J]:
         return iter(self._jobs)
 
-    def __contains__(self, job: Job) -> bool:
+    def __contains__(self, job: _J) -> bool:
         return job in self._jobs
 
-    def push(self, job: Job) -> None:
-        """Let a job wait.
-
-        Raises:
-            ValueError: it waits already.
-        """
-        if job in self._jobs:
-            raise ValueError("the job waits already")
+    def push(self, job: _J) -> None:
+        """Let a job wait, which does not yet."""
         self._pushed += 1
         job.number = self._pushed
         end, number = self._ends.get(job.owner, (0.0, job.number))
@@ -108,18 +101,14 @@ class FairQueue:
         self._jobs[job] = None
         self.cost += job.cost
 
-    def remove(self, job: Job) -> None:
-        """Take a job out that will not be done.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+    def remove(self, job: _J) -> None:
+        """Take a job out that will not be done."""
         self._take_out(job)
         if job.owner in self._ends:
             end, number = self._ends[job.owner]
             self._ends[job.owner] = end - job.cost, number
 
-    def _take_out(self, job: Job) -> None:
+    def _take_out(self, job: _J) -> None:
         del self._jobs[job]
         self.cost -= job.cost
         if not self._jobs:
@@ -136,10 +125,10 @@ class FairQueue:
             if end[0] > self._virtual or owner in waiting
         }
 
-    def _turn(self, job: Job) -> tuple[tuple[float, int], int]:
+    def _turn(self, job: _J) -> tuple[tuple[float, int], int]:
         return self._ends[job.owner], job.number
 
-    def first(self, now: float, rate: float, *, large: bool = True) -> Job | None:
+    def first(self, now: float, rate: float, *, large: bool = True) -> _J | None:
         """The job that `take` would take first; None if none may run now.
 
         Args:
@@ -151,18 +140,14 @@ class FairQueue:
         # In any order, none will be late.
         return min(jobs, key=self._turn, default=None)
 
-    def begin(self, job: Job) -> None:
-        """Take out one job, which is done now."""
-        self._begin([job])
-
-    def take_expired(self, now: float) -> list[Job]:
+    def take_expired(self, now: float) -> list[_J]:
         """Take out the jobs whose deadline has passed."""
         expired = [job for job in self._jobs if job.deadline <= now]
         for job in expired:
             self.remove(job)
         return expired
 
-    def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[Job]:
+    def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[_J]:
         """Take out the jobs to run next, together: all of one group.
 
         Args:
@@ -173,7 +158,7 @@ class FairQueue:
         Returns:
             Nothing if no job may run now. Expired jobs stay until `take_expired`.
         """
-        batch: list[Job] = []
+        batch: list[_J] = []
         cost, nbytes = 0.0, 0
         for job in self._order(self._runnable(now), now, rate):
             first = batch[0] if batch else None
@@ -189,30 +174,31 @@ class FairQueue:
             nbytes += job.nbytes
             if job.alone or len(batch) == bounds.items:
                 break
-        self._begin(batch)
+        self.begin(batch)
         return batch
 
-    def _begin(self, batch: list[Job]) -> None:
+    def begin(self, batch: list[_J]) -> None:
+        """Take out jobs that are done now."""
         owners = len({job.owner for job in self._jobs})
         for job in batch:
             self._take_out(job)
         if self._jobs and batch:
             self._advance(sum(job.cost for job in batch), owners)
 
-    def _runnable(self, now: float, *, large: bool = True) -> list[Job]:
+    def _runnable(self, now: float, *, large: bool = True) -> list[_J]:
         return [
             job
             for job in self._jobs
             if not job.parked and job.deadline > now and (large or not job.large)
         ]
 
-    def _order(self, jobs: list[Job], now: float, rate: float) -> list[Job]:
+    def _order(self, jobs: list[_J], now: float, rate: float) -> list[_J]:
         """The next first."""
         jobs.sort(key=self._turn)
         if rate <= 0:
             return jobs
-        urgent: list[Job] = []
-        others: list[Job] = []
+        urgent: list[_J] = []
+        others: list[_J] = []
         done_at = now
         for job in jobs:
             done_at += job.cost / rate

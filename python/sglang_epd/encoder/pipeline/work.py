@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -60,58 +61,6 @@ _NEXT = {
     WorkState.FAILED: set[WorkState](),
 }
 
-
-# Its name, when it began and when it ended, in seconds of `time.perf_counter`.
-Stage = tuple[str, float, float]
-
-
-@dataclass(eq=False)
-class Work:
-    """One embedding in the making."""
-
-    key: bytes
-    modality: str
-    # Its encoded media; None while the store is asked for askers that have not read them.
-    data: bytes | None
-    job: Job
-    state: WorkState
-    holds: list[Hold] = field(default_factory=list)
-    lane: Lane | None = None
-    # The pixels that its media claim, since they are here.
-    pixels: int = 0
-    preparation: asyncio.Future[Prepared] | None = None
-    prepared: Prepared | None = None
-    losses: int = 0
-    ms: dict[str, float] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-    since: float = field(default_factory=time.perf_counter)
-
-    @property
-    def wanted(self) -> bool:
-        return any(hold.wanted for hold in self.holds)
-
-    @property
-    def media(self) -> bytes:
-        """What every stage but a look into the store needs."""
-        assert self.data is not None
-        return self.data
-
-    def enter(self, state: WorkState) -> None:
-        """Take the next state; the time in the last one counts under its name.
-
-        Raises:
-            RuntimeError: there is no such transition.
-        """
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"{self.state} -> {state}")
-        now = time.perf_counter()
-        stage = _STAGES.get(self.state)
-        if stage is not None:
-            self.ms[stage] = round(self.ms.get(stage, 0.0) + (now - self.since) * 1e3, 3)
-            self.stages.append((stage, self.since, now))
-        self.state, self.since = state, now
-
-
 # States that finish by themselves; release() and close() wait for them.
 # Preparing is ended with the last of them.
 UNDER_WAY = (WorkState.LOOKING, WorkState.PREPARING, WorkState.RUNNING)
@@ -125,33 +74,78 @@ _STAGES = {
     WorkState.RUNNING: "forward",
 }
 
+# Its name, when it began and when it ended, in seconds of `time.perf_counter`.
+Stage = tuple[str, float, float]
 
+
+@dataclass(eq=False, kw_only=True)
+class Work(Job):
+    """One embedding in the making. Its turn is that of the asker who came first.
+
+    Attributes:
+        data: the encoded media; None while the store is asked for askers without media.
+        pixels: that its media claim, since they are here.
+        stages: that are over.
+    """
+
+    key: bytes
+    modality: str
+    data: bytes | None
+    state: WorkState
+    holds: list[Hold] = field(default_factory=list)
+    lane: Lane | None = None
+    pixels: int = 0
+    preparation: asyncio.Future[Prepared] | None = None
+    prepared: Prepared | None = None
+    losses: int = 0
+    stages: list[Stage] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def media(self) -> bytes:
+        """What every stage but a look into the store needs."""
+        assert self.data is not None
+        return self.data
+
+    def enter(self, state: WorkState) -> None:
+        """Take the next state; the time in the last one is a stage.
+
+        Raises:
+            RuntimeError: there is no such transition.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"{self.state} -> {state}")
+        now = time.perf_counter()
+        if self.state in _STAGES:
+            self.stages.append((_STAGES[self.state], self.since, now))
+        self.state, self.since = state, now
+
+
+@dataclass(eq=False)
 class Lane:
-    """A tower and the work that is assigned to it."""
+    """A tower and the work that is assigned to it.
 
-    def __init__(self, tower: Tower) -> None:
-        self.tower = tower
-        self.ready = FairQueue()
-        self.preparing = 0
-        # Of these, large ones.
-        self.preparing_large = 0
-        self.batches = 0
-        self.running: set[Work] = set()
-        # When the last batch ended.
-        self.free_at = 0.0
-        # Was there when a tower was lost, and gets a tower to itself.
-        self.suspect: Work | None = None
-        # Patches a second, claimed pixels a second, and patches an item; averages over the
-        # recent past.
-        self.rate = 0.0
-        self.pixel_rate = 0.0
-        self.typical = 1.0
+    Attributes:
+        free_at: when the last batch ended.
+        rate, pixel_rate, typical: patches a second, claimed pixels a second, and patches an
+            item; averages over the recent past.
+    """
+
+    tower: Tower
+    preparing: set[Work] = field(default_factory=set)
+    ready: FairQueue[Work] = field(default_factory=FairQueue)
+    running: set[Work] = field(default_factory=set)
+    batches: int = 0
+    free_at: float = 0.0
+    rate: float = 0.0
+    pixel_rate: float = 0.0
+    typical: float = 1.0
 
     @property
     def patches(self) -> float:
         """Cost of the assigned work, as far as it is known."""
-        running = sum(work.job.cost for work in self.running)
-        return self.ready.cost + running + self.preparing * self.typical
+        running = sum(work.cost for work in self.running)
+        return self.ready.cost + running + len(self.preparing) * self.typical
 
     def has_place(self, *, large: bool) -> bool:
         """Whether its tower can prepare one more.
@@ -160,30 +154,32 @@ class Lane:
         long as they are decoded.
         """
         places = self.tower.preparers
-        if large and self.preparing_large >= max(1, places - 1):
+        if large and _large(self.preparing) >= max(1, places - 1):
             return False
-        return self.preparing < places
+        return len(self.preparing) < places
 
-    def note_prepared(self, pixels: int, elapsed_s: float) -> None:
+    def note_prepared(self, work: Work, patches: int, elapsed_s: float) -> None:
         """One of its places took so long for an item."""
+        self.typical = _moved(self.typical, patches)
         if elapsed_s > 0:
-            weight = 0.2 if self.pixel_rate else 1.0
-            rate = self.tower.preparers * pixels / elapsed_s
-            self.pixel_rate += (rate - self.pixel_rate) * weight
+            rate = self.tower.preparers * work.pixels / elapsed_s
+            self.pixel_rate = _moved(self.pixel_rate, rate)
+
+    def note_ran(self, patches: float, elapsed_s: float) -> None:
+        """A batch took so long."""
+        if elapsed_s > 0:
+            self.rate = _moved(self.rate, patches / elapsed_s)
 
     @property
     def empty(self) -> bool:
         """Whether no wanted item is assigned to it."""
-        return not self.preparing and not self.running and all(job.parked for job in self.ready)
+        return not self.preparing and not self.running and all(work.parked for work in self.ready)
 
     @property
     def isolated(self) -> bool:
-        """Whether the suspect is on its way, so that nothing else may be."""
-        work = self.suspect
-        if work is None or work.lane is not self:
-            return False
-        waits = work.state is WorkState.READY and not work.job.parked
-        return waits or work.state in (WorkState.PREPARING, WorkState.RUNNING)
+        """Whether an item that is to be alone is on its way, so that nothing else may be."""
+        ready = (work for work in self.ready if not work.parked)
+        return any(work.alone for work in chain(self.preparing, ready, self.running))
 
     def full(self, batch: BatchBounds, *, parked: bool = False, large: bool = True) -> bool:
         """Whether a batch is on its way to the tower, for each that it would take at once.
@@ -192,8 +188,8 @@ class Lane:
             parked: count unwanted items as well.
             large: count large items that are being prepared as well.
         """
-        preparing = self.preparing - (0 if large else self.preparing_large)
-        ready = [job.cost for job in self.ready if parked or not job.parked]
+        preparing = len(self.preparing) - (0 if large else _large(self.preparing))
+        ready = [work.cost for work in self.ready if parked or not work.parked]
         items = len(ready) + preparing
         patches = sum(ready) + preparing * self.typical
         batches = max(1, self.tower.depth - self.batches)
@@ -201,7 +197,7 @@ class Lane:
 
     def has_batch(self, batch: BatchBounds) -> bool:
         """Whether a batch of what is ready would have no more in it a little later."""
-        ready = [job.cost for job in self.ready if not job.parked]
+        ready = [work.cost for work in self.ready if not work.parked]
         return (
             not self.preparing
             or len(ready) >= batch.items
@@ -209,60 +205,56 @@ class Lane:
         )
 
 
+def _large(works: Iterable[Work]) -> int:
+    return sum(work.large for work in works)
+
+
+def _moved(average: float, value: float) -> float:
+    """A running average with the newest value; 0 before the first."""
+    return average + 0.2 * (value - average) if average else value
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(eq=False, repr=False)
 class Hold:
     """One asker's interest in an embedding.
 
     `Computations` makes it and reports its outcome (`join`, `show`, `give`, `fail`); the
     asker waits, says whether it wants the embedding now, and releases it.
 
-    Args:
-        key: of the embedding.
-        modality: of the item.
-        data: its encoded media; None where the embedding is at hand.
-        job: its turn, owner and deadline.
-        looked: the store does not have the embedding.
-        changed: called when the asker wants the embedding again, or does not any more.
-        released: called once, with the work or the cache's entry that it had.
-
     Attributes:
+        key, modality, data, owner, deadline, looked: as of `Computations.hold`.
+        changed: called when the asker wants the embedding again, or does not any more.
+        released: called once.
         wanted: whether the embedding is of use now.
         work: the embedding in the making that it waits for, if any.
         entry: the embedding in the cache, pinned for it, if it has one.
+        made: done when the embedding is there, or will not be.
         source: how it comes about: "cached", "coalesced" (with another asker), "stored"
             (it was in the shared store) or "computed".
-        ms: milliseconds that it spent in each stage.
         began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        modality: str,
-        data: bytes | None,
-        job: Job,
-        *,
-        looked: bool,
-        changed: Callable[[Hold], None],
-        released: Callable[[Hold, Work | None, Entry | None], None],
-    ) -> None:
-        self.key = key
-        self.modality = modality
-        self.data = data
-        self.job = job
-        self.looked = looked
-        self._changed = changed
-        self._released = released
-        self._over = False
-        self.wanted = True
-        self.work: Work | None = None
-        self.entry: Entry | None = None
-        self._layout: Layout | None = None
-        self._known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.source = "computed"
-        self.ms: dict[str, float] = {}
-        self.began = time.perf_counter()
-        self._stages: list[list[Stage]] = []
+    key: bytes
+    modality: str
+    data: bytes | None
+    owner: str
+    deadline: float
+    looked: bool
+    changed: Callable[[Hold], None]
+    released: Callable[[Hold], None]
+    wanted: bool = True
+    work: Work | None = None
+    entry: Entry | None = None
+    made: asyncio.Future[None] = field(default_factory=_future)
+    source: str = "computed"
+    began: float = field(default_factory=time.perf_counter)
+    _layout: asyncio.Future[Layout] = field(default_factory=_future)
+    _stages: list[list[Stage]] = field(default_factory=list)
+    _over: bool = False
 
     # Its asker
 
@@ -271,20 +263,22 @@ class Hold:
         """Its stages, in order, as far as they are over."""
         return chain.from_iterable(self._stages)
 
+    @property
+    def ms(self) -> dict[str, float]:
+        """Milliseconds that were spent in each stage for this asker."""
+        spent: dict[str, float] = {}
+        if self.source in ("computed", "stored"):
+            for name, began, ended in self.stages:
+                spent[name] = round(spent.get(name, 0.0) + (ended - began) * 1e3, 3)
+        return spent
+
     async def layout(self) -> Layout:
         """The embedding's layout, as soon as it is known.
 
         Raises:
             EpdError: there will be none.
         """
-        await asyncio.shield(self._known)
-        assert self._layout is not None
-        return self._layout
-
-    @property
-    def made(self) -> asyncio.Future[None]:
-        """Done when the embedding is there, or will not be."""
-        return self._made
+        return await asyncio.shield(self._layout)
 
     async def embedding(self) -> torch.Tensor:
         """The embedding [tokens, width]; stays until the hold is released or unwanted.
@@ -293,7 +287,7 @@ class Hold:
             MediaNeededError: ask again, with the media.
             EpdError: there will be none.
         """
-        await asyncio.shield(self._made)
+        await asyncio.shield(self.made)
         assert self.entry is not None
         return self.entry.embedding
 
@@ -305,26 +299,25 @@ class Hold:
         """
         if wanted != self.wanted and not self._over:
             self.wanted = wanted
-            self._changed(self)
+            self.changed(self)
 
     def release(self) -> None:
         """Give the interest up; may be called again."""
         if not self._over:
             self._over = True
-            self.data = None  # an error that was raised from here may keep the hold
-            work, entry, self.work, self.entry = self.work, self.entry, None, None
-            self._released(self, work, entry)
+            self.released(self)
+            # An error that was raised from here may keep the hold.
+            self.data = self.work = self.entry = None
 
     # `Computations`
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed."""
-        return self._made.done() and self._made.exception() is not None
+        return self.made.done() and self.made.exception() is not None
 
     def begin_again(self) -> None:
         """The embedding that was there has gone."""
-        self._made = asyncio.get_running_loop().create_future()
+        self.made = _future()
 
     def join(self, work: Work) -> None:
         """Its embedding is being made."""
@@ -334,23 +327,22 @@ class Hold:
 
     def show(self, layout: Layout) -> None:
         """The layout is known."""
-        self._layout = layout
-        if not self._known.done():
-            self._known.set_result(None)
+        if not self._layout.done():
+            self._layout.set_result(layout)
 
     def give(self, entry: Entry) -> None:
         """The embedding is there, and pinned for this hold."""
         self.work, self.entry = None, entry
         self.show(entry.layout)
-        if not self._made.done():
-            self._made.set_result(None)
+        if not self.made.done():
+            self.made.set_result(None)
 
     def fail(self, error: EpdError | MediaNeededError) -> None:
         """There will be no embedding."""
         self.work = None
         # An exception of its own for each: one that is kept keeps the frames it went
         # through, and their locals.
-        for future in (self._known, self._made):
+        for future in (self._layout, self.made):
             if not future.done():
                 future.set_exception(type(error)(str(error)))
                 future.exception()

@@ -37,12 +37,7 @@ _MAPPED_BYTES = 256 << 10
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Front: build your engine.
-
-    Attributes:
-        factory: `module:function`, called with `options`; returns the engine.
-        rank: of this worker in its tower; rank 0 alone sends embeddings.
-    """
+    """Front: build your engine by `factory`, which is `module:function`, from `options`."""
 
     factory: str
     options: dict[str, Any]
@@ -76,14 +71,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker: the engine is built and warm.
-
-    Attributes:
-        preparers: how many items it prepares side by side.
-        dtype: of the tower's weights.
-        modalities: that the model takes.
-        weights_bytes: that this rank holds.
-    """
+    """Worker: the engine is built and warm; the attributes are those of `encoder.tower.Tower`."""
 
     preparers: int
     dtype: str
@@ -115,10 +103,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Worker: a call failed, or (call 0) the start, or any other request.
+    """Worker: a call failed; call 0 is the start, or all that the tower may be asked for.
 
     Attributes:
-        code, message: of the error, as `errors.from_code` takes them.
+        code, message: as `errors.from_code` takes them.
         foreseen: the engine raised it on purpose, at a point that all ranks reach alike.
     """
 

@@ -15,7 +15,6 @@ names the function that builds a child.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -23,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -89,12 +88,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Rank:
-    """How one worker is started.
-
-    Attributes:
-        options: for the factory, plain data.
-        env: the whole environment.
-    """
+    """How one worker is started: plain data for the factory, and the whole environment."""
 
     options: dict[str, Any]
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -109,10 +103,8 @@ class WorkerTower:
     Args:
         name: how messages call it.
         factory: `module:function`, called in each worker with its rank's options;
-            returns a Tower that also has `dtype` and `warm_up()`.
-        ranks: called before each start, so that a restart may take another port; one
-            entry a worker.
-        times: bounds.
+            returns a Tower that also has `warm_up()`.
+        ranks: one a worker; called before each start, so that a restart may take another port.
     """
 
     def __init__(
@@ -125,42 +117,22 @@ class WorkerTower:
     ) -> None:
         self.name = name
         self.restarts = 0
+        self.depth = 1
+        # Known when the workers are ready.
+        self.dtype = ""
+        self.modalities: tuple[str, ...] = ()
+        self.weights_bytes = 0
+        self.preparers = 0
         self._factory = factory
         self._ranks = ranks
         self._times = times or Times()
         self._crew: _Crew | None = None
-        self._ready = Ready(0, "", [], 0)
-        # One batch at a time.
-        self._turn = asyncio.Lock()
-        self._running: set[asyncio.Task[list[torch.Tensor]]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
         """Whether it takes calls now; False from a loss until it is up again."""
         return self._crew is not None and not self._crew.lost.done()
-
-    @property
-    def dtype(self) -> str:
-        """Of the tower's weights, without "torch."; empty before `start`."""
-        return self._ready.dtype
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        return tuple(self._ready.modalities)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Of all ranks together."""
-        return self._ready.weights_bytes
-
-    @property
-    def preparers(self) -> int:
-        return self._ready.preparers
-
-    @property
-    def depth(self) -> int:
-        return 1
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -188,60 +160,44 @@ class WorkerTower:
         if self._crew is not None:
             await self._crew.close(self._times.stop_s)
             self._crew = None
-        await asyncio.gather(*self._running, return_exceptions=True)
 
     async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         crew = self._living()
-        if len(data) > _SMALL_BYTES:
-            fd = await asyncio.to_thread(write_file, data)
-        else:
-            fd = write_file(data)
+        small = len(data) <= _SMALL_BYTES
+        fd = write_file(data) if small else await asyncio.to_thread(write_file, data)
         try:
             return await crew.prepare(modality, fd, deadline)
         finally:
             os.close(fd)
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        # A task of its own: a caller that gives up does not stop the ranks half-way.
-        running = asyncio.create_task(self._forward(batch))
-        self._running.add(running)
-        running.add_done_callback(self._ran)
-        return await asyncio.shield(running)
+        crew = self._living()
+        handles = [prepared.content for prepared in batch]
+        if any(handle.crew is not crew for handle in handles):
+            raise TowerLostError(f"{self.name} was started again since it prepared these")
+        return await crew.forward([handle.item for handle in handles])
 
     def discard(self, prepared: Prepared) -> None:
         handle = prepared.content
         assert isinstance(handle, _Handle)
         handle.crew.discard(handle.item)
 
-    async def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        async with self._turn:
-            crew = self._living()
-            handles = [prepared.content for prepared in batch]
-            if any(handle.crew is not crew for handle in handles):
-                raise TowerLostError(f"{self.name} was started again since it prepared these")
-            return await crew.forward([handle.item for handle in handles])
-
-    def _ran(self, running: asyncio.Task[list[torch.Tensor]]) -> None:
-        self._running.discard(running)
-        if not running.cancelled():
-            running.exception()  # the caller may have left
-
     def _living(self) -> _Crew:
         if self._crew is None:
             raise TowerLostError(f"{self.name} is not running")
-        if self._crew.lost.done():
-            raise TowerLostError(f"{self.name} is lost: {self._crew.lost.result()}")
         return self._crew
 
     async def _bring_up(self) -> None:
-        crew = _Crew(self.name, self._factory, self._ranks(), self._times)
+        crew = _Crew(self.name, self._times)
         try:
-            self._ready = await crew.ready()
+            ready = await crew.start(self._ranks(), self._factory)
         except BaseException as error:
             statuses = await crew.close(0.0)
             if isinstance(error, TowerLostError):
                 raise TowerStartError(f"{self.name}: {error} (exit {statuses})") from None
             raise
+        self.dtype, self.modalities = ready.dtype, tuple(ready.modalities)
+        self.weights_bytes, self.preparers = ready.weights_bytes, ready.preparers
         self._crew = crew
 
     async def _keep_up(self) -> None:
@@ -277,14 +233,14 @@ class _Handle:
     item: int
 
 
+@dataclass
 class _Call:
     """Something asked of all ranks: done when each has answered, or the crew is lost."""
 
-    def __init__(self, rows: int = 0) -> None:
-        self.answers: dict[int, Laid | Done | Failed] = {}
-        self.embeddings: list[torch.Tensor | None] = [None] * rows
-        self.timers: list[asyncio.TimerHandle] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[None]
+    embeddings: list[torch.Tensor | None] = field(default_factory=list)
+    answers: dict[int, Laid | Done | Failed] = field(default_factory=dict)
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Failed]:
@@ -309,47 +265,38 @@ class _Crew:
         lost: done, with the reason, when they are of no use any more.
     """
 
-    def __init__(self, name: str, factory: str, ranks: Sequence[Rank], times: Times) -> None:
+    def __init__(self, name: str, times: Times) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._name = name
         self._times = times
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._items: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._ready: dict[int, Ready] = {}
-        self._settled = asyncio.Event()
+        self._up: asyncio.Future[None] = self._loop.create_future()
         # Pings since each rank last said anything.
-        self._unheard = [0] * len(ranks)
-        try:
-            for number, rank in enumerate(ranks):
-                self._spawn(number, rank, factory)
-        except BaseException:
-            self.lose("it could not be started")
-            for channel in self._channels:
-                channel.close()
-            for process in self._processes:
-                process.wait()
-            raise
+        self._unheard: Counter[int] = Counter()
 
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    async def ready(self) -> Ready:
-        """Rank 0's description, when all ranks are ready.
+    async def start(self, ranks: Sequence[Rank], factory: str) -> Ready:
+        """Start the processes; rank 0's description, when all ranks are ready.
 
         Raises:
-            TowerLostError: one is not and will not be.
+            OSError: a process could not be started.
+            TowerLostError: one is not ready and will not be.
         """
-        # Set by the last rank to be ready, or else by the loss.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._times.start_s):
-                await self._settled.wait()
-        if len(self._ready) < len(self._channels):
-            self.lose(f"not ready after {self._times.start_s:.0f} s")
+        for number, rank in enumerate(ranks):
+            self._spawn(number, rank, factory)
+        signs: list[asyncio.Future[Any]] = [self._up, self.lost]
+        limit = self._times.start_s
+        await asyncio.wait(signs, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if not self._up.done():
+            self.lose(f"not ready after {limit:.0f} s")
         if self.lost.done():
             raise TowerLostError(self.lost.result())
         held = sum(ready.weights_bytes for ready in self._ready.values())
@@ -375,29 +322,23 @@ class _Crew:
     async def prepare(self, modality: str, fd: int, deadline: float) -> Prepared:
         """Prepare the media in a file, which stays the caller's, on all ranks."""
         number = next(self._numbers)
-        self._items.add(number)
-        call = _Call()
+        call = _Call(self._loop.create_future())
         try:
             await self._ask(call, number, Prepare(number, number, modality, deadline), fd)
             if call.failures:
-                raise _error(call.failures[0])
+                raise from_code(call.failures[0].code, call.failures[0].message)
             laid = [answer for answer in call.answers.values() if isinstance(answer, Laid)]
             if any(other != laid[0] for other in laid):
                 raise EncodeError("the tower's ranks prepared this item differently")
         except BaseException:
             self.discard(number)
             raise
-        prepared = Prepared(laid[0].layout, laid[0].patches, laid[0].group, _Handle(self, number))
-        # An item that is not discarded is forgotten with its last reference, as in one process.
-        weakref.finalize(prepared, self._dropped, number).atexit = False
-        return prepared
+        return Prepared(laid[0].layout, laid[0].patches, laid[0].group, _Handle(self, number))
 
     async def forward(self, items: list[int]) -> list[torch.Tensor]:
         """Run items on all ranks; one call at a time."""
-        if not self._items.issuperset(items):
-            raise ValueError("an item that was discarded or run before")
         number = next(self._numbers)
-        call = _Call(len(items))
+        call = _Call(self._loop.create_future(), [None] * len(items))
         limit = self._times.forward_s
         call.timers.append(
             self._loop.call_later(limit, self.lose, f"a batch takes longer than {limit:g} s")
@@ -409,26 +350,22 @@ class _Crew:
             if len(self._channels) > 1 and not alike:
                 # A wrong embedding would be worse than a restart.
                 self.lose(f"its ranks may be out of step: {failures[0].message}")
-            raise _error(failures[0])
+            raise from_code(failures[0].code, failures[0].message)
         embeddings = [made for made in call.embeddings if made is not None]
         if len(embeddings) != len(items):
             raise EncodeError(f"{len(embeddings)} embeddings came for {len(items)} items")
-        self._items.difference_update(items)
         return embeddings
 
     def discard(self, item: int) -> None:
         """Forget an item; one that is not there is none."""
-        if item in self._items:
-            self._items.remove(item)
-            for channel in self._channels:
-                channel.send(Discard(item))
+        for channel in self._channels:
+            channel.send(Discard(item))
 
     def lose(self, reason: str) -> None:
         """Give the crew up: kill its processes, and fail its calls."""
         if self.lost.done():
             return
         self.lost.set_result(reason)
-        self._settled.set()
         for process in self._processes:
             process.kill()
         self._end_calls(reason)
@@ -495,7 +432,7 @@ class _Crew:
         if isinstance(message, Ready):
             self._ready[rank] = message
             if len(self._ready) == len(self._channels):
-                self._settled.set()
+                self._up.set_result(None)
         elif isinstance(message, Failed) and message.call == 0:
             self.lose(f"rank {rank}: {message.code}: {message.message}")
         elif isinstance(message, Laid | Done | Failed):
@@ -522,17 +459,6 @@ class _Crew:
             # The others may be waiting for it inside a collective, for good.
             late = f"rank {rank} failed, and others did not within {self._times.ranks_s:g} s"
             call.timers.append(self._loop.call_later(self._times.ranks_s, self.lose, late))
-
-    def _dropped(self, item: int) -> None:
-        """The last reference to a prepared item went, on any thread."""
-        if item in self._items and not self.lost.done():
-            # The loop is closed when a server that failed unwinds; the workers end with it.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self.discard, item)
-
-
-def _error(failure: Failed) -> EpdError:
-    return from_code(failure.code, failure.message)
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:

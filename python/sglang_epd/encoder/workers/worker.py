@@ -59,8 +59,6 @@ class Worker:
         self._items: dict[int, Prepared] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
-        # Batches run in the order in which they came: ranks meet inside of them.
-        self._turn = asyncio.Lock()
         self._over = asyncio.get_running_loop().create_future()
         self._channel = Channel(end, TO_WORKER, self._received, self._over.set_result)
 
@@ -101,21 +99,20 @@ class Worker:
         self._channel.send(Laid(message.call, prepared.layout, prepared.patches, group))
 
     async def _forward(self, message: Forward) -> None:
-        async with self._turn:
-            try:
-                batch = [self._items[item] for item in message.items]
-                embeddings = await self._engine.forward(batch)
-                if self._rank == 0:
-                    for index, embedding in enumerate(embeddings):
-                        fd = await asyncio.to_thread(write_tensor, embedding)
-                        spec = batch[index].layout.embedding
-                        self._channel.send(Embedding(message.call, index, spec), [fd])
-            except Exception as error:
-                self._channel.send(_failure(message.call, error))
-            else:
-                for item in message.items:
-                    self._items.pop(item, None)
-                self._channel.send(Done(message.call))
+        try:
+            batch = [self._items[item] for item in message.items]
+            embeddings = await self._engine.forward(batch)
+            if self._rank == 0:
+                for index, embedding in enumerate(embeddings):
+                    fd = await asyncio.to_thread(write_tensor, embedding)
+                    spec = batch[index].layout.embedding
+                    self._channel.send(Embedding(message.call, index, spec), [fd])
+        except Exception as error:
+            self._channel.send(_failure(message.call, error))
+        else:
+            for item in message.items:
+                self._items.pop(item, None)
+            self._channel.send(Done(message.call))
 
 
 def _failure(call: int, error: Exception) -> Failed:
@@ -136,9 +133,8 @@ def main() -> NoReturn:
     fd, front = map(int, sys.argv[1:])
     depend_on(front)
     os.set_inheritable(fd, False)
-    end = socket.socket(fileno=fd)
     try:
-        _run(end)
+        asyncio.run(_serve(socket.socket(fileno=fd)))
     except BaseException:
         traceback.print_exc()
         _exit(1)
@@ -152,40 +148,25 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _give_up(end: socket.socket, error: Exception) -> NoReturn:
-    # First, as the front kills its workers when it hears of it.
-    traceback.print_exception(error)
-    send_now(end, Failed(0, type(error).__name__, str(error)))
-    _exit(1)
-
-
-def _run(end: socket.socket) -> None:
+async def _serve(end: socket.socket) -> None:
     try:
         start, _ = receive_now(end, TO_WORKER)
     except EOFError:
         return
     assert isinstance(start, Start)
     try:
-        engine = _load(start)
-    except Exception as error:
-        _give_up(end, error)
-    asyncio.run(_serve(end, engine, start.rank))
-
-
-def _load(start: Start) -> Any:
-    module, _, name = start.factory.partition(":")
-    return getattr(importlib.import_module(module), name)(start.options)
-
-
-async def _serve(end: socket.socket, engine: Any, rank: int) -> None:
-    try:
+        module, _, name = start.factory.partition(":")
+        engine = getattr(importlib.import_module(module), name)(start.options)
         await engine.warm_up()
     except Exception as error:
-        _give_up(end, error)
+        # First, as the front kills its workers when it hears of it.
+        traceback.print_exception(error)
+        send_now(end, Failed(0, type(error).__name__, str(error)))
+        _exit(1)
     keep_for_good()
     modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.dtype, modalities, engine.weights_bytes)
-    await Worker(end, engine, rank).serve(ready)
+    await Worker(end, engine, start.rank).serve(ready)
     _exit(0)
 
 

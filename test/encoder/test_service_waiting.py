@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from sglang_epd.errors import EncodeError, OverloadedError
+from sglang_epd.errors import OverloadedError
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.extents import ALIGNMENT
@@ -40,14 +40,8 @@ class Watched(Sender):
 class LanguageServer:
     """A receiver, and a scheduler that claims from it."""
 
-    def __init__(self, control_path: Path, budget_bytes: int, grant_ttl_s: float) -> None:
-        self.receiver = Receiver(
-            "127.0.0.1",
-            "127.0.0.1",
-            control_path,
-            budget_bytes=budget_bytes,
-            grant_ttl_s=grant_ttl_s,
-        )
+    def __init__(self, control_path: Path, budget_bytes: int) -> None:
+        self.receiver = Receiver("127.0.0.1", "127.0.0.1", control_path, budget_bytes=budget_bytes)
         self.receiver.start()
         self._claims = Claims(control_path)
         self._arena: Arena = self._claims.connect(PATIENCE_S)
@@ -92,9 +86,9 @@ async def until(condition: Callable[[], object]) -> None:
 def language_server(tmp_path) -> Iterator[Callable[..., LanguageServer]]:
     started: list[LanguageServer] = []
 
-    def start(budget_bytes: int = ALIGNMENT, grant_ttl_s: float = 30.0) -> LanguageServer:
+    def start(budget_bytes: int = ALIGNMENT) -> LanguageServer:
         control_path = tmp_path / str(len(started)) / "control"
-        started.append(LanguageServer(control_path, budget_bytes, grant_ttl_s))
+        started.append(LanguageServer(control_path, budget_bytes))
         return started[-1]
 
     yield start
@@ -118,10 +112,10 @@ def service(service_for, sender):
 def encode(service, asking):
     """Have one item encoded for a language server, which claims it by its name."""
 
-    def start(name: bytes, server: LanguageServer, ttl_s: float = 30.0) -> asyncio.Task:
+    def start(name: bytes, server: LanguageServer) -> asyncio.Task:
         ticket = name.decode()
         server.expect(ticket)
-        request = asking(name, request_id=ticket, ttl_s=ttl_s, namespace="n")
+        request = asking(name, request_id=ticket, namespace="n")
         reply_to = ReplyTo(server.receiver.endpoint, ticket)
         request = msgspec.structs.replace(request, reply_to=reply_to)
         return asyncio.create_task(service.encode(request))
@@ -158,58 +152,6 @@ async def test_an_item_waits_with_nothing_in_hand_while_others_go_on(
     assert fakes.forwarded.calls[3:] == [b"waits"]
     assert torch.equal(await full.embedding(), torch.full((3, 4), 5.0))
     assert (full.count("waits"), full.count("grants")) == (1, 2)
-
-
-async def test_a_grant_that_expired_is_offered_again_with_the_embedding_at_hand(
-    encode, fakes, language_server
-):
-    server = language_server(grant_ttl_s=0.02)
-    fakes.forwarded.hold()
-    work = encode(b"slow", server)
-    await until(lambda: server.count("expired_grants"))
-    fakes.forwarded.go_on()
-    await delivered(work)
-    assert fakes.forwarded.calls == [b"slow"]
-    assert torch.equal(await server.embedding(), torch.full((3, 4), 4.0))
-    assert server.count("grants") >= 2
-
-
-@pytest.mark.parametrize("end", ["cancel", "failure", "deadline"])
-async def test_what_was_granted_to_an_item_that_ended_is_free_at_once(
-    encode, service, fakes, sender, language_server, end
-):
-    server = language_server()
-    fakes.forwarded.hold()
-    work = encode(b"first", server, ttl_s=0.1 if end == "deadline" else 30.0)
-    await until(lambda: "first" in sender.offered and sender.offered["first"].granted)
-    if end == "cancel":
-        assert service.cancel("first")
-        with pytest.raises(asyncio.CancelledError):
-            await work
-    else:
-        if end == "failure":
-            fakes.forwarded.failures[b"first"] = EncodeError("no")
-            fakes.forwarded.go_on()
-        assert (await work).outcomes[0].state == "failed"
-    fakes.forwarded.go_on()
-    await delivered(encode(b"second", server))
-    assert server.count("withdrawals") == 1
-
-
-async def test_a_grant_for_an_item_that_was_cancelled_while_it_waited_comes_back(
-    encode, service, sender, language_server
-):
-    server = language_server()
-    await delivered(encode(b"reading", server))
-    embedding = await server.embedding()
-    work = encode(b"waits", server)
-    await until(lambda: "waits" in sender.offered and sender.offered["waits"].waits)
-    assert service.cancel("waits")
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    del embedding
-    await delivered(encode(b"next", server))
-    assert server.count("withdrawals") == 1
 
 
 @pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1000), (1000, 16)])

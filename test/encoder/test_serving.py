@@ -1,17 +1,18 @@
-"""SIGTERM and Ctrl-C to an encoder's HTTP server, in a process of its own without a model."""
+"""Raw connections and signals to an encoder's HTTP server, without a model."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import http.client
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -20,10 +21,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
-from sglang_epd.encoder import server as server_module
-from sglang_epd.encoder.server import _DrainingServer, _run, _serve
+from sglang_epd.encoder import serving
+from sglang_epd.encoder.serving import DrainingServer, PromptHeads, SeldomMalformed, run
 
 PATIENCE_S = 10.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 class FakeService:
@@ -31,6 +34,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.admission = SimpleNamespace(live=0, draining=False)
+        self.computations = SimpleNamespace(broken=asyncio.Event())
         self.done = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -51,8 +55,19 @@ class FakeService:
             self.idle.set()
 
 
+class FakeRegistration:
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def start(self) -> None:
+        self.steps.append("start")
+
+    async def leave(self) -> None:
+        self.steps.append("leave")
+
+
 def serve(listening: socket.socket, told: Connection, hangs: bool) -> None:
-    async def run() -> None:
+    async def serving() -> None:
         service = FakeService()
 
         @asynccontextmanager
@@ -78,24 +93,20 @@ def serve(listening: socket.socket, told: Connection, hangs: bool) -> None:
         async def finish() -> None:
             service.done.set()
 
+        @app.get("/break")
+        async def break_it() -> None:
+            service.computations.broken.set()
+
         @app.get("/health")
         async def health() -> Response:
             return Response(status_code=503 if service.admission.draining else 200)
 
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
-        # As a server's own: `_serve` has no sockets to hand on.
-        config.fd = listening.fileno()
-        broken = asyncio.Event()
-
-        @app.get("/break")
-        async def break_it() -> None:
-            broken.set()
-
-        await _serve(_DrainingServer(config, service), broken)
+        await DrainingServer(config, service, FakeRegistration()).serve([listening])
 
     # It ends by the signal it was sent, as it would by itself.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _run(run())
+    run(serving())
 
 
 class Server:
@@ -119,8 +130,12 @@ class Server:
             return response.status, response.read()
 
     def signal(self, number: int = signal.SIGTERM) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        """Returns when the server drains."""
+        os.kill(self.process.pid or 0, number)
+        self.drains()
+
+    def drains(self) -> None:
+        until(lambda: self.get("/health")[0] == 503)
 
     def ended(self) -> bool:
         """Whether it ended in good order."""
@@ -164,54 +179,45 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+# Signals, and towers that break
+
+
 def test_told_to_stop_with_nothing_in_work_it_stops(server):
-    server.signal()
+    os.kill(server.process.pid, signal.SIGTERM)
     assert server.ended()
 
 
-def test_told_to_stop_it_finishes_what_it_has(server, work):
-    server.signal()
-    until(lambda: server.get("/health")[0] == 503)
+@pytest.mark.parametrize(
+    ("end", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0), ("broken", 1)]
+)
+def test_told_to_stop_it_finishes_what_it_has(server, work, end, status):
+    if end == "broken":
+        server.get("/break")
+        server.drains()
+    else:
+        server.signal(end)
     assert not work
     assert server.process.is_alive()
     server.get("/finish")
     assert server.ended()
+    assert server.process.exitcode == status
     until(lambda: work == [(200, b"done")])
 
 
-def test_told_twice_it_does_not_wait(server, work):
-    server.signal()
-    until(lambda: server.get("/health")[0] == 503)
-    server.signal()
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)]
+)
+def test_told_twice_it_does_not_wait(server, work, number, status):
+    server.signal(number)
+    os.kill(server.process.pid, number)
     assert server.ended()
+    assert server.process.exitcode == status
     assert work != [(200, b"done")]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_is_an_end_and_no_error(server, work, times):
-    server.signal(signal.SIGINT)
-    until(lambda: server.get("/health")[0] == 503)
-    if times == 1:
-        server.get("/finish")
-    else:
-        server.signal(signal.SIGINT)
-    assert server.ended()
-    assert server.process.exitcode == 0
-
-
-def test_with_a_broken_tower_it_finishes_what_it_has_and_ends_with_an_error(server, work):
-    server.get("/break")
-    until(lambda: server.get("/health")[0] == 503)
-    assert not work
-    server.get("/finish")
-    assert server.ended()
-    assert server.process.exitcode == 1
-    until(lambda: work == [(200, b"done")])
-
-
 def test_with_a_broken_tower_it_ends_although_something_hangs(monkeypatch):
-    monkeypatch.setattr(server_module, "_DRAIN_S", 0.1)
-    monkeypatch.setattr(server_module, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(serving, "DRAIN_S", 0.1)
+    monkeypatch.setattr(serving, "CLOSE_S", 0.1)
     server = Server(hangs=True)  # has the bounds of this process, whose fork it is
     try:
         server.get("/break")
@@ -223,23 +229,17 @@ def test_with_a_broken_tower_it_ends_although_something_hangs(monkeypatch):
         server.close()
 
 
-class FakeRegistration:
-    def __init__(self) -> None:
-        self.steps: list[str] = []
-
-    def start(self) -> None:
-        self.steps.append("start")
-
-    async def leave(self) -> None:
-        self.steps.append("leave")
+def draining(service: FakeService, registration: FakeRegistration) -> DrainingServer:
+    config = uvicorn.Config(FastAPI(), log_config=None, lifespan="off", ws="none")
+    config.load()
+    server = DrainingServer(config, service, registration)
+    server.lifespan = config.lifespan_class(config)
+    return server
 
 
 async def test_it_registers_when_it_listens_and_leaves_before_it_drains():
     service, registration = FakeService(), FakeRegistration()
-    config = uvicorn.Config(FastAPI(), log_config=None, lifespan="off", ws="none")
-    config.load()
-    server = _DrainingServer(config, service, registration)
-    server.lifespan = config.lifespan_class(config)
+    server = draining(service, registration)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         await server.startup([listening])
         assert registration.steps == ["start"]
@@ -259,12 +259,100 @@ async def test_it_registers_when_it_listens_and_leaves_before_it_drains():
 
 async def test_told_to_stop_before_it_listens_it_does_not_register():
     registration = FakeRegistration()
-    config = uvicorn.Config(FastAPI(), log_config=None, lifespan="off", ws="none")
-    config.load()
-    server = _DrainingServer(config, FakeService(), registration)
-    server.lifespan = config.lifespan_class(config)
+    server = draining(FakeService(), registration)
     server.handle_exit(signal.SIGTERM, None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         await server.startup([listening])
         await server.shutdown([listening])
     assert "start" not in registration.steps
+
+
+# Heads of requests
+
+
+@pytest.fixture
+async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+    monkeypatch.setattr(serving, "_HEAD_S", 0.2)
+    app = FastAPI()
+
+    @app.get("/")
+    async def slow() -> str:
+        await asyncio.sleep(0.5)
+        return "answer"
+
+    config = uvicorn.Config(app, http=PromptHeads, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    writers: list[asyncio.StreamWriter] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        running = asyncio.create_task(server.serve([listening]))
+
+        async def open_one() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            pair = await asyncio.open_connection(*listening.getsockname())
+            writers.append(pair[1])
+            return pair
+
+        yield open_one
+        for writer in writers:
+            writer.close()
+        server.should_exit = True
+        await running
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    async with asyncio.timeout(PATIENCE_S):
+        return await reader.read() == b""
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(PATIENCE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head.partition(b"\r\n")[0] + await reader.readexactly(len(b'"answer"'))
+
+
+@pytest.mark.parametrize("begun", [b"", REQUEST[:-10], b"GE"])
+async def test_a_connection_without_a_whole_head_is_closed(connect, begun):
+    reader, writer = await connect()
+    writer.write(begun)
+    assert await closed(reader)
+
+
+async def test_a_head_that_drips_is_no_better(connect):
+    reader, writer = await connect()
+    ending = asyncio.create_task(closed(reader))
+    while not ending.done():
+        writer.write(b"G")
+        await asyncio.sleep(0.02)
+    assert await ending
+
+
+async def test_an_answer_may_take_longer_and_the_next_head_may_not(connect):
+    reader, writer = await connect()
+    for pause_s in (0.0, 0.0, 0.3):  # idle, which uvicorn bounds by itself
+        await asyncio.sleep(pause_s)
+        writer.write(REQUEST)
+        assert await answer(reader) == b'HTTP/1.1 200 OK"answer"'
+    writer.write(REQUEST[:-2])
+    assert await closed(reader)
+
+
+async def test_malformed_requests_are_logged_once_a_minute(connect, caplog, monkeypatch):
+    seldom, logger = SeldomMalformed(), logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "filters", [seldom])
+
+    async def ask() -> None:
+        reader, writer = await connect()
+        writer.write(b"no request\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert b" 400 " in await reader.readline()
+
+    def logged() -> list[str]:
+        return [text for text in caplog.messages if text.startswith("Invalid HTTP request")]
+
+    for _ in range(5):
+        await ask()
+    assert len(logged()) == 1
+    seldom._next = 0.0
+    await ask()
+    assert logged()[1:] == ["Invalid HTTP request received. 4 others were not logged."]
+    logger.warning("Something else.")
+    assert "Something else." in caplog.messages

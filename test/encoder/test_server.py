@@ -1,0 +1,53 @@
+"""What an encoder server is made of, by SGLang's flags and variables."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_epd.encoder.server import _housekeeping, cache_bytes, checked_url
+from sglang_epd.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("typed", "enabled", "mib"),
+    [
+        ("", True, 4096),
+        # SGLang sets it so for Qwen3-VL on Hopper GPUs.
+        ("0", True, 4096),
+        ("100", True, 100),
+        ("100", False, 0),
+    ],
+)
+def test_the_flag_asks_for_a_cache_and_the_variable_says_how_large(
+    monkeypatch, typed, enabled, mib
+):
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", typed)
+    assert cache_bytes(enabled=enabled) == mib << 20
+
+
+def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "-1")
+    with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB='-1'"):
+        cache_bytes(enabled=True)
+
+
+@pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])
+def test_where_to_register_has_to_be_a_servers_url(url):
+    with pytest.raises(ConfigError, match="--encoder-register-urls"):
+        checked_url("--encoder-register-urls", url)
+
+
+async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metrics, monkeypatch):
+    cpu = SimpleNamespace(device="cpu")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: cpu)
+    gc.unfreeze()
+    serving = _housekeeping(service, SimpleNamespace(close=closed), [], metrics)
+    async with serving(None):
+        assert gc.get_freeze_count() > 10_000
+
+
+async def closed() -> None:
+    """Of a sender."""

@@ -64,10 +64,12 @@ async def raw_server(answer: bytes | Callable, host: str = "127.0.0.1") -> Async
 
     server = await asyncio.start_server(handle, host, 0)
     async with server:  # from Python 3.12 on, it is left when no connection is
-        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
-        for handler in filter(None, handlers):
-            handler.cancel()
-            await handler
+        try:
+            yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            for handler in filter(None, handlers):
+                handler.cancel()
+                await handler
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:

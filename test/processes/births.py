@@ -17,6 +17,11 @@ def echo(end: socket.socket, options: dict[str, Any]) -> None:
         count += 1
 
 
+def speak(end: socket.socket, _options: dict[str, Any]) -> None:
+    """Begins the conversation."""
+    end.send(b"first")
+
+
 def describe(end: socket.socket, _options: dict[str, Any]) -> None:
     """Says which descriptors it has, and its niceness."""
     fds = {int(fd) for fd in os.listdir("/proc/self/fd")}

@@ -49,6 +49,18 @@ def ask(child: Child, word: bytes) -> bytes:
     return child.end.recv(1 << 16)
 
 
+def test_a_child_that_speaks_at_once_is_heard_after_its_birth(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    nursery = Nursery(["late_births"])
+    try:
+        child = nursery.child("births:speak")
+        child.end.settimeout(30)
+        assert child.end.recv(100) == b"first"
+        child.close()
+    finally:
+        nursery.close()
+
+
 def test_children_are_apart_and_begin_at_once(nursery):
     first = echo(nursery)
     began = time.monotonic()

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -94,21 +95,28 @@ class _Forker:
                     self._fork(told, end)
 
     def _fork(self, told: Bear, end: socket.socket) -> None:
+        told_of, telling = os.pipe()
         try:
             pid = os.fork()
         except OSError:  # no memory, or too many processes: the server sees the channel end
             traceback.print_exc()
+            os.close(told_of)
+            os.close(telling)
             return
         if not pid:
+            os.close(telling)
+            os.read(told_of, 1)  # ends when the server was told: a child does not speak before
+            os.close(told_of)
             self._live(told, end)
+        os.close(told_of)
         # The process is there until it is waited for, so the descriptor is that child's.
         fd = os.pidfd_open(pid)
         self._children[fd] = pid
         self._poll.register(fd, select.POLLIN)
-        try:
+        # An item that is no longer wanted: the child sees the end of its channel.
+        with suppress(OSError):
             send_now(end, Born(pid), [fd])
-        except OSError:  # the item is no longer wanted; it sees the end of its channel
-            return
+        os.close(telling)
 
     def _live(self, told: Bear, end: socket.socket) -> NoReturn:
         """In the child."""

@@ -11,7 +11,7 @@ import requests
 from PIL import Image
 
 from integration.client import Client, data_url, image_part, text_part, user
-from integration.counters import counted
+from integration.counters import total
 from integration.topology import DILATION, Machine, Topology
 from sglang_epd.profile import load_profile
 
@@ -42,7 +42,7 @@ def test_answers_are_those_of_others_in_the_time_of_the_profile(
     expected = machine.reference(topology.model, messages, TOKENS)
     server, encodes = topology.urls[entry], entry == "caching"
     tower = server if encodes else topology.urls["encoder"]
-    before = counted(tower, "sglang:epd_emulated_seconds", "kind")["tower"]
+    before = total(tower, "emulated_seconds_total", kind="tower")
     began, used = time.monotonic(), processor_s(topology)
     actual = Client(server).generation(*messages, tokens=TOKENS)
     took, used = time.monotonic() - began, processor_s(topology) - used
@@ -56,9 +56,9 @@ def test_answers_are_those_of_others_in_the_time_of_the_profile(
     assert took >= least_s
     # Asleep meanwhile: others had the processor.
     assert used < 0.6 * least_s
-    spent = counted(tower, "sglang:epd_emulated_seconds", "kind")["tower"] - before
+    spent = total(tower, "emulated_seconds_total", kind="tower") - before
     assert spent >= tower_s * (1 - 1e-9)
-    assert counted(server, "sglang:epd_emulated_seconds", "kind")["decode"] >= steps_s
+    assert total(server, "emulated_seconds_total", kind="decode") >= steps_s
 
 
 @pytest.mark.parametrize("entry", ["language", "caching"])

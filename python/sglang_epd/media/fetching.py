@@ -130,10 +130,11 @@ class _Fetch:
     async def data(self, told: Fetched) -> bytes:
         if self.file is None:
             return told.data
-        self.file.seek(0)
-        if os.fstat(self.file.fileno()).st_size <= _SMALL_FILE_BYTES:
-            return self.file.read()
-        return await asyncio.to_thread(self.file.read)
+        # The reader's own: a call that is cancelled must not close it under a thread.
+        file, self.file = self.file, None
+        if os.fstat(file.fileno()).st_size <= _SMALL_FILE_BYTES:
+            return _whole(file)
+        return await asyncio.to_thread(_whole, file)
 
 
 class _Process:
@@ -222,6 +223,12 @@ class _Process:
             await asyncio.sleep(BEAT_S)
             self._missed += 1
         self._lose(f"it has said nothing for {_MISSED_BEATS * BEAT_S:g} s")
+
+
+def _whole(file: BinaryIO) -> bytes:
+    with file:
+        file.seek(0)
+        return file.read()
 
 
 def _error(told: NotFetched) -> EpdError:

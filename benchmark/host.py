@@ -68,10 +68,10 @@ TEXT, TOKENS = "text", 196
 CLIENTS = (1, 8)
 # Different pictures of a cell.
 _JPEGS = 8
-# Of a request's processor time beside what is needed anyway, at most, in milliseconds an image.
 ENCODER = ("encoder", "encoder's children")
 LANGUAGE = ("tokenizer", "scheduler", "detokenizer", "others")
 PROCESSES = (*ENCODER, *LANGUAGE)
+# Processor milliseconds an image, at most, beyond decoding, resizing and normalising it.
 AIMS_MS = {"encoder": 2.0, "tokenizer": 2.0, "scheduler": 0.5}
 _SHARE = 0.9
 _NEEDED = dict.fromkeys(AIMS_MS, "a request without pictures") | {"encoder": "the steps above"}

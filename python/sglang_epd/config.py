@@ -139,9 +139,9 @@ class Settings(Struct, frozen=True, kw_only=True):
         emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
             takes the time that a profile says. The name of a profile that comes along, or the path
             of a file. For tests and benchmarks.
-        emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: By what factor those times are stretched,
-            so that the host's real time weighs less beside them; stretch arrivals as well, and
-            divide what is measured.
+        emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: The factor that stretches those times,
+            so that the host's real time weighs less beside them. Stretch arrivals as well, and
+            divide the measured times by it.
         log_format [encoders, language, decode]: How this package's own log lines are written:
             `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
             is about.

@@ -4,7 +4,7 @@ server                          child
   | ---- Ask ----------------->   |  a fetch, by its number from now on
   | <--- Grow ------------------- |  it needs room for more bytes
   | ---- Grown --------------->   |
-  | ---- GiveUp -------------->   |  nobody waits for it; no answer
+  | ---- GiveUp -------------->   |  the fetch is cancelled; no answer
   | <--- Fetched (file) --------- |  small media travel in the message
   | <--- NotFetched ------------- |
   | <--- Alive ------------------ |  each second, so that a child that stands still is seen
@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):
-    """What was asked for may be read."""
+    """The bytes that a `Grow` named may be read."""
 
     number: int
 

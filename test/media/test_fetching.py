@@ -6,8 +6,10 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,23 @@ async def test_leaving_at_any_moment_leaves_no_descriptor(serve: Serve) -> None:
         await until(lambda: not fetcher._starting.result()._fetches)
         media = await fetcher.fetch(source(url), in_seconds(PATIENCE_S))
         assert media.data == BODY
+
+
+async def test_leaving_before_a_thread_reads_the_file_closes_it(serve: Serve) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=BODY)
+
+    url = await serve(handle)
+    go_on = threading.Event()
+    async with fetching_process() as fetcher:
+        threads = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(threads)
+        threads.submit(go_on.wait)
+        task = asyncio.create_task(fetcher.ask(source(url)))
+        await until(threads._work_queue.qsize)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        go_on.set()
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])

@@ -277,6 +277,28 @@ async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(sea
     assert [data for _, (data,), _ in frontend.sent_again] == [request.image_data[0]]
 
 
+def test_an_aborted_request_is_cancelled_until_sglang_has_answered_it(
+    seam, frontend, hooked, sglang, monkeypatch
+):
+    """An encoder's last word may be later than the answer, and its client gone by then."""
+    managers = sglang("managers.tokenizer_manager")
+    monkeypatch.setattr(managers, "get_serving", lambda: SimpleNamespace(tokenizer_worker_num=1))
+    hooked("TokenizerManager.abort_request")
+    manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
+    manager.rid_to_state = {"a": SimpleNamespace(abort_sent=False)}
+    manager._dispatch_to_scheduler = lambda _message: None
+    manager.enable_metrics = False
+    manager.mm_receiver, manager.bootstrap_server = seam, None
+    manager.mm_processor = Processor()
+    seam.attach(manager)
+    manager.abort_request("b")
+    assert frontend.cancelled == []
+    manager.abort_request("a")
+    assert frontend.cancelled == ["a"]
+    manager.abort_request(abort_all=True)
+    assert frontend.cancelled == ["a", "all of them"]
+
+
 def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     seam, frontend, hooked, sglang
 ):

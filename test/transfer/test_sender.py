@@ -261,7 +261,9 @@ async def test_a_remote_write_that_failed_leaves_its_memory_alone(router):
         await sender.close()
 
 
-async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline(control_path, sender):
+async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline_at_most(
+    control_path, sender
+):
     receiver = Receiver("127.0.0.1", "127.0.0.1", control_path, budget_bytes=BUDGET)
     receiver._ledger.expect(wire.Expect("t", 1, 1, 60.0), time.monotonic())
     receiver.start()
@@ -269,7 +271,8 @@ async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline(control_p
         decision = await offered.decided
         await asyncio.to_thread(receiver.stop)
         started = time.monotonic()
-        with pytest.raises(DeadlineError):
+        # The break of the connection is noticed before the payload is sent, or after it.
+        with pytest.raises((DeadlineError, GrantLostError)):
             await sender.deliver(receiver.endpoint, decision, EMBEDDING, 0.1)
     assert time.monotonic() - started < 2
 

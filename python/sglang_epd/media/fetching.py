@@ -134,7 +134,8 @@ class _Fetch:
         file, self.file = self.file, None
         if os.fstat(file.fileno()).st_size <= _SMALL_FILE_BYTES:
             return _whole(file)
-        return await asyncio.to_thread(_whole, file)
+        # Shielded: a call that is cancelled before the thread begins would leave the file open.
+        return await asyncio.shield(asyncio.to_thread(_whole, file))
 
 
 class _Process:

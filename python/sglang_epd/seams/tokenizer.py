@@ -195,10 +195,14 @@ class TokenizerSeam:
         raise HTTPException(outcome.http_status, outcome.message)
 
     def cancel(self, rid: str = "", abort_all: bool = False) -> None:
-        """After `abort_request`: encoders hear of it."""
+        """After `abort_request`: encoders hear of it.
+
+        Not of a request that SGLang has answered: its items have come, and an encoder's word on
+        them may be on its way. A client is often found to have left in the moment after.
+        """
         if abort_all:
             self.frontend.cancel_all()
-        elif rid:
+        elif rid in self._live:
             self.frontend.cancel(rid)
 
     def cancel_refused(self, request_states: dict[str, Any]) -> None:

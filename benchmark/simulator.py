@@ -3,20 +3,18 @@
     .venv/bin/python benchmark/simulator.py [sglang] [vllm] [scale]
 
 Each part replaces its own figures in `results/simulator.json`; without one only the page is
-written anew, with what `benchmark/validate_sim.py` has measured. `--fit` finds the two
-figures of the vLLM comparison that nothing published gives (a minute).
+written anew. `--fit` finds the two figures of the vLLM comparison that nothing published gives
+(a minute). `benchmark/validate_emulated.py` compares the simulator with real servers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -394,117 +392,6 @@ def _scale_aim(runs: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _validation_page(figures: dict[str, Any]) -> str:
-    rows = [
-        [
-            "load", "topology", "requests", "slower", "requests/s: measured", "predicted",
-            "error", "p50 TTFT (ms): measured", "predicted", "error",
-            "mean TTFT (ms): measured", "predicted", "p50 TPOT (ms): measured", "predicted",
-        ]
-    ]  # fmt: skip
-    for one in figures["outcomes"]:
-        measured, predicted = one["measured"], one["predicted"]
-        off = {name: predicted[name] / measured[name] - 1 for name in measured}
-        rows.append(
-            [
-                f"{one['case']}, {one['load']}", one["topology"], str(one["requests"]),
-                f"{one['slower']:.2f}x",
-                f"{measured['requests_per_s']:.3f}", f"{predicted['requests_per_s']:.3f}",
-                f"{off['requests_per_s']:+.0%}",
-                f"{1000 * measured['ttft_p50_s']:.0f}", f"{1000 * predicted['ttft_p50_s']:.0f}",
-                f"{off['ttft_p50_s']:+.0%}",
-                f"{1000 * measured['ttft_mean_s']:.0f}",
-                f"{1000 * predicted['ttft_mean_s']:.0f}",
-                f"{1000 * measured['tpot_p50_s']:.1f}", f"{1000 * predicted['tpot_p50_s']:.1f}",
-            ]
-        )  # fmt: skip
-    total = len(figures["outcomes"])
-    corrected, plain = (
-        _within(figures["outcomes"], name) for name in ("predicted", "predicted_as_it_was")
-    )
-    return f"""## Against real servers
-
-`{figures["command"]}`: {figures["machine"]}, {figures["versions"]}, checkpoint
-{figures["model"]} in float32, each server on one core. The profile is from requests that meet
-nobody, four texts that come at once and two pictures that do; none of these loads was shown to
-it. The machine's speed drifts over minutes: *slower* is how much longer a lone picture took
-before and after the load than when the profile was made, and the prediction is for a profile
-whose times are all as much longer.
-
-{table(rows)}
-
-Within 15% in throughput: {corrected.throughput} of {total}; within 25% in p50 TTFT:
-{corrected.ttft}; in both: {corrected.both}. Largest errors: {corrected.worst}. With the profile as
-it was made: {plain.throughput}, {plain.ttft} and {plain.both}; {plain.worst}.
-
-The load average was {figures["load_average"]:.1f}, the servers' own work included. Time a token is
-predicted too short in nearly all loads, by up to half. Why was not found: a tower at work on the
-other core makes a step only some 2 to 13% longer. Where requests fall into two groups (they come in
-pairs, and one of each is encoded first: four users of two servers) the median is either group's, by
-little, and the mean says more.
-"""
-
-
-def _goodput_page(figures: dict[str, Any]) -> str:
-    slo = figures["slo"]
-    rows = [["topology", "tried", "slower", "goodput (requests/s): measured", "predicted", "error"]]
-    plain = []
-    for one in figures["outcomes"]:
-        tried = ", ".join(f"{rate:.2f} {'yes' if held else 'no'}" for rate, held in one["tries"])
-        off, as_it_was = (
-            one[name] / one["measured"] - 1 if one["measured"] else math.inf
-            for name in ("predicted", "predicted_as_it_was")
-        )
-        plain.append(f"{as_it_was:+.0%}")
-        rows.append(
-            [
-                one["topology"], tried, f"{one['slower']:.2f}x", f"{one['measured']:.2f}",
-                f"{one['predicted']:.2f}", f"{off:+.0%}",
-            ]
-        )  # fmt: skip
-    return f"""## Goodput of real servers
-
-`{figures["command"]}`: as above, with a profile of its own. Single pictures that nobody has seen,
-Poisson arrivals; the highest rate at which {slo["quantile"]:.0%} of the requests have their first
-token within {1000 * slo["ttft_s"]:.0f} ms (three times a picture's by itself) and
-{1000 * slo["tpot_s"]:.0f} ms a token (eight times), by bisection to some 8%, on the servers and in
-the simulation by the same requests.
-
-{table(rows)}
-
-With the profile as it was made: {", ".join(plain)}. One run, of 25 requests or 22 seconds a
-rate. The encoder and its language server did less than predicted: at 1.49/s, which they did not
-hold, 90% of the simulated requests have their first token within 1.24 s. Why was not found.
-"""
-
-
-@dataclass(frozen=True)
-class _Within:
-    """How many predictions are good, and how far off the worst are."""
-
-    throughput: int
-    ttft: int
-    both: int
-    worst: str
-
-
-def _within(outcomes: Sequence[dict[str, Any]], name: str) -> _Within:
-    """Throughput within 15%, p50 TTFT within 25%."""
-    errors = [
-        tuple(abs(one[name][key] / one["measured"][key] - 1) for key in _PREDICTED)
-        for one in outcomes
-    ]
-    good = [(first < 0.15, second < 0.25) for first, second in errors]
-    rates, firsts = zip(*errors, strict=True)
-    return _Within(
-        sum(first for first, _ in good),
-        sum(second for _, second in good),
-        sum(first and second for first, second in good),
-        f"{max(rates):.0%} and {max(firsts):.0%}",
-    )
-
-
-_PREDICTED = ("requests_per_s", "ttft_p50_s")
 _SGLANG_READING = """Read: with the published ViT the order is right and the factors are too
 small, because four and a half pictures of 116 ms are a third of what a request costs a server
 of TP 4; the rest is the prefill of 9,300 tokens, which all arms pay. With the 0.2 to 0.3 s that
@@ -527,15 +414,11 @@ everywhere."""
 
 def page(figures: dict[str, Any]) -> str:
     parts = [
-        "# The simulator: published comparisons, size, and real servers\n",
-        "`.venv/bin/python benchmark/simulator.py sglang vllm scale`, after "
-        "`benchmark/validate_sim.py` where real servers are compared: "
-        f"{machine()}. What is modelled "
-        "and what is not: [docs/planner.md](../../docs/planner.md).\n",
+        "# The simulator: published comparisons, and size\n",
+        f"`.venv/bin/python benchmark/simulator.py sglang vllm scale`: {machine()}. What is "
+        "modelled and what is not: [docs/planner.md](../../docs/planner.md).\n",
     ]
     for name, make in (
-        ("validation", _validation_page),
-        ("goodput", _goodput_page),
         ("sglang", _sglang_page),
         ("vllm", _vllm_page),
         ("scale", _scale_page),

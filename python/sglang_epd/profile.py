@@ -101,9 +101,8 @@ class LanguageCosts(Data, frozen=True):
         chunk_tokens: prompt tokens of one pass.
         mixed: a pass prefills and decodes (vLLM); otherwise prompts go first and decoding waits
             (SGLang).
-        shared_cores: the model's processor cores also receive requests and preprocess media, one
-            after the other. While the model runs, that work takes twice as long and delays the
-            model by its own time.
+        overlap: a pass is decided when the one before it begins (SGLang, unless
+            `--disable-overlap-schedule`); otherwise when that one ends.
         running: sequences that decode at a time.
         kv_tokens: size of the KV cache.
         prefix_cache: the KV of earlier prompts stays, as far as there is room, for prompts that
@@ -126,7 +125,7 @@ class LanguageCosts(Data, frozen=True):
     decode_context_s: Cost = 0.0
     chunk_tokens: Positive = 8192
     mixed: bool = False
-    shared_cores: bool = False
+    overlap: bool = True
     running: Positive = 256
     kv_tokens: Positive = 1_000_000
     prefix_cache: bool = True

@@ -3,6 +3,7 @@ and run in batches within its bounds. The package's own cache keeps embeddings."
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from sglang_epd_plan.records import Item
 from sglang_epd_plan.transfer import Port, Threads
 
 _INFINITE = float("inf")
+# Batches that a tower has at a time: one waits behind the one that runs.
+_DEPTH = 2
 # The weight of the newest batch in an encoder's running rate.
 _EMA = 0.1
 
@@ -74,7 +77,9 @@ class Encoder:
         self._jobs: dict[bytes, Job] = {}
         # Items that have their embedding and wait to be sent, in order.
         self._sending: dict[Item, None] = {}
-        self._idle = True
+        self._preparing = 0
+        # The tower's batches: the first runs.
+        self._batches: deque[list[Job]] = deque()
 
     def die(self) -> None:
         """Lose the cache and all items in work."""
@@ -107,6 +112,7 @@ class Encoder:
             job = Job(request.number, item.patches, request.deadline, content=[item])
             self._jobs[item.key] = job
             self.queued += item.patches
+            self._preparing += 1
             end = self._threads.end(now, self._costs.host.seconds(item.patches))
             self._after(end - now, partial(self._prepared, job))
         return True
@@ -125,34 +131,49 @@ class Encoder:
         self._env.timeout(seconds).callbacks.append(self._in_this_life(then))
 
     def _prepared(self, job: Job) -> None:
+        self._preparing -= 1
         job.content[0].prepared = self._env.now
         self._grant(job.content[0], self._in_this_life(partial(self._enqueue, job)))
 
     def _enqueue(self, job: Job) -> None:
         job.content[0].granted = self._env.now
         self._queue.push(job)
-        if self._idle:
-            self._idle = False
-            # Simultaneous arrivals may run together.
-            self._after(0.0, self._run)
+        # Simultaneous arrivals may run together.
+        self._after(0.0, self._hand_over)
 
-    def _run(self) -> None:
-        """Begin the next batch, if anything waits."""
+    def _hand_over(self) -> None:
+        """Give the tower its next batch. While one runs, the next waits until nothing is being
+        prepared that might join it, or until it is full."""
         now = self._env.now
         for job in self._queue.take_expired(now) if len(self._queue) else ():
             # All requests that asked for it have ended: their items are dropped on delivery.
             self.queued -= job.cost
             self._hand_out(job)
-        batch = self._queue.take(now, self._bounds, self.rate, _INFINITE)
-        if not batch:
-            self._idle = True
-            return
+        while len(self._batches) < _DEPTH and (not self._batches or self._complete()):
+            batch = self._queue.take(now, self._bounds, self.rate, _INFINITE)
+            if not batch:
+                return
+            self._batches.append(batch)
+            if len(self._batches) == 1:
+                self._run()
+
+    def _complete(self) -> bool:
+        """Whether a batch of what is ready would have no more in it a little later."""
+        if not self._preparing:
+            return True
+        ready = [job.cost for job in self._queue]
+        return len(ready) >= self._bounds.items or sum(ready) >= self._bounds.patches
+
+    def _run(self) -> None:
+        """Begin the first batch."""
+        batch = self._batches[0]
         for job in batch:
-            job.content[0].begun = now
+            job.content[0].begun = self._env.now
         seconds = self._costs.tower.seconds(job.cost for job in batch)
         self._after(seconds, partial(self._ran, batch, seconds))
 
     def _ran(self, batch: list[Job], seconds: float) -> None:
+        self._batches.popleft()
         patches = sum(job.cost for job in batch)
         self.busy_s += seconds
         self.encoded += patches
@@ -165,7 +186,9 @@ class Encoder:
             if self._cache is not None:
                 self._keep(job.content[0])
             self._hand_out(job)
-        self._run()
+        if self._batches:
+            self._run()
+        self._hand_over()
 
     def _hand_out(self, job: Job) -> None:
         """Send the embedding to all that asked for the item."""

@@ -46,15 +46,17 @@ class Server:
         self.inward, self.outward = Port(), Port()
         self.outstanding = 0
         self.encode_s = self.prefill_s = self.decode_s = 0.0
-        self._threads = Threads(1 if costs.shared_cores else costs.host.workers)
-        # With shared cores: time that other work took from the model since its last pass.
-        self._taken_s = 0.0
+        self._threads = Threads(costs.host.workers)
         self._decodes = decodes
         self._prefilled = prefilled
         self._ended = ended
+        # With its KV, from other servers: not seen yet, and seen but not in the batch yet.
         self._arrived: deque[Request] = deque()
+        self._joining: list[Request] = []
         self._batch = DecodeBatch(costs)
         self._idle = True
+        # With overlapped scheduling: prompts of the pass after the one that runs now.
+        self._next: Pass | None = None
         # The end of many decode steps, which an arrival may bring forward; and their begin.
         self._steps_end: simpy.Timeout | None = None
         self._steps_begin = 0.0
@@ -63,17 +65,9 @@ class Server:
         """Whether the KV cache can ever hold the request."""
         return self.prompts.needs(request) <= self.costs.kv_tokens
 
-    def receiving_s(self) -> float:
-        """Time until a request that arrives now may be scheduled, or its media sent for."""
-        if self.costs.shared_cores:
-            return self._beside_model(self.costs.request_s)
-        return self.costs.request_s
-
     def preparing_s(self, item: Item) -> float:
         """Time until an item that arrives now is ready for the tower."""
         seconds = self.costs.host.seconds(item.patches)
-        if self.costs.shared_cores:
-            return self._beside_model(seconds)
         return self._threads.end(self.env.now, seconds) - self.env.now
 
     def add(self, request: Request) -> None:
@@ -91,24 +85,18 @@ class Server:
         self.prompts.release(request)
         self._wake(self._may_prefill())
 
-    def _beside_model(self, seconds: float) -> float:
-        """Time that work takes on the model's cores: twice as long while the model runs."""
-        now = self.env.now
-        if not self._idle:
-            self._taken_s += seconds
-            seconds *= 2
-        return self._threads.end(now, seconds) - now
-
-    def _delay_s(self) -> float:
-        """By how much the next pass or step is longer."""
-        seconds, self._taken_s = self._taken_s, 0.0
-        return seconds
+    def looks_s(self) -> float:
+        """Time until the scheduler looks at what has arrived: the end of the step that runs."""
+        if self._steps_end is None:
+            return 0.0
+        steps = self._batch.steps_begun(self.env.now - self._steps_begin)
+        return max(0.0, self._steps_begin + self._batch.seconds(steps) - self.env.now)
 
     def _may_prefill(self) -> bool:
         return self.prompts.may_begin(len(self._batch))
 
     def _may_join(self) -> bool:
-        if not self._arrived or len(self._batch) >= self.costs.running:
+        if not self._arrived or len(self._batch) + len(self._joining) >= self.costs.running:
             return False
         wanted = self.prompts.kv_tokens + self.prompts.needs(self._arrived[0])
         return wanted <= self.costs.kv_tokens
@@ -117,8 +105,6 @@ class Server:
         """Go on if the server is idle, or after the current step if a request may begin."""
         if self._idle:
             self._idle = False
-            if self.costs.shared_cores:
-                self._taken_s = self._threads.backlog_s(self.env.now)
             if self.env.peek() > self.env.now:
                 self._go_on()
             else:
@@ -133,33 +119,59 @@ class Server:
         return timeout
 
     def _go_on(self) -> None:
-        """Begin the next pass or steps, if there is anything to do."""
-        while self._may_join():
-            request = self._arrived.popleft()
-            self.prompts.kv_tokens += self.prompts.needs(request)
-            request.first = self.env.now
-            self._answer(request)
-        if self._may_prefill():
-            self._prefill()
+        """Begin the next pass or steps, if there is anything to do.
+
+        Overlapped scheduling decides on a pass when the one before it begins. So a request
+        waits for one pass more than the running one, unless that one leaves nothing to do.
+        """
+        for request in self._joining:
+            self._batch.add(request)
+        self._joining.clear()
+        decided = self.costs.overlap and (self._next is not None or len(self._batch) > 0)
+        self._take_arrived(at_once=not decided)
+        taken, self._next = self._next, None
+        if taken is None and not decided and self._may_prefill():
+            taken = self._take(len(self._batch))
+        if taken is not None:
+            self._prefill(taken)
         elif len(self._batch):
             self._decode()
         else:
             self._idle = True
 
-    def _prefill(self) -> None:
+    def _take_arrived(self, *, at_once: bool) -> None:
+        """Requests that another server prefilled: their first tokens leave, and they decode."""
+        while self._may_join():
+            request = self._arrived.popleft()
+            self.prompts.kv_tokens += self.prompts.needs(request)
+            request.first = self.env.now
+            if at_once or request.output == 1:
+                self._answer(request)
+            else:
+                self._joining.append(request)
+
+    def _take(self, running: int) -> Pass:
+        mixed = running if self.costs.mixed else 0
+        return self.prompts.take(running, max(1, self.costs.chunk_tokens - mixed))
+
+    def _decide(self, running: int) -> None:
+        """Decide on the pass after the one that begins, which `running` sequences outlast."""
+        if self.costs.overlap and self.prompts.may_begin(running):
+            self._next = self._take(running)
+
+    def _prefill(self, taken: Pass) -> None:
         """One pass; a server that mixes adds a step of the sequences that decode."""
         sequences = len(self._batch)
         mixed = self.costs.mixed and sequences > 0
-        budget = max(1, self.costs.chunk_tokens - (sequences if mixed else 0))
-        taken = self.prompts.take(sequences, budget, self.env.now)
+        taken.begin(self.env.now)
         encode, prefill = taken.encode_seconds(self.costs), taken.seconds(self.costs)
         step = self.costs.step_s(sequences, self._batch.context) if mixed else 0.0
         self.encode_s += encode
         self.prefill_s += prefill
         self.decode_s += step
         taken.advance()
-        seconds = encode + prefill + step + self._delay_s()
-        self._after(seconds, partial(self._passed, taken, mixed))
+        self._decide(sequences + len(taken.parts))
+        self._after(encode + prefill + step, partial(self._passed, taken, mixed))
 
     def _passed(self, taken: Pass, mixed: bool) -> None:
         if mixed:
@@ -180,22 +192,16 @@ class Server:
 
     def _decode(self) -> None:
         """Steps until a sequence ends, or until a request arrives that may begin."""
-        steps = self._batch.until_next()
-        delay = self._delay_s()
-        self._steps_begin = self.env.now + delay
-        seconds = delay + self._batch.seconds(steps)
-        self._steps_end = self._after(seconds, partial(self._stepped, steps))
+        self._decide(len(self._batch))
+        steps = 1 if self._next or self._joining else self._batch.until_next()
+        self._steps_begin = self.env.now
+        self._steps_end = self._after(self._batch.seconds(steps), partial(self._stepped, steps))
 
     def _cut_short(self, steps_end: simpy.Timeout) -> None:
         """Stop after the step that has begun."""
         steps_end.callbacks.clear()
-        self._steps_end = None
-        steps = self._batch.steps_begun(max(0.0, self.env.now - self._steps_begin))
-        left = self._steps_begin + self._batch.seconds(steps) - self.env.now
-        if left > 0:
-            self._after(left, partial(self._stepped, steps))
-        else:
-            self._stepped(steps)
+        steps = self._batch.steps_begun(self.env.now - self._steps_begin)
+        self._steps_end = self._after(self.looks_s(), partial(self._stepped, steps))
 
     def _stepped(self, steps: int) -> None:
         self._steps_end = None

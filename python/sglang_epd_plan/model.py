@@ -179,7 +179,12 @@ class Deployment:
         if self.encoders and request.items:
             fits = fits and self.budgets[number].fits(self._nbytes(request))
         if fits:
-            self._after(server.receiving_s(), partial(self._received, request, server))
+            if self.decodes:
+                # Routers choose both servers. The decode server makes room when it looks.
+                decode = self._decode_of[request.number] = self.decodes[self._route(self.decodes)]
+                decode.outstanding += 1
+                request.room = self.env.now + decode.looks_s()
+            self._after(server.costs.request_s, partial(self._received, request, server))
         else:
             self._finish(request, Outcome.TOO_LARGE)
 
@@ -205,14 +210,17 @@ class Deployment:
             self._complete(request)
 
     def _complete(self, request: Request) -> None:
-        """Nothing of the prompt is missing."""
+        """Nothing of the prompt is missing; the decode server may still have to make room."""
         request.complete = self.env.now
-        self.prefills[self._prefill_of[request.number]].add(request)
+        server = self.prefills[self._prefill_of[request.number]]
+        if request.room > self.env.now:
+            self._after(request.room - self.env.now, partial(server.add, request))
+        else:
+            server.add(request)
 
     def _prefilled(self, request: Request, server: Server) -> None:
         """Send the KV to a decode server."""
-        decode = self._decode_of[request.number] = self.decodes[self._route(self.decodes)]
-        decode.outstanding += 1
+        decode = self._decode_of[request.number]
         end = arrival(
             self.env.now,
             request.prompt * self._links.kv_bytes_per_token,
@@ -244,11 +252,11 @@ class Deployment:
         number = self._prefill_of.pop(request.number)
         self.prefills[number].prompts.unpin(request)
         decode = self._decode_of.pop(request.number, None)
-        if decode is None:
+        if decode is not None:
+            decode.outstanding -= 1
+        if decode is None or outcome is not Outcome.DONE:
             self.prefills[number].outstanding -= 1
             self.budgets[number].release(request)
-        else:
-            decode.outstanding -= 1
         self.live -= 1
         self.report.add(request)
         self._clients.ended(request)

@@ -16,7 +16,7 @@ class Pass:
 
     Attributes:
         parts: requests, each with its tokens in this pass; all but the last reach their end.
-        items: media that this server encodes first, because their prefill begins.
+        items: media that this server encodes first, because their tokens begin in this pass.
         received: embeddings of those requests that came from encoders.
     """
 
@@ -45,6 +45,11 @@ class Pass:
             batch.append(item.patches)
             patches += item.patches
         return seconds + costs.tower.seconds(batch)
+
+    def begin(self, now: float) -> None:
+        """Of the requests whose first pass this is, the prefill begins."""
+        for request, _ in self.parts:
+            request.prefill_begun = request.prefill_begun or now
 
     def advance(self) -> None:
         """Count the tokens as prefilled."""
@@ -107,7 +112,7 @@ class PrefillQueue:
         first = self._waiting[0]
         return first.begun or self._admits(first, running)
 
-    def take(self, running: int, budget: int, now: float) -> Pass:
+    def take(self, running: int, budget: int) -> Pass:
         """The next pass: prompts in order, until one does not fit.
 
         Args:
@@ -120,8 +125,10 @@ class PrefillQueue:
             if not request.begun:
                 if not self._admits(request, running + len(taken.parts)):
                     break
-                self._begin(request, taken, now)
+                self._begin(request, taken)
             tokens = min(request.prompt - request.prefilled, budget)
+            if self._encodes:
+                taken.items += request.items_before(request.prefilled + tokens)
             taken.parts.append((request, tokens))
             budget -= tokens
             if request.prefilled + tokens < request.prompt:
@@ -139,16 +146,15 @@ class PrefillQueue:
             and self.kv_tokens + self.needs(request) <= self._costs.kv_tokens
         )
 
-    def _begin(self, request: Request, taken: Pass, now: float) -> None:
-        request.begun, request.prefill_begun = True, now
+    def _begin(self, request: Request, taken: Pass) -> None:
+        request.begun = True
         cached = 0
         if self._costs.prefix_cache:
             # Tokens that others have prefilled since its arrival count, too.
             cached = self._cache.match(request.chain)
             request.cached = request.prefilled = length(request.chain[:cached])
-        if self._encodes:
-            taken.items += request.items[cached:]
-        else:
+        request.encoded = min(cached, len(request.items))
+        if not self._encodes:
             taken.received += len(request.items[request.pinned :])
         self.unpin(request)
         self.kv_tokens += self.needs(request)

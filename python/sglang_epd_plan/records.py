@@ -69,7 +69,9 @@ class Request:
         items_left: items whose embedding is still to come.
         begun: the prefill has begun.
         cached: prompt tokens that the prefix cache had when the prefill began.
+        encoded: first items that a server with a tower has encoded or found in its prefix cache.
         prefilled: prompt tokens in the KV cache, the cached ones included.
+        room: when a decode server has made room for it.
         complete, prefill_begun, prefill_ended, first, ended: when nothing of the prompt was
             missing, the prefill began and ended, and the first and the last token left.
     """
@@ -88,13 +90,24 @@ class Request:
     items_left: int = 0
     begun: bool = False
     cached: int = 0
+    encoded: int = 0
     prefilled: int = 0
+    room: float = 0.0
     complete: float = 0.0
     prefill_begun: float = 0.0
     prefill_ended: float = 0.0
     first: float = 0.0
     ended: float = 0.0
     outcome: Outcome | None = None
+
+    def items_before(self, tokens: int) -> list[Item]:
+        """The next items to encode for a prefill of so many prompt tokens: those that begin
+        among them."""
+        begin, first = sum(item.tokens for item in self.items[: self.encoded]), self.encoded
+        while self.encoded < len(self.items) and begin < tokens:
+            begin += self.items[self.encoded].tokens
+            self.encoded += 1
+        return self.items[first : self.encoded]
 
     def turn(self) -> tuple[Part, Part]:
         """The tokens that this turn adds to the next prompt: its text, and its answer."""

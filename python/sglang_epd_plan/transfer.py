@@ -42,10 +42,6 @@ class Threads:
     def __init__(self, count: int) -> None:
         self._free_at = [0.0] * count
 
-    def backlog_s(self, now: float) -> float:
-        """How long work that arrives now would wait."""
-        return max(0.0, self._free_at[0] - now)
-
     def end(self, now: float, seconds: float) -> float:
         """When work that arrives now will be done."""
         end = max(now, self._free_at[0]) + seconds

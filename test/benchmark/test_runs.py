@@ -58,7 +58,7 @@ def errors(out: Path) -> dict[str, str]:
 
 
 def test_benchmarks_are_found() -> None:
-    assert {"zipf.py", "transfer.py", "compare.py", "validate_sim.py"} <= set(NAMES)
+    assert {"zipf.py", "transfer.py", "compare.py", "validate_emulated.py"} <= set(NAMES)
     assert len(NAMES) > 10
 
 

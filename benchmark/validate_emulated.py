@@ -317,6 +317,7 @@ class Options(argparse.Namespace):
     requests: int
     repeats: int
     dilate: float
+    out: Path
     goodput: bool
     render: bool
 
@@ -599,12 +600,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="of each single request")
     parser.add_argument("--dilate", type=float, default=12.0)
     parser.add_argument("--render", action="store_true", help="write the page anew")
+    parser.add_argument("--out", type=Path, default=KEPT)
     parser.add_argument("--goodput", action="store_true", help="look for that, not at loads")
     options = parser.parse_args(namespace=Options())
     if not options.render:
         run(options)
-    kept = json.loads(KEPT.read_text())
-    KEPT.with_suffix(".md").write_text(page(kept))
+    options.out.with_suffix(".md").write_text(page(json.loads(options.out.read_text())))
 
 
 def run(options: Options) -> None:
@@ -622,18 +623,18 @@ def run(options: Options) -> None:
             outcomes = asyncio.run(measure(running, cases, profile, options))
         finally:
             running.stop()
-        keep("goodput" if options.goodput else "loads", name, outcomes)
+        keep(options.out, "goodput" if options.goodput else "loads", name, outcomes)
 
 
-def keep(part: str, topology: str, outcomes: list[dict[str, Any]]) -> None:
+def keep(out: Path, part: str, topology: str, outcomes: list[dict[str, Any]]) -> None:
     """Put a topology's outcomes in place of its earlier ones."""
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept = json.loads(out.read_text()) if out.exists() else {}
     others = [one for one in kept.get(part, []) if one["topology"] != topology]
     order = [case.topology for case in CASES]
     kept[part] = sorted([*others, *outcomes], key=lambda one: order.index(one["topology"]))
     kept["machine"] = machine()
     kept["versions"] = f"sglang {version('sglang')}, torch {version('torch')}"
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -126,9 +126,8 @@ class Preparer:
             film = decoding.video(data)
             self._check_video(film)
             return self._preprocess(modality, Loaded(apart(film)))
-        return self._preprocess(
-            modality, Loaded(decoding.sound(data, self._preprocessor.model_audio_sr))
-        )
+        rate_hz = self._preprocessor.model_audio_sr
+        return self._preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
 
     def prepare_image(self, image: Image.Image) -> Prepared:
         """Preprocess a picture that is decoded already (RGB).
@@ -203,7 +202,7 @@ class Preparer:
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
-    return modality if modality != AUDIO else (modality, *feature.shape[1:])
+    return (modality, *feature.shape[1:]) if MODALITIES[modality].lengths else modality
 
 
 def videos_can_be_read() -> bool:

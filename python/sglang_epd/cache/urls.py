@@ -70,13 +70,6 @@ class UrlMemory:
         if len(self._urls) > self.capacity:
             self._urls.popitem(last=False)
 
-    def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
-        """The answers of `trail` say that this content is unchanged; does nothing where another
-        is remembered, or none."""
-        found = self._urls.get(name)
-        if found is not None and found.digest == digest:
-            found.trail = trail
-
     def drop(self, name: bytes) -> bool:
         """Forget one URL; False if it is not known."""
         return self._urls.pop(name, None) is not None

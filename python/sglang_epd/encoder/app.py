@@ -256,7 +256,6 @@ def _known_urls(service: EncoderService) -> dict[str, Any]:
                 "digest": known.digest.hex(),
                 "bytes": known.nbytes,
                 "fresh_s": round(max(0.0, known.trail.fresh_until - now), 1),
-                "conditions": sorted(known.trail.steps[-1].validators),
                 "redirects": len(known.trail.steps) - 1,
                 "uses": known.uses,
             }

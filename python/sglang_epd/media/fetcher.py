@@ -47,11 +47,10 @@ class Answer:
     """The answer for a URL.
 
     Attributes:
-        media: None where the earlier content is still valid.
         trail: the answers on the way, to be remembered; a file has none.
     """
 
-    media: FetchedMedia | None
+    media: FetchedMedia
     trail: Trail
 
 
@@ -90,18 +89,14 @@ class Fetcher(ABC):
         self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
 
     @abstractmethod
-    async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
-    ) -> Answer:
-        """Read a URL and hash its content, unless the earlier content is valid.
+    async def ask(self, source: MediaSource, account: Account | None = None) -> Answer:
+        """Read a URL and hash its content.
 
         There is no deadline but `limits.total_timeout_s`, from when there is a slot: callers
         may have different ones.
 
         Args:
             source: a URL.
-            known: the answers of an earlier read; stale ones are asked for again, and the
-                media only if they have changed.
             account: is asked for room before anything is read, and while bytes arrive
                 before more are read. The time that it takes is not the host's.
 
@@ -131,9 +126,7 @@ class Fetcher(ABC):
         async with reading_until(deadline, source):
             if source.url is None:
                 return await hashed(self._check_inline(source), source)
-            media = (await self.ask(source, account=account)).media
-            assert media is not None
-            return media
+            return (await self.ask(source, account)).media
 
     def check(self, trail: Trail, nbytes: int) -> None:
         """Whether media that were come by on this trail may be used now, without asking.

@@ -210,6 +210,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Read and check the settings.
 
+        Args:
+            env: instead of the process's environment.
+
         Raises:
             ConfigError: an unknown variable or a value out of range, by name.
         """
@@ -250,6 +253,9 @@ def bounds(hint: Any) -> Meta:
 
 def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
     """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
+
+    Args:
+        env: instead of the process's environment.
 
     Raises:
         ConfigError: the file cannot be used.

@@ -62,7 +62,13 @@ class UrlMemory:
 
     def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
         """Remember content that has just been read, in place of the earlier entry; `trail` has
-        the answers on the way to it, with their lifetimes."""
+        the answers on the way to it, with their lifetimes.
+
+        Args:
+            name: of the URL, by `name_of`.
+            digest, nbytes: of the content.
+            trail: the answers on the way to it, with their lifetimes.
+        """
         before = self._urls.pop(name, None)
         shown = display(MediaSource(url=url))
         uses = before.uses if before is not None else 0

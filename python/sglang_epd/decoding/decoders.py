@@ -457,6 +457,9 @@ class Film:
     def read(self, indices: Sequence[int]) -> Any:
         """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
 
+        Args:
+            indices: of frames; negative ones count from the end.
+
         Raises:
             IndexError: there is no such frame.
             MediaTooLargeError: they are too many pixels together, with those read before.
@@ -471,6 +474,9 @@ class Film:
 
     def admit(self, count: int) -> None:
         """So many frames more are about to be read, here or on an accelerator.
+
+        Args:
+            count: of frames.
 
         Raises:
             MediaTooLargeError: they are too many pixels together, with those read before.

@@ -41,6 +41,9 @@ class Cut(msgspec.Struct, frozen=True):
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """The width and height of a picture of this size once it is resized.
 
+        Args:
+            width, height: in pixels.
+
         Raises:
             MediaError: it is too long for its breadth.
         """

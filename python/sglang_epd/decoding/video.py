@@ -39,7 +39,12 @@ class Video:
         return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps)
 
     def read(self, indices: list[int], threads: int) -> tuple[Array, list[int]]:
-        """Frames, in a file in memory."""
+        """Frames, in a file in memory.
+
+        Args:
+            indices: of frames, none of them negative.
+            threads: that decode side by side, each with a decoder of its own.
+        """
         height, width = self._shape
         shape = len(indices), height, width, 3
         size = math.prod(shape)

@@ -274,6 +274,10 @@ def checked_url(flag: str, typed: str) -> str:
 def advertised_url(typed: str, scheme: str) -> str:
     """How language servers reach this encoder: as typed, or by its host and port.
 
+    Args:
+        typed: `SGLANG_EPD_ENCODER_ADVERTISE_URL`; empty where it is not set.
+        scheme: `http` or `https`.
+
     Raises:
         ConfigError: the flag is no server's URL.
     """

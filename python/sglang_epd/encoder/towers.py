@@ -124,6 +124,11 @@ def read_limits(plain: Any) -> MediaLimits:
 def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
     """The ranks of a tower; each call takes another port for their rendezvous.
 
+    Args:
+        limits: bounds on decoding.
+        decode_bytes: for all that one rank decodes at a time.
+        tower: its number among those of this server, from 0.
+
     Raises:
         ConfigError: flags that workers cannot be given.
     """

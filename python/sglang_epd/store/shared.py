@@ -237,6 +237,12 @@ def _outcome(error: Exception) -> str:
 def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) -> SharedStore:
     """The store that `SGLANG_EPD_STORE` names; nothing is asked of it yet.
 
+    Args:
+        typed: the setting.
+        token: entries carry a digest keyed by it; empty for none.
+        timeout_s: of a lookup.
+        observer: called after each lookup and write.
+
     Raises:
         ConfigError: the setting cannot be honoured, or a library is missing.
     """

@@ -57,6 +57,10 @@ class AdaptedPreparer:
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
+        Args:
+            data: the encoded media.
+            decoding: of this item; the caller ends it when this has returned.
+
         Raises:
             EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.

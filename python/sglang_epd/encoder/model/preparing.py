@@ -108,6 +108,10 @@ class Preparer:
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
+        Args:
+            data: the encoded media.
+            decoding: of this item; the caller ends it when this has returned.
+
         Raises:
             EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
@@ -261,6 +265,10 @@ def seconds_per_grid(preprocessor: Any, model_type: str) -> float:
 
     One server hands frames to the processor without their rate, which then takes its
     default for it.
+
+    Args:
+        preprocessor: SGLang's, of an encoder.
+        model_type: of the model's configuration.
     """
     from transformers.video_utils import VideoMetadata
 

@@ -121,7 +121,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach
             it; its host and port unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
-            it; 0 asks for each anew.
+            it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
             machine, instead of sending over a socket.
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from sglang_epd.cache import UrlMemory
 from sglang_epd.cache.urls import name_of
 from sglang_epd.media import Step, Trail, digest
@@ -60,6 +58,7 @@ def test_one_is_forgotten_or_all_at_once() -> None:
     assert memory.clear() == 0
 
 
-def test_a_memory_holds_something() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        UrlMemory(0)
+def test_a_memory_without_room_holds_nothing() -> None:
+    memory = UrlMemory(0)
+    keep(memory, A)
+    assert len(memory) == 0

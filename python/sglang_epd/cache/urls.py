@@ -41,8 +41,6 @@ class UrlMemory:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError("capacity must be positive")
         self.capacity = capacity
         self._urls: OrderedDict[bytes, Remembered] = OrderedDict()
 

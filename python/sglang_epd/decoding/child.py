@@ -52,9 +52,9 @@ def serve(end: socket.socket, options: dict[str, Any]) -> None:
     """Decode what the server sends, until it is gone.
 
     Args:
-        options: numbers of `MediaLimits`.
+        options: `MediaLimits.plain`.
     """
-    child = _Child(end, MediaLimits(**options))
+    child = _Child(end, MediaLimits.read(options))
     while True:
         try:
             message, fds = receive_now(end, TO_CHILD)

@@ -71,14 +71,6 @@ _LONGEST_S = 600.0
 _END_S = 5.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BROKEN = "it cannot be decoded: its decoder is broken"
-_BOUNDS = (
-    "max_bytes",
-    "max_pixels",
-    "max_video_frames",
-    "max_video_pixels",
-    "max_video_total_pixels",
-    "max_audio_s",
-)
 
 
 class Decoders:
@@ -101,7 +93,7 @@ class Decoders:
         self.places = Budget(places)
         self.budget = Budget(budget_bytes - places * self.small_bytes)
         self.limits = limits
-        options = {name: getattr(limits, name) for name in _BOUNDS}
+        options = limits.plain()
         self.pictures = _Children(_PATCHES if cuts else _PICTURES, options)
         decoders = [row.decoder for row in MODALITIES.values() if row.decoder]
         self.films = _Children([*_FILMS, *decoders], options, opens_videos=True)

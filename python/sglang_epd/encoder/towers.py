@@ -102,23 +102,13 @@ def create(options: dict[str, Any]) -> Engine:
     publish(server_args, role="encoder")
     return Engine(
         server_args,
-        read_limits(options["limits"]),
+        MediaLimits.read(options["limits"]),
         options["decode_bytes"],
         rank=options["rank"],
         gpu_id=options["gpu_id"],
         rendezvous=options["rendezvous"],
         share=options["share"],
     )
-
-
-def write_limits(limits: MediaLimits) -> Any:
-    """As plain data."""
-    return msgspec.to_builtins(limits, enc_hook=str)
-
-
-def read_limits(plain: Any) -> MediaLimits:
-    """The limits that `write_limits` wrote."""
-    return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
 
 
 def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
@@ -154,7 +144,7 @@ def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: i
         options = {
             # SGLang's processors use the device that this names.
             "server_args": {**typed, "base_gpu_id": gpu_id},
-            "limits": write_limits(limits),
+            "limits": limits.plain(),
             "decode_bytes": decode_bytes // places,
             "rank": rank,
             "gpu_id": gpu_id,

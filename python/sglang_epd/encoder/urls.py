@@ -75,10 +75,9 @@ class UrlReader:
         at_hand: Callable[[bytes], bool],
         arrival: Arrival,
     ) -> Content:
-        """Find the content of a URL.
+        """Find the content of a URL, or hash inline media.
 
         Args:
-            source: a URL.
             deadline: the asker's, in seconds of `time.monotonic()`.
             at_hand: whether the embedding of content with this digest is there, or may
                 be, so that its bytes are not needed now.

@@ -25,7 +25,6 @@ from sglang_epd.media.fetching_child import (
     Grow,
     Grown,
     NotFetched,
-    packed,
 )
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.slots import Account
@@ -55,7 +54,7 @@ class FetchingProcess(Fetcher):
 
     def __init__(self, limits: MediaLimits, **options: Any) -> None:
         super().__init__(limits)
-        self._options = {"limits": packed(limits), **options}
+        self._options = {"limits": limits.plain(), **options}
 
     async def __aenter__(self) -> Self:
         self._nursery = Nursery([_MODULE])

@@ -102,20 +102,15 @@ TO_SERVER: msgspec.msgpack.Decoder[Grow | Fetched | NotFetched | Alive] = msgspe
 )
 
 
-def packed(limits: MediaLimits) -> dict[str, Any]:
-    """The limits, as they travel to a child."""
-    return dict(msgspec.to_builtins(limits, enc_hook=str))
-
-
 def serve(end: socket.socket, options: dict[str, Any]) -> None:
     """Fetch what the server asks for, until it is gone.
 
     Args:
-        options: the server's limits, `packed`, and further options of `MediaFetcher`.
+        options: the server's limits, `plain`, and further options of `MediaFetcher`.
     """
     # 768 fetches are some 60,000 objects: each full collection stops all of them for 0.1 s.
     gc.set_threshold(700, 10, 50)
-    limits = msgspec.convert(options.pop("limits"), MediaLimits, dec_hook=lambda kind, x: kind(x))
+    limits = MediaLimits.read(options.pop("limits"))
     asyncio.run(_serve(end, MediaFetcher(limits, **options)))
 
 

@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+import msgspec
 
 from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError
@@ -68,6 +71,15 @@ class MediaLimits:
     allowed_hosts: tuple[str, ...] = ()
     allowed_networks: tuple[str, ...] = ()
     allowed_local_root: Path | None = None
+
+    def plain(self) -> Any:
+        """The limits as they travel to another process."""
+        return msgspec.to_builtins(self, enc_hook=str)
+
+    @classmethod
+    def read(cls, plain: Any) -> Self:
+        """The limits that `plain` wrote."""
+        return msgspec.convert(plain, cls, dec_hook=lambda kind, value: kind(value))
 
     @classmethod
     def from_env(

@@ -98,7 +98,7 @@ class Fakes:
         if source.data is None:
             await account.grow(len(data))
         await self.acquire(data)
-        return FetchedMedia(data, digest(data), source)
+        return FetchedMedia(data, digest(data))
 
     # Tower
 

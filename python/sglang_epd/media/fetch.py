@@ -127,7 +127,7 @@ class MediaFetcher(Fetcher):
                 await turn.grow(_FIRST_BYTES)
                 data, trail = await self._follow(parse(url), turn)
         check_not_empty(data, display(source))
-        return Answer(await hashed(data, source), trail)
+        return Answer(await hashed(data), trail)
 
     def _turn(
         self, source: MediaSource, account: Account | None

@@ -34,12 +34,10 @@ class FetchedMedia:
     Attributes:
         data: the encoded media.
         digest: its blake3 digest, 32 bytes.
-        source: where it came from.
     """
 
     data: bytes = field(repr=False)
     digest: bytes
-    source: MediaSource
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Fetcher(ABC):
         """
         async with reading_until(deadline, source):
             if source.url is None:
-                return await hashed(self._check_inline(source), source)
+                return await hashed(self._check_inline(source))
             return (await self.ask(source, account)).media
 
     def check(self, trail: Trail, nbytes: int) -> None:
@@ -184,11 +182,11 @@ class Fetcher(ABC):
         )
 
 
-async def hashed(data: bytes, source: MediaSource) -> FetchedMedia:
+async def hashed(data: bytes) -> FetchedMedia:
     """The media that these bytes are."""
     if len(data) < _INLINE_HASH_BYTES:
-        return FetchedMedia(data, digest(data), source)
-    return FetchedMedia(data, await asyncio.to_thread(digest, data), source)
+        return FetchedMedia(data, digest(data))
+    return FetchedMedia(data, await asyncio.to_thread(digest, data))
 
 
 def too_large(what: str, limit: int) -> MediaTooLargeError:

@@ -161,7 +161,7 @@ class _Process:
             told = await fetch.answer
             if isinstance(told, NotFetched):
                 raise _error(told)
-            return Answer(FetchedMedia(await fetch.data(told), told.digest, source), told.trail)
+            return Answer(FetchedMedia(await fetch.data(told), told.digest), told.trail)
         finally:
             del self._fetches[number]
             if fetch.answer.cancelled():

@@ -90,7 +90,7 @@ class Receivers:
         if source.data is None:
             await account.grow(len(data))
         await self.pause()
-        return FetchedMedia(data, digest(data), source)
+        return FetchedMedia(data, digest(data))
 
     async def pause(self) -> None:
         for _ in range(self.dice.randrange(12)):

@@ -21,7 +21,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
 from sglang_epd.decoding.messages import Cut
@@ -122,24 +121,16 @@ class Preparer:
         if modality == IMAGE:
             pixels = None if self._gpu_pixels is None else self._gpu_pixels.decode(data)
             if pixels is not None:
-                return self._preprocess(modality, Loaded(pixels))
+                return self.preprocess(modality, Loaded(pixels))
             if self.patches is not None:
                 return self._prepared(modality, self._cut(data, decoding, self.patches.cut))
-            return self.prepare_image(decoding.image(data))
+            return self.preprocess(modality, decoding.image(data))
         if modality == VIDEO:
             film = decoding.video(data)
             self._check_video(film)
-            return self._preprocess(modality, Loaded(apart(film)))
+            return self.preprocess(modality, Loaded(apart(film)))
         rate_hz = self._preprocessor.model_audio_sr
-        return self._preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
-
-    def prepare_image(self, image: Image.Image) -> Prepared:
-        """Preprocess a picture that is decoded already (RGB).
-
-        Raises:
-            MediaError: it cannot be preprocessed.
-        """
-        return self._preprocess(IMAGE, image)
+        return self.preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
 
     def _check_video(self, film: Film) -> None:
         facts = film.facts
@@ -152,7 +143,12 @@ class Preparer:
             ) from error
         check_frames_read(facts, count, self._limits)
 
-    def _preprocess(self, modality: str, media: Any) -> Prepared:
+    def preprocess(self, modality: str, media: Any) -> Prepared:
+        """Preprocess media that are decoded already: an RGB picture, or `Loaded`.
+
+        Raises:
+            MediaError: they cannot be preprocessed.
+        """
         sglang_modality = MODALITIES[modality].sglang
         work = self._preprocessor.process_mm_items([media], sglang_modality)
         try:

@@ -120,13 +120,10 @@ class MediaFetcher(Fetcher):
             await self._resolver.close()
             self._resolver = None
 
-    async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
-    ) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None = None) -> Answer:
         """As `Fetcher.ask`."""
         url = source.url or ""
         trail = Trail(())
-        data: bytes | None
         async with self._turn(source, account) as turn:
             if url[:5].lower() == "file:":
                 with await asyncio.to_thread(open_local, url, self._limits) as file:
@@ -135,11 +132,9 @@ class MediaFetcher(Fetcher):
             else:
                 # With a slot: an item that has room for bytes can go on, and so gives them back.
                 await turn.grow(_FIRST_BYTES)
-                data, trail = await self._follow(parse(url), known, turn)
-        if data is None:
-            return Answer(None, trail)
+                data, trail = await self._follow(parse(url), turn)
         check_not_empty(data, display(source))
-        return Answer(await hashed(data, source), trail)
+        return Answer(await hashed(data), trail)
 
     def _turn(
         self, source: MediaSource, account: Account | None
@@ -152,38 +147,17 @@ class MediaFetcher(Fetcher):
         limit_s = self._limits.total_timeout_s
         return self._slots.turn(host, display(source), limit_s, account or Account())
 
-    async def _follow(
-        self, url: URL, known: Trail | None, turn: Turn
-    ) -> tuple[bytes | None, Trail]:
-        """Get `url`, following redirects by hand so that each hop is judged.
-
-        Only stale answers are asked for again; no bytes if all of them hold.
-        """
+    async def _follow(self, url: URL, turn: Turn) -> tuple[bytes, Trail]:
+        """Get `url`, following redirects by hand so that each hop is judged."""
         assert self._session is not None, "the fetcher is used outside its context"
         steps: list[Step] = []
         while len(steps) <= self._limits.max_redirects:
             url = url.with_fragment(None)
             host = self._check_url(url)
-            old, target = _known_step(known, url)
-            if old is not None and old.fresh_until > time.monotonic():
-                steps.append(old)
-                if target is None:
-                    return None, Trail(tuple(steps))
-                url = target
-                continue
-            conditions = old.validators if old is not None and target is None else None
             sent = time.monotonic()
             try:
-                async with self._session.get(
-                    url, headers=conditions, allow_redirects=False
-                ) as response:
+                async with self._session.get(url, allow_redirects=False) as response:
                     times = {"sent": sent, "received": time.monotonic(), "wall_s": time.time()}
-                    if response.status == 304 and old is not None and conditions:
-                        confirmed = old.confirmed(response.headers, **times)
-                        if confirmed is None:
-                            known = None  # said of something else: once more, without conditions
-                            continue
-                        return None, Trail((*steps, confirmed))
                     step = Step.of(str(url), response.headers, **times)
                     if response.status in _REDIRECTS:
                         steps.append(step)
@@ -282,15 +256,6 @@ class MediaFetcher(Fetcher):
 
 class _AddressRefused(OSError):
     """Raised to aiohttp, which tries a host's other addresses on any OSError."""
-
-
-def _known_step(known: Trail | None, url: URL) -> tuple[Step | None, URL | None]:
-    """The earlier answer at a URL, and where it led; None if to the media."""
-    steps = known.steps if known is not None else ()
-    for n, step in enumerate(steps):
-        if step.url == str(url):
-            return step, URL(steps[n + 1].url) if n + 1 < len(steps) else None
-    return None, None
 
 
 def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:

@@ -233,7 +233,7 @@ class Engine:
     async def _run_own_picture(self) -> None:
         def prepare() -> Prepared:
             picture = Image.new("RGB", (112, 112))
-            return mark(self._preparer.prepare_image(picture), self._device)
+            return mark(self._preparer.preprocess(IMAGE, picture), self._device)
 
         prepared = await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
         await self._forward_once([prepared])

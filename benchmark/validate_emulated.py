@@ -391,13 +391,17 @@ def predict(profile: Profile, case: Case, requests: int) -> tuple[Report, dict[s
 
 async def measure(
     running: Running, cases: Sequence[Case], profile: Profile, options: Options
-) -> dict[str, list[dict[str, Any]]]:
-    """All cases of one topology; and its goodput, if it is asked for."""
+) -> None:
+    """All cases of one topology; and its goodput, if it is asked for. Each is kept at once.
+
+    Args:
+        running: its servers, and others of the same kinds perhaps, which are idle.
+    """
     topology, dilation = parse(cases[0].topology), options.dilate
     urls = [running.url]
     if not topology.decodes:
-        urls = running.urls("language" if topology.encoders else "server")
-    outcomes = []
+        urls = running.urls("language" if topology.encoders else "server")[: topology.language]
+    outcomes: list[dict[str, Any]] = []
     async with aiohttp.ClientSession() as session:
         sender = Sender(session)
         await sender.learn(urls[0])
@@ -431,10 +435,10 @@ async def measure(
                 }
             )
             print("\n".join(map(" | ".join, rows(outcomes[-1:]))), flush=True)
-        if topology.name not in options.goodput:
-            return {"loads": outcomes}
-        found = await search(sender, urls, host.on(profile, topology), topology, options)
-        return {"loads": outcomes, "goodput": [found]}
+            keep(options.out, "loads", topology.name, outcomes)
+        if topology.name in options.goodput:
+            found = await search(sender, urls, host.on(profile, topology), topology, options)
+            keep(options.out, "goodput", topology.name, [found])
 
 
 async def search(
@@ -616,16 +620,27 @@ def run(options: Options) -> None:
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
     print(f"logs in {logs}", flush=True)
     place = Place(cores=sorted(os.sched_getaffinity(0)))
-    for name in options.topologies:
-        running = Running(arm(parse(name)), str(ensure(MODEL)), "", place, logs)
+    for names in sharing(options.topologies):
+        running = Running(arm(parse(names[0])), str(ensure(MODEL)), "", place, logs)
         try:
-            print(f"{name}: up after {running.start():.0f} s", flush=True)
-            cases = [case for case in CASES if case.topology == name]
-            outcomes = asyncio.run(measure(running, cases, profile, options))
+            print(f"{names[0]}: up after {running.start():.0f} s", flush=True)
+            for name in names:
+                cases = [case for case in CASES if case.topology == name]
+                asyncio.run(measure(running, cases, profile, options))
         finally:
             running.stop()
-        for part, found in outcomes.items():
-            keep(options.out, part, name, found)
+
+
+def sharing(names: Iterable[str]) -> list[list[str]]:
+    """Topologies that the same servers are enough for, those of the most servers first."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        topology = parse(name)
+        groups.setdefault((topology.encoders, topology.decodes), []).append(name)
+    return [
+        sorted(group, key=lambda name: parse(name).language, reverse=True)
+        for group in groups.values()
+    ]
 
 
 def keep(out: Path, part: str, topology: str, outcomes: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """The planner beside emulated servers: what is sent, what is taken for idle, what is within."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -24,6 +25,24 @@ def test_servers_are_those_of_the_topology(name: str, tmp_path) -> None:
     assert len(running.urls("decode")) == len(running.urls("router")) == topology.decodes
     asked = running.urls("language" if topology.encoders else "server")
     assert len(asked) == topology.language
+
+
+def test_topologies_share_the_servers_of_the_largest() -> None:
+    assert validate.sharing(["1EPD", "2E1PD", "2EPD", "2E2PD", "1E1P1D", "1E1PD"]) == [
+        ["2EPD", "1EPD"],
+        ["2E2PD", "2E1PD"],
+        ["1E1P1D"],
+        ["1E1PD"],
+    ]
+
+
+def test_what_is_kept_takes_the_place_of_the_topology_s_earlier_loads(tmp_path) -> None:
+    out = tmp_path / "planner.json"
+    validate.keep(out, "loads", "2EPD", [{"topology": "2EPD", "run": 1}])
+    validate.keep(out, "loads", "1EPD", [{"topology": "1EPD", "run": 1}])
+    validate.keep(out, "loads", "2EPD", [{"topology": "2EPD", "run": 2}])
+    kept = json.loads(out.read_text())["loads"]
+    assert kept == [{"topology": "1EPD", "run": 1}, {"topology": "2EPD", "run": 2}]
 
 
 def test_idle_times_are_what_a_simulated_request_takes_beside_its_passes() -> None:

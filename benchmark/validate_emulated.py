@@ -38,8 +38,9 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from comparison.arms import Arm, Place, Running, Server  # noqa: E402
 from comparison.figures import Bisection  # noqa: E402
-from pages import machine, table  # noqa: E402
+from pages import machine  # noqa: E402
 from pictures import jpeg  # noqa: E402
+from validate_report import page, rows  # noqa: E402
 
 from demo_emulated import counted  # noqa: E402
 from make_checkpoint import ensure  # noqa: E402
@@ -286,18 +287,20 @@ class Load:
 @dataclass(frozen=True)
 class Host:
     """What single requests to idle servers take beside their passes, in the emulated machines'
-    time: a text, and how much more for a picture of each size; a step."""
+    time: a text, and how much more for a picture of each size; a step. Pictures are prepared in
+    `threads`."""
 
     request_s: float
     small_s: float
     large_s: float
     step_s: float
+    threads: int = os.cpu_count() or 1
 
     def on(self, profile: Profile, topology: Topology) -> Profile:
         """The profile with them."""
         patch_s = max(0.0, (self.large_s - self.small_s) / (1024 - 256))
         item_s = max(0.0, self.large_s - 1024 * patch_s)
-        host = HostCosts(workers=os.cpu_count() or 1, item_s=item_s, patch_s=patch_s)
+        host = HostCosts(workers=self.threads, item_s=item_s, patch_s=patch_s)
         return replace(
             profile,
             encoder=replace(profile.encoder, host=host),
@@ -389,6 +392,15 @@ def predict(profile: Profile, case: Case, requests: int) -> tuple[Report, dict[s
     return run, figures(run.ttft, run.tpot, run.throughput)
 
 
+def again(one: dict[str, Any]) -> dict[str, Any]:
+    """A load that was measured, with what the simulation says of it now."""
+    told = one["topology"], one["case"], one["load"]
+    case = next(case for case in CASES if (case.topology, case.name, case.load) == told)
+    profile = Host(**one["host"]).on(load(PROFILE, Profile), parse(case.topology))
+    run, predicted = predict(profile, case, one["requests"])
+    return {**one, "predicted": predicted, "predicted_s": worked(run)}
+
+
 async def measure(
     running: Running, cases: Sequence[Case], profile: Profile, options: Options
 ) -> None:
@@ -409,31 +421,26 @@ async def measure(
         print(topology.name, host, flush=True)
         for case in cases:
             before = spent(running)
-            cpu, begin = os.times(), time.monotonic()
-            load = Load(sender, urls, profile, case)
-            rate = await load.run(case.rate / dilation, options.requests)
+            begin = time.monotonic()
+            sent = Load(sender, urls, profile, case)
+            rate = await sent.run(case.rate / dilation, options.requests)
             after = {name: now - before[name] for name, now in spent(running).items()}
-            run, predicted = predict(host.on(profile, topology), case, options.requests)
-            ttft = [one.ttft_s / dilation for one in load.seen]
-            tpot = [one.tpot_s / dilation for one in load.seen]
-            outcomes.append(
-                {
-                    "case": case.name,
-                    "topology": case.topology,
-                    "load": case.load,
-                    "requests": options.requests,
-                    "dilation": dilation,
-                    "host": asdict(host),
-                    "measured": figures(ttft, tpot, rate * dilation),
-                    "predicted": predicted,
-                    "accelerator_s": {name: one / dilation for name, one in after.items()},
-                    "predicted_s": worked(run),
-                    "prompts": [sum(one.prompt for one in load.seen), run.prompts],
-                    "seconds": time.monotonic() - begin,
-                    "load_average": os.getloadavg()[0],
-                    "client_s": os.times().user - cpu.user,
-                }
-            )
+            ttft = [one.ttft_s / dilation for one in sent.seen]
+            tpot = [one.tpot_s / dilation for one in sent.seen]
+            measured = {
+                "topology": case.topology,
+                "case": case.name,
+                "load": case.load,
+                "requests": options.requests,
+                "dilation": dilation,
+                "host": asdict(host),
+                "measured": figures(ttft, tpot, rate * dilation),
+                "accelerator_s": {name: one / dilation for name, one in after.items()},
+                "prompt_tokens": sum(one.prompt for one in sent.seen),
+                "seconds": time.monotonic() - begin,
+                "load_average": os.getloadavg()[0],
+            }
+            outcomes.append(again(measured))
             print("\n".join(map(" | ".join, rows(outcomes[-1:]))), flush=True)
             keep(options.out, "loads", topology.name, outcomes)
         if topology.name in options.goodput:
@@ -478,122 +485,6 @@ async def search(
     }
 
 
-# What is compared, and how far off a prediction may be.
-BOUNDS = {
-    "requests_per_s": 0.07,
-    "ttft_p50_s": 0.15,
-    "ttft_p99_s": 0.15,
-    "tpot_p50_s": 0.15,
-    "tpot_p99_s": 0.15,
-}
-
-
-def off(one: dict[str, Any], name: str) -> float:
-    """By how much a prediction is too high."""
-    return one["predicted"][name] / one["measured"][name] - 1
-
-
-def inside(one: dict[str, Any]) -> bool:
-    return all(abs(off(one, name)) <= bound for name, bound in BOUNDS.items())
-
-
-def overrun(one: dict[str, Any]) -> float:
-    busy = one["accelerator_s"]
-    return busy["overrun"] / (busy["tower"] + busy["prefill"] + busy["decode"])
-
-
-def rows(loads: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """What was measured, and how far off the prediction is."""
-    made = []
-    for one in loads:
-        cells = [one["topology"], one["case"], one["load"]]
-        for name in BOUNDS:
-            measured = one["measured"][name]
-            shown = f"{1000 * measured:.0f}" if name.startswith("t") else f"{measured:.2f}"
-            cells.append(f"{shown}, {off(one, name):+.0%}")
-        made.append([*cells, f"{overrun(one):.1%}", "yes" if inside(one) else "no"])
-    return made
-
-
-def page(kept: dict[str, Any]) -> str:
-    loads = kept["loads"]
-    head = ["servers", "pictures of a request", "load", "requests/s", "TTFT p50 (ms)"]
-    head += ["TTFT p99", "TPOT p50 (ms)", "TPOT p99", "overrun", "within all bounds"]
-    counts = ", ".join(
-        f"{sum(abs(off(one, name)) <= bound for one in loads)} of {len(loads)}"
-        for name, bound in BOUNDS.items()
-    )
-    busy = [["servers", "pictures of a request", "load", "tower", "prefill", "decode"]]
-    for one in loads:
-        ratios = [
-            f"{one['predicted_s'][kind] / one['accelerator_s'][kind] - 1:+.1%}"
-            if one["accelerator_s"][kind]
-            else ""
-            for kind in ("tower", "prefill", "decode")
-        ]
-        busy.append([one["topology"], one["case"], one["load"], *ratios])
-    hosts = [["servers", "a request", "448 px", "a step"]]
-    for one in {one["topology"]: one for one in loads}.values():
-        host = one["host"]
-        hosts.append(
-            [one["topology"]]
-            + [f"{1000 * host[name]:.1f}" for name in ("request_s", "large_s", "step_s")]
-        )
-    dilations = sorted({one["dilation"] for one in loads})
-    return f"""# The planner beside real servers on emulated accelerators
-
-`.venv/bin/python benchmark/validate_emulated.py`: {kept["machine"]}, {kept["versions"]}, checkpoint
-{MODEL}, profile `benchmark/simulated/{PROFILE.name}`, passes stretched
-{" or ".join(f"{dilation:g}" for dilation in dilations)} times. All times are the emulated
-machines'. No GPU was used: [emulated machines](../../docs/emulated.md) says what is real.
-
-Servers and simulation have the same requests at the same moments, and the same times of passes.
-Nothing is fitted to these loads. {loads[0]["requests"]} requests a load, so p99 is nearly the
-slowest. Each cell has the figure of the servers, and how far off the simulation is.
-
-{table([head, *rows(loads)])}
-
-Within 7% in throughput, and 15% in p50 TTFT, p99 TTFT, p50 TPOT and p99 TPOT: {counts}; in all of
-them: {sum(map(inside, loads))} of {len(loads)}.
-{goodput_page(kept.get("goodput", []))}
-## Work of the accelerators
-
-How far off the simulated time of all passes of a load is, by kind. It says whether batches are
-as large as the servers'.
-
-{table(busy)}
-
-## The host
-
-What single requests to idle servers take beside their passes, divided by the stretching (ms),
-and the simulation has as constants: a text, a picture more, and a step.
-
-{table(hosts)}
-"""
-
-
-def goodput_page(found: Sequence[dict[str, Any]]) -> str:
-    if not found:
-        return ""
-    lines = [["servers", "tried", "goodput (requests/s)", "predicted", "error"]]
-    for one in found:
-        tried = ", ".join(f"{rate:.1f} {'yes' if held else 'no'}" for rate, held in one["tried"])
-        error = f"{one['predicted'] / one['measured'] - 1:+.0%}" if one["measured"] else "too high"
-        lines.append(
-            [one["topology"], tried, f"{one['measured']:.1f}", f"{one['predicted']:.1f}", error]
-        )
-    slo = found[0]["slo"]
-    return f"""
-## Goodput
-
-Single pictures, Poisson arrivals: the highest rate at which {slo["quantile"]:.0%} of
-{found[0]["requests"]} requests have their first token within {1000 * slo["ttft_s"]:.0f} ms, and
-{1000 * slo["tpot_s"]:.0f} ms a token.
-
-{table(lines)}
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -603,14 +494,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="of each load")
     parser.add_argument("--repeats", type=int, default=4, help="of each single request")
     parser.add_argument("--dilate", type=float, default=5.0)
-    parser.add_argument("--render", action="store_true", help="write the page anew")
+    parser.add_argument("--render", action="store_true", help="predict and write the page anew")
     parser.add_argument("--out", type=Path, default=KEPT)
     sought = parser.add_argument("--goodput", nargs="*", default=[], choices=names)
     sought.help = "look for the highest rate of these at which an SLO holds, too"
     options = parser.parse_args(namespace=Options())
     if not options.render:
         run(options)
-    options.out.with_suffix(".md").write_text(page(json.loads(options.out.read_text())))
+    kept = json.loads(options.out.read_text())
+    kept["loads"] = [again(one) for one in kept["loads"]]
+    options.out.write_text(json.dumps(kept, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(page(kept))
 
 
 def run(options: Options) -> None:
@@ -649,7 +543,7 @@ def keep(out: Path, part: str, topology: str, outcomes: list[dict[str, Any]]) ->
     others = [one for one in kept.get(part, []) if one["topology"] != topology]
     order = [case.topology for case in CASES]
     kept[part] = sorted([*others, *outcomes], key=lambda one: order.index(one["topology"]))
-    kept["machine"] = machine()
+    kept |= {"machine": machine(), "checkpoint": MODEL, "profile": PROFILE.name}
     kept["versions"] = f"sglang {version('sglang')}, torch {version('torch')}"
     out.write_text(json.dumps(kept, indent=1) + "\n")
 

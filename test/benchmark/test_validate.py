@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import validate_emulated as validate
+import validate_report as report
 from comparison.arms import Place, Running
 
 from sglang_epd.profile import Profile
@@ -76,14 +77,15 @@ def outcome(**predicted: float) -> dict[str, Any]:
 
 
 def test_a_prediction_is_within_all_bounds_or_not() -> None:
-    assert validate.inside(outcome())
-    assert not validate.inside(outcome(requests_per_s=5.4))
-    assert validate.inside(outcome(ttft_p50_s=0.15 * 1.14))
-    assert not validate.inside(outcome(tpot_p99_s=0.02 * 1.2))
+    assert report.inside(outcome())
+    assert not report.inside(outcome(requests_per_s=5.4))
+    assert report.inside(outcome(ttft_p50_s=0.15 * 1.14))
+    assert not report.inside(outcome(tpot_p99_s=0.02 * 1.2))
 
 
 def test_the_page_says_how_far_off_each_figure_is() -> None:
     kept = {"loads": [outcome(), outcome(requests_per_s=5.5)], "machine": "m", "versions": "v"}
+    kept |= {"checkpoint": "c", "profile": "p"}
     found = {
         "topology": "1EPD",
         "requests": 40,
@@ -92,7 +94,7 @@ def test_the_page_says_how_far_off_each_figure_is() -> None:
         "measured": 5.0,
         "predicted": 5.5,
     }
-    page = validate.page({**kept, "goodput": [found]})
+    page = report.page({**kept, "goodput": [found]})
     assert "| 5.00, +0% |" in page and "| 5.00, +10% |" in page
     assert "1 of 2, 2 of 2" in page and "in all of\nthem: 1 of 2" in page
     assert "| 4.0 yes, 6.0 no | 5.0 | 5.5 | +10% |" in page

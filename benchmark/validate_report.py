@@ -1,0 +1,123 @@
+"""The page of `validate_emulated.py`: how far off the planner is, load by load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pages import table
+
+# What is compared, and how far off a prediction may be.
+BOUNDS = {
+    "requests_per_s": 0.07,
+    "ttft_p50_s": 0.15,
+    "ttft_p99_s": 0.15,
+    "tpot_p50_s": 0.15,
+    "tpot_p99_s": 0.15,
+}
+
+
+def off(one: dict[str, Any], name: str) -> float:
+    """By how much a prediction is too high."""
+    return one["predicted"][name] / one["measured"][name] - 1
+
+
+def inside(one: dict[str, Any]) -> bool:
+    return all(abs(off(one, name)) <= bound for name, bound in BOUNDS.items())
+
+
+def overrun(one: dict[str, Any]) -> float:
+    busy = one["accelerator_s"]
+    return busy["overrun"] / (busy["tower"] + busy["prefill"] + busy["decode"])
+
+
+def rows(loads: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What was measured, and how far off the prediction is."""
+    made = []
+    for one in loads:
+        cells = [one["topology"], one["case"], one["load"]]
+        for name in BOUNDS:
+            measured = one["measured"][name]
+            shown = f"{1000 * measured:.0f}" if name.startswith("t") else f"{measured:.2f}"
+            cells.append(f"{shown}, {off(one, name):+.0%}")
+        made.append([*cells, f"{overrun(one):.1%}", "yes" if inside(one) else "no"])
+    return made
+
+
+def page(kept: dict[str, Any]) -> str:
+    loads = kept["loads"]
+    head = ["servers", "pictures of a request", "load", "requests/s", "TTFT p50 (ms)"]
+    head += ["TTFT p99", "TPOT p50 (ms)", "TPOT p99", "overrun", "within all bounds"]
+    counts = ", ".join(
+        f"{sum(abs(off(one, name)) <= bound for one in loads)} of {len(loads)}"
+        for name, bound in BOUNDS.items()
+    )
+    busy = [["servers", "pictures of a request", "load", "tower", "prefill", "decode"]]
+    for one in loads:
+        ratios = [
+            f"{one['predicted_s'][kind] / one['accelerator_s'][kind] - 1:+.1%}"
+            if one["accelerator_s"][kind]
+            else ""
+            for kind in ("tower", "prefill", "decode")
+        ]
+        busy.append([one["topology"], one["case"], one["load"], *ratios])
+    hosts = [["servers", "a request", "448 px", "a step"]]
+    for one in {one["topology"]: one for one in loads}.values():
+        host = one["host"]
+        hosts.append(
+            [one["topology"]]
+            + [f"{1000 * host[name]:.1f}" for name in ("request_s", "large_s", "step_s")]
+        )
+    dilations = sorted({one["dilation"] for one in loads})
+    return f"""# The planner beside real servers on emulated accelerators
+
+`.venv/bin/python benchmark/validate_emulated.py`: {kept["machine"]}, {kept["versions"]}, checkpoint
+{kept["checkpoint"]}, profile `benchmark/simulated/{kept["profile"]}`, passes stretched
+{" or ".join(f"{dilation:g}" for dilation in dilations)} times. All times are the emulated
+machines'. No GPU was used: [emulated machines](../../docs/emulated.md) says what is real.
+
+Servers and simulation have the same requests at the same moments, and the same times of passes.
+Nothing is fitted to these loads. {loads[0]["requests"]} requests a load, so p99 is nearly the
+slowest. Each cell has the figure of the servers, and how far off the simulation is.
+
+{table([head, *rows(loads)])}
+
+Within 7% in throughput, and 15% in p50 TTFT, p99 TTFT, p50 TPOT and p99 TPOT: {counts}; in all of
+them: {sum(map(inside, loads))} of {len(loads)}.
+{goodput_page(kept.get("goodput", []))}
+## Work of the accelerators
+
+How far off the simulated time of all passes of a load is, by kind. It says whether batches are
+as large as the servers'.
+
+{table(busy)}
+
+## The host
+
+What single requests to idle servers take beside their passes, divided by the stretching (ms),
+and the simulation has as constants: a text, a picture more, and a step.
+
+{table(hosts)}
+"""
+
+
+def goodput_page(found: Sequence[dict[str, Any]]) -> str:
+    if not found:
+        return ""
+    lines = [["servers", "tried", "goodput (requests/s)", "predicted", "error"]]
+    for one in found:
+        tried = ", ".join(f"{rate:.1f} {'yes' if held else 'no'}" for rate, held in one["tried"])
+        error = f"{one['predicted'] / one['measured'] - 1:+.0%}" if one["measured"] else "too high"
+        lines.append(
+            [one["topology"], tried, f"{one['measured']:.1f}", f"{one['predicted']:.1f}", error]
+        )
+    slo = found[0]["slo"]
+    return f"""
+## Goodput
+
+Single pictures, Poisson arrivals: the highest rate at which {slo["quantile"]:.0%} of
+{found[0]["requests"]} requests have their first token within {1000 * slo["ttft_s"]:.0f} ms, and
+{1000 * slo["tpot_s"]:.0f} ms a token.
+
+{table(lines)}
+"""

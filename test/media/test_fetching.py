@@ -124,7 +124,7 @@ async def test_it_answers_as_a_fetcher_in_this_process_does(serve: Serve, tmp_pa
             return [type(error), error.message, getattr(error, "reason", "")]
         lives = [step.fresh_until > time.monotonic() + 50 for step in answer.trail.steps]
         steps = [(step.url, step.obstacle) for step in answer.trail.steps]
-        return [answer.media, steps, lives]
+        return [answer.data, answer.digest, steps, lives]
 
     async with MediaFetcher(limits) as here, FetchingProcess(limits) as there:
         for one in urls:
@@ -310,7 +310,7 @@ async def test_two_hundred_slow_hosts(serve: Serve) -> None:
         await asyncio.sleep(0.5)
         for _ in range(10):
             begin = time.monotonic()
-            assert len((await fetcher.ask(source(honest))).media.data) == 100_000
+            assert len((await fetcher.ask(source(honest))).data) == 100_000
             assert time.monotonic() - begin < 2
         connections = psutil.Process(pid(fetcher)).num_fds()
         for task in fetches:

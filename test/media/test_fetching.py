@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.media import Account, FetchingProcess, MediaFetcher, MediaSource, fetching
+from waiting import until
 
 PATIENCE_S = 20.0
 BODY = random.Random(1).randbytes(3 << 20)
@@ -64,12 +65,6 @@ async def fetching_process(
 
 def pid(fetcher: FetchingProcess) -> int:
     return fetcher._starting.result()._child.pid
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

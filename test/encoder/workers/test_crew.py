@@ -24,6 +24,7 @@ from sglang_epd.encoder.tower import TowerLostError
 from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.wire.messages import TensorSpec
+from waiting import until
 
 HERE = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -90,12 +91,6 @@ async def under_way(tower: WorkerTower) -> None:
     """Return when the workers are at what they were asked: they hear it in order."""
     for _ in range(2):  # the first may overtake what a task is about to ask
         tower.discard(await tower.prepare("IMAGE", b"rows=1"))
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def gone(pid: int) -> bool:

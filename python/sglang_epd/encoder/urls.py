@@ -1,10 +1,9 @@
 """Reads media by their URLs, and asks for none that it knows.
 
 `media.freshness` decides what may be remembered, and `cache.urls` remembers it; this file sends
-the requests. Simultaneous requests for a URL share one fetch,
-which lives as long as one of them waits for it, and each waits as long as its own deadline
-lets it. A URL that is fresh costs nothing where its content's embedding is at hand; any other
-is read.
+the requests. Simultaneous requests for a URL share one fetch, which lives as long as one of them
+waits for it, and each waits as long as its own deadline lets it. A URL that is fresh costs
+nothing where its content's embedding is at hand; any other is read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CREDENTIALS = "credentials"
 
 @dataclass(frozen=True)
 class Content:
-    """A URL's content.
+    """What a URL led to, or inline media.
 
     Attributes:
         digest: of the bytes.

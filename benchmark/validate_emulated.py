@@ -130,7 +130,8 @@ def arm(topology: Topology) -> Arm:
     if topology.decodes:
         servers += [Server(role="prefill", count=topology.prefills, flags=flags)]
         servers += [Server(role="decode", count=topology.decodes, flags=flags)]
-        servers += [Server(role="router")]
+        # As in `sglang-epd up`; another router takes requests before it knows its servers.
+        servers += [Server(role="router", flags="--mini-lb")]
     else:
         role: Any = "language" if topology.encoders else "server"
         servers += [Server(role=role, flags=flags)] * topology.language

@@ -68,6 +68,7 @@ def outcome(**predicted: float) -> dict[str, Any]:
         "load": "5 requests/s",
         "requests": 2,
         "dilation": 8.0,
+        "load_average": 1.5,
         "host": {"request_s": 0.002, "large_s": 0.004, "step_s": 0.0},
         "measured": figures,
         "predicted": {**figures, **predicted},
@@ -97,5 +98,6 @@ def test_the_page_says_how_far_off_each_figure_is() -> None:
     page = report.page({**kept, "goodput": [found]})
     assert "| 5.00, +0% |" in page and "| 5.00, +10% |" in page
     assert "1 of 2, 2 of 2" in page and "in all of\nthem: 1 of 2" in page
+    assert "of at most 1%:\n1 of 2; with more: 0 of\n0." in page
     assert "| 4.0 yes, 6.0 no | 5.0 | 5.5 | +10% |" in page
     assert "| +10.0% | +0.0% | +0.0% |" in page

@@ -157,14 +157,17 @@ class Seen:
 class Sender:
     """Streams chat completions.
 
+    Args:
+        seed: another one makes other texts and pictures, which no server has seen.
+
     Attributes:
         fixed, each: prompt tokens without text, and of a word.
     """
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, session: aiohttp.ClientSession, seed: str) -> None:
+        self._session, self._seed = session, seed
         self._pictures = 0
-        self._rng = random.Random(0)
+        self._rng = random.Random(seed)
         self.fixed, self.each = 0.0, 1.0
 
     async def learn(self, url: str) -> None:
@@ -181,7 +184,7 @@ class Sender:
         parts: list[dict[str, Any]] = []
         for size in sizes:
             self._pictures += 1
-            data = base64.b64encode(jpeg(size, ("validate", self._pictures))).decode()
+            data = base64.b64encode(jpeg(size, (self._seed, self._pictures))).decode()
             url = {"url": f"data:image/jpeg;base64,{data}"}
             parts.append({"type": "image_url", "image_url": url})
         letters = "abcdefghijklmnopqrstuvwxyz"
@@ -416,7 +419,7 @@ async def measure(
         urls = running.urls("language" if topology.encoders else "server")[: topology.language]
     outcomes: list[dict[str, Any]] = []
     async with aiohttp.ClientSession() as session:
-        sender = Sender(session)
+        sender = Sender(session, topology.name)
         await sender.learn(urls[0])
         host = await idle(sender, urls, profile, dilation, options.repeats)
         print(topology.name, host, flush=True)

@@ -6,7 +6,7 @@
 
 The comparison is a file of benchmark/reproduce/, its arms are files of benchmark/reproduce/arms/.
 Real servers run a tiny checkpoint, and each forward pass takes the time of the comparison's
-profile (docs/emulated.md). The arms are up one after the other, and get the same requests.
+profile (docs/emulated.md). Arms get the same requests, `together` of them at a time.
 Pictures, texts and chunks are `shrink` times smaller than published and cost as many times more,
 so that the tiny model's real passes fit into the emulated ones; so are answers, by
 `answer_shrink`. Arrivals are stretched as the passes are, and results divided: all times of the
@@ -20,7 +20,9 @@ import asyncio
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -56,37 +58,44 @@ def profile_of(told: Comparison, arm: str) -> Profile:
     return load_profile(str(path) if path.exists() else name)
 
 
-class Servers:
-    """Runs a comparison's arms, one at a time.
+class Measuring:
+    """An arm's servers, its own client, and the loads on it.
 
     Args:
-        folder: for logs, requests and profiles.
+        folder: for logs, requests and the profile.
     """
 
-    def __init__(self, told: Comparison, folder: Path, bench: BenchServing, model: str) -> None:
-        self._told, self._folder, self._bench, self._model = told, folder, bench, model
+    def __init__(self, told: Comparison, arm: Arm, folder: Path, model: str) -> None:
+        self._told, self._folder, self.arm = told, folder, arm
         self._tokenizer = tokenizers.Tokenizer.from_file(f"{model}/tokenizer.json")
-
-    def measure(self, arm: Arm, cases: list[Case]) -> Iterator[Measured]:
-        """Start it, put every load on it, and stop it."""
-        profile = self._folder / f"{arm.name}.json"
-        profile.write_bytes(
-            msgspec.json.encode(self._told.shrunk(profile_of(self._told, arm.name)))
-        )
+        folder.mkdir()
+        profile = folder / "profile.json"
+        profile.write_bytes(msgspec.json.encode(told.shrunk(profile_of(told, arm.name))))
         os.environ["SGLANG_EPD_EMULATE"] = str(profile)
-        os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{self._told.dilation:g}"
-        running = Running(arm, self._model, "", Place(cores=_cores()), self._folder)
+        os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{told.dilation:g}"
+        self._running = Running(arm, model, "", Place(cores=_cores()), folder)
+        self._bench = BenchServing(model, folder, _cores())
+
+    def measure(self, cases: list[Case], up: Callable[[], object]) -> Iterator[Measured]:
+        """Start the servers, put every load on them, and stop them.
+
+        Args:
+            up: called once they are up.
+        """
+        running = self._running
         try:
-            print(f"{arm.name}: up after {running.start():.0f} s", flush=True)
+            print(f"{self.arm.name}: up after {running.start():.0f} s", flush=True)
+            warm = write_load(self._folder / "warm.jsonl", self._requests(cases[0], 0.0), 2, 0, 0)
+            self._bench.run(running.url, warm, ANSWER_TIMEOUT_S)
+            up()
             for case in cases:
-                warm = write_load(self._folder / "warm.jsonl", self._requests(case, 0.0), 2, 0, 0)
-                self._bench.run(running.url, warm, ANSWER_TIMEOUT_S)
                 for load in case.loads:
                     before = spent(running)
-                    run = self._run(running, case, load)
+                    run = self._run(case, load)
                     yield Measured(run, busy(before, spent(running)))
         finally:
             running.stop()
+            self._bench.close()
 
     def _requests(self, case: Case, load: float) -> Iterator[Request]:
         def count(text: str) -> int:
@@ -94,8 +103,8 @@ class Servers:
 
         return requests(case.workload(), "small", load, count)
 
-    def _run(self, running: Running, case: Case, load: float) -> Run:
-        dilation = self._told.dilation
+    def _run(self, case: Case, load: float) -> Run:
+        dilation, url = self._told.dilation, self._running.url
         rate = 0.0 if case.closed else load / dilation
         path, sent = self._folder / f"{case.name}-{load:g}.jsonl", self._requests(case, load)
         at_once = round(load) if case.closed else 1
@@ -103,12 +112,12 @@ class Servers:
         if case.turns > 1:
             talks = list(islice(self._requests(case, load), case.requests))
             outcomes, seconds = asyncio.run(
-                converse(running.url, talks, float("inf"), 0, ANSWER_TIMEOUT_S * dilation)
+                converse(url, talks, float("inf"), 0, ANSWER_TIMEOUT_S * dilation)
             )
         else:
             timeout_s = ANSWER_TIMEOUT_S * dilation + (case.requests / rate if rate else 0.0)
-            outcomes, seconds = self._bench.run(running.url, written, timeout_s)
-        return Run(running.arm.name, case.name, 0, load, seconds, written.digest, "", outcomes)
+            outcomes, seconds = self._bench.run(url, written, timeout_s)
+        return Run(self.arm.name, case.name, 0, load, seconds, written.digest, "", outcomes)
 
 
 def _cores() -> list[int]:
@@ -142,11 +151,7 @@ def busy(before: dict[str, list[Counted]], after: dict[str, list[Counted]]) -> B
 
 
 def reproduce(
-    results: Reproduced,
-    arms: list[Arm],
-    cases: list[Case],
-    folder: Path,
-    keep: Callable[[], None],
+    results: Reproduced, arms: list[Arm], cases: list[Case], folder: Path, keep: Callable[[], None]
 ) -> None:
     """Run arms at all loads of cases; results take the place of those that there are.
 
@@ -154,17 +159,28 @@ def reproduce(
         keep: called after each run.
     """
     told = results.comparison
-    model = str(ensure(told.checkpoint))
-    with BenchServing(model, folder, _cores()) as bench:
-        servers = Servers(told, folder, bench, model)
-        for arm in arms:
-            again = {(arm.name, case.name) for case in cases}
-            results.runs = [
-                one for one in results.runs if (one.run.arm, one.run.workload) not in again
-            ]
-            for measured in servers.measure(arm, cases):
-                results.runs.append(measured)
-                keep()
+    model, keeping = str(ensure(told.checkpoint)), threading.Lock()
+    again = {(arm.name, case.name) for arm in arms for case in cases}
+    results.runs = [one for one in results.runs if (one.run.arm, one.run.workload) not in again]
+    for first in range(0, len(arms), told.together):
+        group = [
+            Measuring(told, arm, folder / arm.name, model)
+            for arm in arms[first : first + told.together]
+        ]
+        # They are put under load when all of them are up.
+        up = threading.Barrier(len(group))
+
+        def measure(one: Measuring, up: threading.Barrier = up) -> None:
+            try:
+                for measured in one.measure(cases, up.wait):
+                    with keeping:
+                        results.runs.append(measured)
+                        keep()
+            finally:
+                up.abort()
+
+        with ThreadPoolExecutor(len(group)) as threads:
+            list(threads.map(measure, group))
 
 
 def page_of(results: Reproduced, told: Comparison) -> Page:

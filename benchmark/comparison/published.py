@@ -72,6 +72,8 @@ class Comparison(Data, frozen=True):
         shrink: by what factor pictures, texts and chunks are smaller than published.
         answer_shrink: by what factor answers are shorter; each step costs as much more.
         dilation: `SGLANG_EPD_EMULATE_DILATE`.
+        together: how many arms are under load at a time; each has accelerators of its own, and
+            they share the machine's cores.
         arms: files of `arms/` beside this one. The others stand beside the first.
         limits: what p99 may be at most.
         read: what a person sees in the results; Markdown.
@@ -90,6 +92,7 @@ class Comparison(Data, frozen=True):
     cases: Annotated[list[Case], msgspec.Meta(min_length=1)]
     profiles: dict[str, str] = {}
     answer_shrink: Positive = 1.0
+    together: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     limits: Limits | None = None
     read: str = ""
 

@@ -197,4 +197,5 @@ def _sent(told: Comparison) -> str:
     return f"""{table(rows)}
 
 Each token and patch stands for {told.shrink:g} of the published machines', each token of an answer
-for {told.answer_shrink:g}. All arms get the same requests, one arm after the other."""
+for {told.answer_shrink:g}. All arms get the same requests, {told.together} of them at a time on the
+same cores."""

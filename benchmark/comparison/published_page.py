@@ -148,7 +148,7 @@ class Page:
 
 `.venv/bin/python benchmark/reproduce.py {told.name}`: {where}; {packages}; checkpoint
 {told.checkpoint}. No GPU was used: [emulated machines](../../docs/emulated.md) says what is real
-here. Passes and arrivals were stretched {told.dilation:g} times, and times are divided by it.
+here. Passes and arrivals were stretched by a factor of {told.dilation:g}, and times are divided by it.
 
 **Published** ([source]({told.source})): {told.published.strip()}
 

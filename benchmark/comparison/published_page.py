@@ -14,7 +14,7 @@ from sglang_epd.profile import Profile
 from sglang_epd_plan import plots
 
 HEAD = ["case", "load", "arm", "GPUs", "answered", "mean TTFT (s)", "p50", "p99",
-        "mean TPOT (ms)", "p99", "requests/s", "encoders busy", "language busy: tower",
+        "mean TPOT (ms)", "p50", "p99", "requests/s", "encoders busy", "language busy: tower",
         "prefill", "decode", "overrun"]  # fmt: skip
 RATIOS = ["case", "load", "arm", "mean TTFT: the first's by it", "p50", "TPOT: the first's by it",
           "requests/s: by the first's", "requests/s a GPU: by the first's"]  # fmt: skip
@@ -58,7 +58,8 @@ class Page:
         cells = [case.name, _load(case, load), arm.title, f"{have.gpus:g}", f"{answered} of {sent}"]
         shown = [mean(ttfts), percentile(ttfts, 0.5), percentile(ttfts, 0.99)]
         cells += [f"{value:.2f}" for value in shown]
-        cells += [f"{mean(tpots):.0f}", f"{percentile(tpots, 0.99):.0f}"]
+        shown = [mean(tpots), percentile(tpots, 0.5), percentile(tpots, 0.99)]
+        cells += [f"{value:.1f}" for value in shown]
         cells.append(f"{self._rate(runs):.3f}")
         encoder_s = sum(one.busy.encoder_s for one in found)
         kinds = [

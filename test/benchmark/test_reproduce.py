@@ -79,7 +79,7 @@ def test_accelerators_of_an_arm_are_its_ranks_and_what_they_stand_for() -> None:
 
 def _blog(dilation: float, **changes: object) -> Reproduced:
     told = _told("sglang-blog")
-    heavy = replace(told.cases[1], loads=[1.0])
+    heavy = replace(told.cases[0], name="heavy", loads=[1.0])
     changes |= {"cases": [heavy], "arms": ["one", "epd-2e1p"]}
     told = replace(told, dilation=dilation, answer_shrink=2.0, **changes)
     results = Reproduced(told.measured, {}, {})
@@ -100,11 +100,11 @@ def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: P
     page.render(tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     one = (
-        "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 | 25 | 25 | 0.050 |"
+        "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 | 25.0 | 25.0 | 25.0 | 0.050 |"
         "  | 0% | 25% | 12% | 3.3% |"
     )
     epd = (
-        "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 | 25 | 25 | 0.100 |"
+        "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 | 25.0 | 25.0 | 25.0 | 0.100 |"
         " 25% | 0% | 50% | 25% | 2.0% |"
     )
     assert one in text and epd in text

@@ -37,8 +37,7 @@ class Page:
         profiles: dict[str, Profile],
     ) -> None:
         self._results, self._told, self._profiles = results, told, profiles
-        ran = {one.run.arm for one in results.runs}
-        self._arms = [arm for arm in arms if arm.name in ran]
+        self._arms = arms
         self._by = results.comparison.dilation
 
     def render(self, path: Path) -> None:
@@ -78,10 +77,14 @@ class Page:
         return cells
 
     def ratios(self, case: Case, load: float) -> list[list[str]]:
-        """Each arm beside the first one."""
+        """Each arm beside the comparison's first one; none where that was not measured."""
         rows, first = [], list[float]()
         for arm in self._arms:
             runs = self._runs(arm, case, load)
+            if not runs:
+                if arm.name == self._told.arms[0]:
+                    return []
+                continue
             ttfts, rate = self._ttfts(runs), self._rate(runs)
             mine = [1 / mean(ttfts), 1 / percentile(ttfts, 0.5), 1 / mean(self._tpots(runs)),
                     rate, rate / self._has(arm).gpus]  # fmt: skip
@@ -149,7 +152,7 @@ class Page:
 
 `.venv/bin/python benchmark/reproduce.py {told.name}`: {where}; {packages}; checkpoint
 {told.checkpoint}. No GPU was used: [emulated machines](../../docs/emulated.md) says what is real
-here. Passes and arrivals were stretched by a factor of {told.dilation:g}, and times are divided by it.
+here. Passes and arrivals were stretched by a factor of {told.dilation:g}; times are divided by it.
 
 **Published** ([source]({told.source})): {told.published.strip()}
 

@@ -100,12 +100,12 @@ def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: P
     page.render(tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     one = (
-        "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 | 25.0 | 25.0 | 25.0 | 0.050 |"
-        "  | 0% | 25% | 12% | 3.3% |"
+        "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 |"
+        " 25.0 | 25.0 | 25.0 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
     )
     epd = (
-        "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 | 25.0 | 25.0 | 25.0 | 0.100 |"
-        " 25% | 0% | 50% | 25% | 2.0% |"
+        "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 |"
+        " 25.0 | 25.0 | 25.0 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
     )
     assert one in text and epd in text
     # 4 GPUs do half of the requests of 6.
@@ -114,6 +114,17 @@ def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: P
     for name in ("ttft", "rate"):
         assert f"(page-{name}.svg)" in text
         assert "sglang-epd 2E1P" in (tmp_path / f"page-{name}.svg").read_text()
+
+
+def test_arms_stand_beside_the_first_one_or_none() -> None:
+    results = _blog(4.0)
+    told, (one, epd) = results.comparison, results.runs
+    page = reproduce.page_of(results, told)
+    assert [row[2] for row in page.ratios(told.cases[0], 1.0)] == ["one server", "sglang-epd 2E1P"]
+    results.runs = [one]
+    assert [row[2] for row in page.ratios(told.cases[0], 1.0)] == ["one server"]
+    results.runs = [epd]
+    assert page.ratios(told.cases[0], 1.0) == []
 
 
 def test_limits_hold_where_p99_is_within_them_and_all_were_answered() -> None:

@@ -78,7 +78,7 @@ def floor(pipe: Connection, model: str, flags: str, log: str) -> None:
             cut = time.process_time()
             processor(images=[picture], return_tensors="pt")
             whole = time.process_time() - cut
-            prepared = mark(engine._preparer.prepare_image(picture), engine._device)
+            prepared = mark(engine._preparer.preprocess("IMAGE", picture), engine._device)
             ready = time.process_time()
             asyncio.run(engine.forward([prepared]))
             ran = time.process_time() - ready

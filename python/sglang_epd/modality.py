@@ -1,12 +1,13 @@
 """The kinds of media, and what each is called wherever it has a name.
 
-A new kind is a row here, a decoder (`decoding.decoders`, `decoding.child`) and a branch of
-`encoder.model.preparing`. Leans on `managers.schedule_batch.Modality`, on the fields of
-`managers.io_struct.GenerateReqInput`, and on names in SGLang's processors and models.
+A new kind that is decoded into one array is a row here, and the module of its decoder. Leans on
+`managers.schedule_batch.Modality`, on the fields of `managers.io_struct.GenerateReqInput`, and
+on names in SGLang's processors and models.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 IMAGE, VIDEO, AUDIO = "IMAGE", "VIDEO", "AUDIO"
@@ -20,7 +21,11 @@ class Modality(NamedTuple):
         grids: the argument of SGLang's processors that has the grids of a prompt's items.
         placeholder: the attribute of SGLang's processors that has the placeholder's token id.
         start_patches: the cost of an item as long as none was encoded.
-        lengths: whether a grid is one length, and all grids are one flat list.
+        lengths: whether a grid is one length, and all grids are one flat list. Only items of
+            one length share a forward pass.
+        decoder: the module that makes an array of an item, in a child (`decode`), and says
+            what that takes (`CPU_S`, `needed_bytes`), as `decoding.sound` does; empty for
+            pictures and videos, which the child knows.
     """
 
     name: str
@@ -28,6 +33,7 @@ class Modality(NamedTuple):
     placeholder: str
     start_patches: float
     lengths: bool = False
+    decoder: str = ""
 
     @property
     def request_field(self) -> str:
@@ -44,6 +50,11 @@ class Modality(NamedTuple):
         return f"{self.name.lower()}_grid_thw"
 
     @property
+    def decoding(self) -> Any:
+        """The module that `decoder` names."""
+        return import_module(self.decoder)
+
+    @property
     def sglang(self) -> Any:
         from sglang.srt.managers import schedule_batch
 
@@ -57,6 +68,13 @@ MODALITIES = {
     for row in (
         Modality(IMAGE, "img_grid_thw", "IM_TOKEN_ID", 1024.0),
         Modality(VIDEO, "video_grid_thw", "VIDEO_TOKEN_ID", 16_384.0),
-        Modality(AUDIO, "audio_feature_lens", "audio_token_id", 3000.0, lengths=True),
+        Modality(
+            AUDIO,
+            "audio_feature_lens",
+            "audio_token_id",
+            3000.0,
+            lengths=True,
+            decoder="sglang_epd.decoding.sound",
+        ),
     )
 }

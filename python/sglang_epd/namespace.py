@@ -92,6 +92,11 @@ def embedding_key(identity: str, digest: bytes, modality: str, options: object) 
     """Everything that an item's embedding depends on: a namespace, the digest of the item's
     bytes, its modality and its own options.
 
+    Args:
+        identity: a namespace.
+        digest: of the item's bytes.
+        options: the item's own.
+
     Raises:
         ProtocolError: the options are not plain data.
     """

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from sglang_epd.cache import UrlMemory
 from sglang_epd.cache.urls import name_of
 from sglang_epd.media import Step, Trail, digest
@@ -9,12 +7,8 @@ from sglang_epd.media import Step, Trail, digest
 A, B, C = (f"http://user.example/{name}.png?signature=secret" for name in "abc")
 
 
-def trail(until: float = 0.0) -> Trail:
-    return Trail((Step(A, until),))
-
-
 def keep(memory: UrlMemory, url: str, content: bytes = b"content") -> None:
-    memory.keep(name_of(url), url, digest(content), len(content), trail())
+    memory.keep(name_of(url), url, digest(content), len(content), Trail((Step(A, 0.0),)))
 
 
 def names(memory: UrlMemory) -> list[bytes]:
@@ -53,29 +47,18 @@ def test_nobody_sees_what_a_url_keeps_secret() -> None:
     assert "secret" not in repr(found)
 
 
-def test_what_was_forgotten_is_not_confirmed() -> None:
-    memory = UrlMemory(2)
-    keep(memory, A)
-    memory.confirm(name_of(A), digest(b"content"), trail(5.0))
-    found = memory.find(name_of(A))
-    assert found is not None
-    assert found.trail.fresh_until == 5.0
-    memory.confirm(name_of(A), digest(b"another"), trail(9.0))
-    assert found.trail.fresh_until == 5.0
-    assert memory.drop(name_of(A))
-    memory.confirm(name_of(A), digest(b"content"), trail(9.0))
-    assert not memory.drop(name_of(A))
-    assert len(memory) == 0
-
-
-def test_all_are_forgotten_at_once() -> None:
-    memory = UrlMemory(2)
+def test_one_is_forgotten_or_all_at_once() -> None:
+    memory = UrlMemory(3)
     keep(memory, A)
     keep(memory, B)
+    keep(memory, C)
+    assert memory.drop(name_of(B))
+    assert not memory.drop(name_of(B))
     assert memory.clear() == 2
     assert memory.clear() == 0
 
 
-def test_a_memory_holds_something() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        UrlMemory(0)
+def test_a_memory_without_room_holds_nothing() -> None:
+    memory = UrlMemory(0)
+    keep(memory, A)
+    assert len(memory) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ import soundfile
 
 import clips
 from decoding import attacks
+from decoding.conftest import Make
 from decoding.trees import Watch
 from sglang_epd.decoding import Decoders
 from sglang_epd.decoding.decoders import SMALL_BYTES
 from sglang_epd.errors import DeadlineError, EpdError, MediaError, MediaTooLargeError
+from sglang_epd.modality import AUDIO, MODALITIES
 
 MARGIN = 96 << 20
 
@@ -35,7 +39,7 @@ def frames(decoders: Decoders, data: bytes, indices: list[int], seconds: float =
 
 def sound(decoders: Decoders, data: bytes, rate_hz: int = 16_000):
     with decoders.begin(time.monotonic() + 60) as item:
-        return item.sound(data, rate_hz)
+        return item.array(AUDIO, data, rate_hz)
 
 
 def outcome(work, *args):
@@ -47,6 +51,20 @@ def outcome(work, *args):
 
 def nothing_is_held(decoders: Decoders) -> bool:
     return decoders.budget.used == decoders.places.used == decoders.waiting == 0
+
+
+def test_a_further_kind_of_media_is_a_row_and_its_decoder(make: Make, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setitem(MODALITIES, "POINTS", None)
+    importlib.reload(importlib.import_module("decoding.points"))  # which fills the row
+    decoders = make()
+    expected = np.arange(6, dtype=np.float32)
+    with decoders.begin() as item:
+        found = item.array("POINTS", expected.tobytes())
+    assert (found.dtype, found.tolist()) == (np.float32, [[0, 1, 2], [3, 4, 5]])
+    with decoders.begin() as item, pytest.raises(MediaError, match="no three numbers"):
+        item.array("POINTS", bytes(8))
+    assert nothing_is_held(decoders)
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "mkv", "webm"])

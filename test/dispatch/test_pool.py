@@ -84,8 +84,10 @@ async def test_load_is_what_it_told_and_what_was_sent_since(pool):
 
 async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
     join(pool, A, B)
+    full = OverloadedError("full")
+    full.retry_after_s = 3
     with pytest.raises(OverloadedError), pool.attempt(A, 1):
-        raise OverloadedError("full", retry_after_s=3)
+        raise full
     assert pool.state(A) is Health.READY, "full is not ill"
     assert [view.url for view in usable(pool.snapshot().encoders)] == [B]
     clock.now += 3

@@ -98,7 +98,7 @@ class Fakes:
         if source.data is None:
             await account.grow(len(data))
         await self.acquire(data)
-        return FetchedMedia(data, digest(data), source)
+        return FetchedMedia(data, digest(data))
 
     # Tower
 
@@ -246,7 +246,7 @@ def service_for(
     def make(sender: Any, namespace: str = NAMESPACE) -> EncoderService:
         return Asked(
             computations=computations,
-            fetcher=fakes,
+            urls=UrlReader(fakes, UrlMemory(0), metrics),
             sender=sender,
             admission=Admission(max_items=8, max_bytes=MAX_BYTES),
             metrics=metrics,

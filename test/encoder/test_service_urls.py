@@ -44,7 +44,7 @@ async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, si
     assert (first.state, first.source) == ("delivered", "computed")
     assert (again.state, again.source, again.key) == ("delivered", "cached", first.key)
     assert again.layout == first.layout
-    assert site.take() == [("/a", ""), ("/a", '"v1"')]
+    assert site.take() == ["/a"]
     assert fakes.preprocess.calls == [BODY]
     assert len(fakes.batches) == 1
     assert len(fakes.payloads) == 2
@@ -63,10 +63,10 @@ async def test_options_and_modality_make_another_embedding_of_one_content(
     ]
     assert len(set(keys)) == 3
     # Its bytes were needed each time.
-    assert site.take() == [("/a", "")] * 3
+    assert site.take() == ["/a"] * 3
     assert fakes.preprocess.calls == [BODY] * 3
     assert (await encode(detail="high")).source == "cached"
-    assert site.take() == [("/a", '"v1"')]
+    assert site.take() == []
 
 
 async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, site) -> None:
@@ -81,9 +81,9 @@ async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, 
     assert wrong.message == (
         f"the content hash does not match: expected sha256:{'0' * 64}, got {right}"
     )
-    assert site.take() == [("/a", "")] * 3
+    assert site.take() == ["/a"] * 3
     assert (await encode()).source == "cached"
-    assert site.take() == [("/a", '"v1"')]
+    assert site.take() == []
     assert fakes.preprocess.calls == [BODY]
 
 
@@ -91,10 +91,10 @@ async def test_a_content_hash_is_compared_with_what_is_there_now(encode, fakes, 
 async def test_without_a_cache_those_who_ask_at_once_share_it_all(encode, fakes, site) -> None:
     outcomes = await asyncio.gather(*(encode() for _ in range(6)))
     assert {outcome.state for outcome in outcomes} == {"delivered"}
-    assert site.take() == [("/a", "")]
+    assert site.take() == ["/a"]
     assert len(fakes.batches) == 1
     assert (await encode()).source == "computed"
-    assert site.take() == [("/a", "")]
+    assert site.take() == ["/a"]
 
 
 async def test_known_media_take_none_of_the_bytes_that_may_be_in_work(
@@ -123,13 +123,14 @@ async def test_an_embedding_that_goes_while_its_receiver_has_no_memory(
     fakes.grant(0)
     again = await asking
     assert (again.state, again.source, again.key) == ("delivered", "computed", first.key)
-    assert site.take() == [("/a", ""), ("/a", '"v1"'), ("/a", "")]
+    assert site.take() == ["/a"] * 2
     # The first grant was given back, and the item was offered anew.
     assert fakes.withdrawn == [0]
     assert len(fakes.payloads) == 2
 
 
 async def test_known_media_that_are_gone_fail_that_item(encode, fakes, site, count) -> None:
+    site.headers = []
     await encode()
     site.answer = lambda _request: web.Response(status=404)
     outcome = await encode()
@@ -148,9 +149,7 @@ async def test_slow_urls_leave_items_to_what_comes_inline(encode, asking, servic
 
     site.answer = silent
     slow = [asyncio.create_task(encode(f"/{n}")) for n in range(6)]
-    async with asyncio.timeout(5):
-        while service.admission.fetching < 6:
-            await asyncio.sleep(0.01)
+    await until(lambda: service.admission.fetching == 6)
     with pytest.raises(OverloadedError, match="6 items being fetched, at most 6"):
         await encode("/seventh")
     (outcome,) = (await service.encode(asking(b"inline", request_id="inline"))).outcomes

@@ -5,14 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from make_checkpoint import ensure
-from sglang_epd.encoder.towers import read_limits, share_of_cores, write_limits
+from sglang_epd.encoder.towers import share_of_cores
 from sglang_epd.errors import ConfigError
-from sglang_epd.media import MediaLimits
 
 HERE = Path(__file__).parent
 
@@ -85,15 +83,6 @@ def test_the_way_through_an_accelerator(start):
 def test_heads_that_do_not_divide_are_refused(start):
     _, said = start("--tp-size", "3", status=1)
     assert "ConfigError: --tp-size 3 with --encoder-only: the 2 attention heads" in said
-
-
-def test_limits_cross_to_a_worker(tmp_path):
-    for limits in (
-        MediaLimits(),
-        MediaLimits(max_pixels=5, allowed_domains=("a.example",), allowed_local_root=tmp_path),
-    ):
-        packed = msgspec.msgpack.encode(write_limits(limits))
-        assert read_limits(msgspec.msgpack.decode(packed)) == limits
 
 
 @pytest.mark.parametrize(

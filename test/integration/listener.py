@@ -46,19 +46,17 @@ class Site:
     Attributes:
         files: bodies by path; any other path is a 404.
         headers: sent with each body.
-        etag: of each body, if not empty; to a request on this condition a 304 is sent.
         slow_s: how long each answer takes, at most until `released`.
-        asked: path and condition of each request, in order.
+        asked: the path of each request, in order.
     """
 
     def __init__(self) -> None:
         self.url = ""
         self.files: dict[str, bytes] = {}
         self.headers: dict[str, str] = {}
-        self.etag = ""
         self.slow_s = 0.0
         self.released = threading.Event()
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
 
     def linked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same messages, their pictures behind addresses of this site."""
@@ -72,13 +70,10 @@ class Site:
                     part["image_url"]["url"] = f"{self.url}{path}"
         return moved
 
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
-
     def take(self) -> list[str]:
-        """The conditions of the requests since the last time."""
+        """The paths of the requests since the last time."""
         taken, self.asked = self.asked, []
-        return [condition for _, condition in taken]
+        return taken
 
 
 @contextmanager
@@ -88,17 +83,14 @@ def serving() -> Iterator[Site]:
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            condition = self.headers.get("If-None-Match", "")
-            site.asked.append((self.path, condition))
+            site.asked.append(self.path)
             site.released.wait(site.slow_s)
             if self.path not in site.files:
                 self.send_error(404)
                 return
-            known = bool(site.etag) and condition == site.etag
-            body = b"" if known else site.files[self.path]
-            self.send_response(304 if known else 200)
-            etag = {"ETag": site.etag} if site.etag else {}
-            for name, value in {**site.headers, **etag, "Content-Length": str(len(body))}.items():
+            body = site.files[self.path]
+            self.send_response(200)
+            for name, value in {**site.headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(ConnectionError):

@@ -67,7 +67,7 @@ def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
 ) -> None:
     expected = machine.reference(topology.model, case(photographs), TOKENS)
     router.generation(*site.linked(case(photographs)), tokens=TOKENS).check(expected)
-    assert sorted(site.paths()) == sorted(site.files)
+    assert sorted(site.asked) == sorted(site.files)
     assert (laid_out("known"), laid_out("own"), laid_out("failed")) == (1, 0, 0)
 
 
@@ -79,7 +79,7 @@ def test_an_image_named_twice_is_laid_out_twice(
     router.generation(*site.linked(messages), tokens=TOKENS).check(expected)
     # Two items, for all that the language server knows; encoders share one answer between
     # those who wait for it.
-    assert site.paths() in ([*site.files], [*site.files] * 2)
+    assert site.asked in ([*site.files], [*site.files] * 2)
 
 
 def test_each_prompt_of_a_batch_has_its_own_layouts(
@@ -117,7 +117,7 @@ def test_a_burst_is_answered_without_a_second_download(
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda n: router.answer(*messages[n % 2]), range(16)))
     # Once an item at most: encoders share one answer between those who wait for it.
-    asked = Counter(site.paths())
+    asked = Counter(site.asked)
     first, second = site.files
     assert asked.keys() == site.files.keys()
     assert asked[first] <= 16
@@ -184,6 +184,6 @@ def test_a_bad_image_ends_on_both_servers(
     assert response.status_code == (200 if stream else status), response.text
     assert "image 2 of 2" in response.text
     assert reason in response.text
-    assert Counter(site.paths())[next(iter(site.files))] <= 1
+    assert Counter(site.asked)[next(iter(site.files))] <= 1
     assert router.answer(user(good, text_part("And this?")))
     qwen2_5.check_alive()

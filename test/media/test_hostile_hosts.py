@@ -255,3 +255,31 @@ async def test_no_fetch_makes_way_for_its_own_request(hasty: None) -> None:
             return_exceptions=True,
         )
     assert [getattr(result, "reason", result) for result in results] == ["timeout"] * 2
+
+
+async def test_large_bodies_take_turns(taken: list[int]) -> None:
+    """A small body waits for several turns of the event loop, so that those must be short."""
+    hosts, nbytes = 32, 4 << 20
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % nbytes
+    turns: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            before = len(taken)
+            await asyncio.sleep(0)
+            turns.append(sum(taken[before:]))
+
+    async with raw_server(head + bytes(nbytes)) as url:
+        watching = asyncio.create_task(watch())
+        async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S)) as fetcher:
+            fetches = (
+                fetcher.fetch(MediaSource(url=f"{url}/{number}"), in_seconds(PATIENCE_S))
+                for number in range(hosts)
+            )
+            media = await asyncio.gather(*fetches)
+        watching.cancel()
+    assert [len(one.data) for one in media] == [nbytes] * hosts
+    # All are large when half of the bytes are here.
+    while sum(turns) > hosts * nbytes / 2:
+        turns.pop(0)
+    assert max(turns) <= 512 << 10, "a small body would wait for megabytes in each turn"

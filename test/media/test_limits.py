@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sglang_epd.config import Settings
@@ -117,3 +118,12 @@ def test_what_people_are_told_of_jpeg_2000_is_so() -> None:
     assert f"JPEG 2000 may claim {MAX_JPEG_2000_PIXELS} at most" in " ".join(
         (Settings.__doc__ or "").split()
     )
+
+
+def test_limits_cross_to_another_process(tmp_path):
+    for limits in (
+        MediaLimits(),
+        MediaLimits(max_pixels=5, allowed_domains=("a.example",), allowed_local_root=tmp_path),
+    ):
+        packed = msgspec.msgpack.encode(limits.plain())
+        assert MediaLimits.read(msgspec.msgpack.decode(packed)) == limits

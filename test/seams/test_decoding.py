@@ -15,6 +15,7 @@ from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.model.preparing import Loaded, take_loaded
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits
+from sglang_epd.modality import AUDIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,7 +57,7 @@ def test_samples_are_sglangs(decoders: Decoders, container: str, rate_hz: int) -
 
     data = clips.audio(container=container, rate_hz=rate_hz)
     with decoders.begin() as item:
-        ours = item.sound(data, 16_000)
+        ours = item.array(AUDIO, data, 16_000)
         theirs = load_audio(data, 16_000)
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)

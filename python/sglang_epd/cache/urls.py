@@ -41,8 +41,6 @@ class UrlMemory:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError("capacity must be positive")
         self.capacity = capacity
         self._urls: OrderedDict[bytes, Remembered] = OrderedDict()
 
@@ -62,20 +60,19 @@ class UrlMemory:
 
     def keep(self, name: bytes, url: str, digest: bytes, nbytes: int, trail: Trail) -> None:
         """Remember content that has just been read, in place of the earlier entry; `trail` has
-        the answers on the way to it, with their lifetimes."""
+        the answers on the way to it, with their lifetimes.
+
+        Args:
+            name: of the URL, by `name_of`.
+            digest, nbytes: of the content.
+            trail: the answers on the way to it, with their lifetimes.
+        """
         before = self._urls.pop(name, None)
         shown = display(MediaSource(url=url))
         uses = before.uses if before is not None else 0
         self._urls[name] = Remembered(shown, digest, nbytes, trail, uses)
         if len(self._urls) > self.capacity:
             self._urls.popitem(last=False)
-
-    def confirm(self, name: bytes, digest: bytes, trail: Trail) -> None:
-        """The answers of `trail` say that this content is unchanged; does nothing where another
-        is remembered, or none."""
-        found = self._urls.get(name)
-        if found is not None and found.digest == digest:
-            found.trail = trail
 
     def drop(self, name: bytes) -> bool:
         """Forget one URL; False if it is not known."""

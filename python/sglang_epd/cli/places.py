@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_epd.errors import ConfigError
@@ -54,13 +54,13 @@ def _number(flags: Sequence[str], names: Sequence[str]) -> int:
     return int(value)
 
 
-def accelerators(env: Mapping[str, str] = os.environ) -> list[str]:
+def accelerators() -> list[str]:
     """The machine's NVIDIA GPUs, as `CUDA_VISIBLE_DEVICES` names them; none on a CPU.
 
     Raises:
         ConfigError: the driver's tool is there and does not answer.
     """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in map(str.strip, visible.split(",")) if name and name != "-1"]
     tool = shutil.which("nvidia-smi")

@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -58,7 +58,7 @@ class ServerError(RuntimeError):
     """A server died or did not become ready; the message ends with the tail of its log."""
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A TCP port for a server that starts later, each only once in this process.
 
     Taken from a range that no other program draws from: Linux gives outgoing connections 32768
@@ -71,9 +71,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     for _ in range(_PORTS.stop - _PORTS.start):
         port = next(_next_ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on {host}")
+    raise ServerError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 class Process(Protocol):
@@ -150,14 +150,11 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._begin()
 
-    def wait_ready(
-        self, timeout_s: float, *, on_wait: Callable[[float], None] | None = None
-    ) -> float:
+    def wait_ready(self, timeout_s: float) -> float:
         """Wait until `ready_url` answers 200; return the seconds that took.
 
         Args:
             timeout_s: after this long the wait is given up; the server keeps running.
-            on_wait: called with the elapsed seconds some times a second, for progress.
 
         Raises:
             ServerError: the server ended first, or did not answer in time.
@@ -172,8 +169,6 @@ class ServerProcess:
                 raise ServerError(
                     f"{self.name} was not ready after {timeout_s:.0f} s.{self._tail_note()}"
                 )
-            if on_wait is not None:
-                on_wait(elapsed)
             time.sleep(_POLL_S)
 
     @property

@@ -52,6 +52,9 @@ class Budget:
     def try_raise(self, charge: Charge, nbytes: int) -> bool:
         """Make a charge `nbytes`; False while others wait or there is not as much.
 
+        Args:
+            nbytes: all that the charge is to hold, those included that it has.
+
         Raises:
             MediaTooLargeError: there never are.
         """

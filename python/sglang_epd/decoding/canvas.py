@@ -28,7 +28,12 @@ class Canvas:
         self._core: Any = None
 
     def blank(self, size: tuple[int, int], behind: int = 0) -> Image.Image:
-        """A black RGB picture, in the place of the last one, with so many bytes behind it."""
+        """A black RGB picture, in the place of the last one, with so many bytes behind it.
+
+        Args:
+            size: width and height.
+            behind: bytes of room behind its pixels.
+        """
         nbytes = 4 * size[0] * size[1] + behind
         if nbytes > len(self.pixels) or self._untold:
             self._core, self.pixels = None, b""  # its memory is free first

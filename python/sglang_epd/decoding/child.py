@@ -15,10 +15,10 @@ import signal
 import socket
 from typing import Any
 
-from sglang_epd.decoding import messages
 from sglang_epd.decoding.canvas import Canvas
 from sglang_epd.decoding.messages import (
     TO_CHILD,
+    Array,
     Drop,
     Look,
     Needs,
@@ -29,7 +29,7 @@ from sglang_epd.decoding.messages import (
 from sglang_epd.errors import EpdError, MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits, image_size
 from sglang_epd.media.decode import check_size, open_image, read_image
-from sglang_epd.modality import AUDIO, IMAGE, VIDEO
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 from sglang_epd.processes.packets import close_all, read_file, receive_now, send_now, write_file
 
 # Processor time of a look: three hours of sound and 18,000 frames in 56 MiB take
@@ -43,7 +43,6 @@ _HEADER_CPU_S = 1
 _PICTURE_CPU_S = 1
 _MEGAPIXEL_CPU_S = {"JPEG2000": 6.0}
 _OTHERS_MEGAPIXEL_CPU_S = 1.2
-_SOUND_CPU_S = 60
 # Formats whose pictures have one size throughout; a TIFF may be turned.
 _PLAIN = ("JPEG", "PNG", "WEBP")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -53,9 +52,9 @@ def serve(end: socket.socket, options: dict[str, Any]) -> None:
     """Decode what the server sends, until it is gone.
 
     Args:
-        options: numbers of `MediaLimits`.
+        options: `MediaLimits.plain`.
     """
-    child = _Child(end, MediaLimits(**options))
+    child = _Child(end, MediaLimits.read(options))
     while True:
         try:
             message, fds = receive_now(end, TO_CHILD)
@@ -94,22 +93,20 @@ class _Child:
 
     def _look(self, look: Look, fd: int) -> tuple[Any, list[int]]:
         nbytes = os.fstat(fd).st_size
-        look_s = _LOOK_CPU_S + _LOOK_MB_CPU_S * nbytes / (1 << 20)
-        seconds = {IMAGE: _HEADER_CPU_S, VIDEO: look_s, AUDIO: _SOUND_CPU_S}
-        self._allow(look.allowed_bytes, seconds[look.modality])
-        data = read_file(fd)
         if look.modality == IMAGE:
-            return self._picture(look, data)
-        # Only here: they import torch, which takes seconds.
+            self._allow(look.allowed_bytes, _HEADER_CPU_S)
+            return self._picture(look, read_file(fd))
         if look.modality == VIDEO:
+            self._allow(look.allowed_bytes, _LOOK_CPU_S + _LOOK_MB_CPU_S * nbytes / (1 << 20))
+            # Only here: it imports torch, which takes seconds.
             from sglang_epd.decoding.video import open_video
 
-            self._video, opened = open_video(data, self._limits)
+            self._video, opened = open_video(read_file(fd), self._limits)
             return opened, []
-        from sglang_epd.decoding.sound import decode
-
-        samples = decode(data, look.rate_hz, self._limits)
-        return messages.Sound(len(samples)), [write_file(samples.data)]
+        decoder = MODALITIES[look.modality].decoding
+        self._allow(look.allowed_bytes, decoder.CPU_S)
+        made = decoder.decode(read_file(fd), look.rate_hz, self._limits)
+        return Array(made.dtype.name, made.shape), [write_file(made.data)]
 
     def _picture(self, look: Look, data: bytes) -> tuple[Any, list[int]]:
         if data[8:12] == b"WEBP" and (size := image_size(data)):

@@ -27,6 +27,7 @@ from sglang_epd.decoding.budget import Budget, Charge
 from sglang_epd.decoding.canvas import picture
 from sglang_epd.decoding.messages import (
     TO_SERVER,
+    Array,
     Cut,
     Drop,
     Look,
@@ -42,7 +43,7 @@ from sglang_epd.errors import (
     from_code,
 )
 from sglang_epd.media import MediaLimits, VideoFacts, check_frames_read
-from sglang_epd.modality import AUDIO, IMAGE, VIDEO
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 from sglang_epd.processes.nursery import Child, Nursery
 from sglang_epd.processes.packets import SEALS, receive_now, send_now, write_file
 
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 _CHILD = "sglang_epd.decoding.child:serve"
 _PICTURES = ("sglang_epd.decoding.child",)
 _PATCHES = ("sglang_epd.decoding.patches", *_PICTURES)
-_FILMS = ("sglang_epd.decoding.video", "sglang_epd.decoding.sound", *_PICTURES)
+_FILMS = ("sglang_epd.decoding.video", *_PICTURES)
 # Set aside for each place: 1080p, the index of an hour of video, a minute of sound.
 SMALL_BYTES = 64 << 20
 # Files up to this are covered by it, twice: in memory, and where the child has read them.
@@ -64,23 +65,12 @@ _DECODER_FRAMES = 20
 _DECODER_PIXEL_BYTES = 3
 _DECODER_BYTES = 80 << 20
 _MOST_THREADS = 16
-# Samples as they come from FFmpeg, put together, and in the file.
-_SAMPLE_BYTES = 12
-_SOUND_BYTES = 64 << 20
 # A child that has kept so much more than it began with is replaced.
 _GROWN_BYTES = 64 << 20
 _LONGEST_S = 600.0
 _END_S = 5.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BROKEN = "it cannot be decoded: its decoder is broken"
-_BOUNDS = (
-    "max_bytes",
-    "max_pixels",
-    "max_video_frames",
-    "max_video_pixels",
-    "max_video_total_pixels",
-    "max_audio_s",
-)
 
 
 class Decoders:
@@ -103,9 +93,10 @@ class Decoders:
         self.places = Budget(places)
         self.budget = Budget(budget_bytes - places * self.small_bytes)
         self.limits = limits
-        options = {name: getattr(limits, name) for name in _BOUNDS}
+        options = limits.plain()
         self.pictures = _Children(_PATCHES if cuts else _PICTURES, options)
-        self.films = _Children(_FILMS, options)
+        decoders = [row.decoder for row in MODALITIES.values() if row.decoder]
+        self.films = _Children([*_FILMS, *decoders], options, opens_videos=True)
 
     @property
     def waiting(self) -> int:
@@ -189,21 +180,16 @@ class Decoding:
         behind = 3 * math.prod(cut.resized(*size)) if cut else 0
         return size, self._child.pixels(fd, 4 * made.width * made.height + behind)
 
-    def sound(self, data: bytes, rate_hz: int) -> np.ndarray:
-        """Samples, float32, of one channel.
+    def array(self, modality: str, data: bytes, rate_hz: int = 0) -> np.ndarray:
+        """What the modality's own decoder makes of an item (`Modality.decoder`).
 
         Args:
-            rate_hz: samples a second, to which it is resampled.
-
-        Returns:
-            float32 [samples].
+            rate_hz: samples a second that a sound is to have.
         """
-        limits = self._decoders.limits
-        need = _SOUND_BYTES + math.ceil(_SAMPLE_BYTES * rate_hz * limits.max_audio_s)
+        need = MODALITIES[modality].decoding.needed_bytes(rate_hz, self._decoders.limits)
         self._children = self._decoders.films
         self._take(need + 2 * len(data))
-        made, fd = self._look(Look(AUDIO, need + len(data), rate_hz), data)
-        return np.frombuffer(_mapped(fd, 4 * made.samples), np.float32)
+        return _mapped_array(*self._look(Look(modality, need + len(data), rate_hz), data))
 
     def video(self, data: bytes) -> Film:
         """A video, none of whose frames is decoded yet."""
@@ -229,9 +215,10 @@ class Decoding:
         nbytes = 3 * pixels * len(indices)
         left = max(0.0, self._deadline - time.monotonic())
         told = ReadFrames(indices, threads, nbytes + threads * decoder, 1 + int(threads * left))
-        _, fd = self._ask(told)
-        shape = len(indices), facts.height, facts.width, 3
-        return np.frombuffer(_mapped(fd, nbytes), np.uint8).reshape(shape)
+        read = _mapped_array(*self._ask(told))
+        if read.shape != (len(indices), facts.height, facts.width, 3):
+            raise MediaError(_BROKEN)
+        return read
 
     def _look(self, look: Look, data: bytes) -> tuple[Any, int]:
         """Show the item to a child, and return its answer."""
@@ -368,10 +355,12 @@ class _Child:
 class _Children:
     """Children that import the same, and wait for items."""
 
-    def __init__(self, modules: Sequence[str], options: dict[str, Any]) -> None:
+    def __init__(
+        self, modules: Sequence[str], options: dict[str, Any], *, opens_videos: bool = False
+    ) -> None:
         self.nursery = Nursery(modules)
         self._options = options
-        self._opens_videos = modules is _FILMS
+        self._opens_videos = opens_videos
         self._idle: list[_Child] = []
 
     def take(self) -> _Child:
@@ -415,6 +404,13 @@ def _twice(data: bytes) -> int:
     return 2 * len(data) if len(data) > _SMALL_FILE_BYTES else 0
 
 
+def _mapped_array(made: Array, fd: int) -> np.ndarray:
+    """The array that a child says is in a file; the descriptor is taken over."""
+    dtype = np.dtype(made.dtype)
+    mapped = _mapped(fd, dtype.itemsize * math.prod(made.shape))
+    return np.frombuffer(mapped, dtype).reshape(made.shape)
+
+
 def _mapped(fd: int, nbytes: int) -> Any:
     """A file that a child made, mapped; the descriptor is taken over.
 
@@ -453,6 +449,9 @@ class Film:
     def read(self, indices: Sequence[int]) -> Any:
         """Frames uint8 [count, height, width, 3], in memory that no other process writes to.
 
+        Args:
+            indices: of frames; negative ones count from the end.
+
         Raises:
             IndexError: there is no such frame.
             MediaTooLargeError: they are too many pixels together, with those read before.
@@ -467,6 +466,9 @@ class Film:
 
     def admit(self, count: int) -> None:
         """So many frames more are about to be read, here or on an accelerator.
+
+        Args:
+            count: of frames.
 
         Raises:
             MediaTooLargeError: they are too many pixels together, with those read before.

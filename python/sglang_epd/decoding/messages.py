@@ -4,10 +4,10 @@ server                         child
   | ---- Look (file) -------->   |  the item, and its first allowance
   | <--- Needs ----------------- |  a picture that takes more; its item is over
   | <--- Picture (new file) ---- |
-  | <--- Sound (file) ---------- |
+  | <--- Array (file) ---------- |  of a sound, say
   | <--- Opened ---------------- |  a video; it stays open
   | ---- ReadFrames ---------->  |  frames of it, as often as wanted
-  | <--- Frames (file) --------- |
+  | <--- Array (file) ---------- |
   | ---- Drop ---------------->  |  the item is over; no answer
   | <--- NotDecoded ------------ |  in place of any answer
 """
@@ -15,6 +15,7 @@ server                         child
 from __future__ import annotations
 
 import math
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -39,6 +40,9 @@ class Cut(msgspec.Struct, frozen=True):
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """The width and height of a picture of this size once it is resized.
+
+        Args:
+            width, height: in pixels.
 
         Raises:
             MediaError: it is too long for its breadth.
@@ -109,10 +113,11 @@ class Picture(msgspec.Struct, frozen=True, tag="picture"):
     height: int
 
 
-class Sound(msgspec.Struct, frozen=True, tag="sound"):
-    """Samples, float32, in the file that comes with this."""
+class Array(msgspec.Struct, frozen=True, tag="array"):
+    """Numbers in the file that comes with this: samples, or frames [count, height, width, 3]."""
 
-    samples: int
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -122,12 +127,6 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     width: int
     height: int
     frames_per_second: float
-
-
-class Frames(msgspec.Struct, frozen=True, tag="frames"):
-    """Pixels [count, height, width, 3] in the file that comes with this."""
-
-    count: int
 
 
 class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):
@@ -144,6 +143,6 @@ class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToChild = Look | ReadFrames | Drop
-ToServer = Needs | Picture | Sound | Opened | Frames | NotDecoded
+ToServer = Needs | Picture | Array | Opened | NotDecoded
 TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 TO_SERVER: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 
 from sglang_epd.errors import MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits, check_audio
+
+# Processor seconds of one sound.
+CPU_S = 60
+# Samples as they come from FFmpeg, put together, and in the file.
+_SAMPLE_BYTES = 12
+_SOUND_BYTES = 64 << 20
+
+
+def needed_bytes(rate_hz: int, limits: MediaLimits) -> int:
+    """How far a child may grow for a sound, beside the sound's file."""
+    return _SOUND_BYTES + math.ceil(_SAMPLE_BYTES * rate_hz * limits.max_audio_s)
 
 
 def decode(data: bytes, rate_hz: int, limits: MediaLimits) -> np.ndarray:

@@ -5,6 +5,7 @@ Leans on torchcodec's `VideoDecoder` on the CPU, frame after frame [height, widt
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from torchcodec.decoders import VideoDecoder
 
-from sglang_epd.decoding.messages import Frames, Opened
+from sglang_epd.decoding.messages import Array, Opened
 from sglang_epd.errors import MediaError
 from sglang_epd.media import MediaLimits, VideoFacts, check_container, check_video
 from sglang_epd.processes.packets import new_file
@@ -37,19 +38,25 @@ class Video:
         self._shape = int(height), int(width)
         return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps)
 
-    def read(self, indices: list[int], threads: int) -> tuple[Frames, list[int]]:
-        """Frames, in a file in memory."""
+    def read(self, indices: list[int], threads: int) -> tuple[Array, list[int]]:
+        """Frames, in a file in memory.
+
+        Args:
+            indices: of frames, none of them negative.
+            threads: that decode side by side, each with a decoder of its own.
+        """
         height, width = self._shape
-        size = len(indices) * height * width * 3
+        shape = len(indices), height, width, 3
+        size = math.prod(shape)
         fd = new_file(size)
         try:
             # Not closed by hand: an error on its way still leads to the frames.
             frames = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-            self._read_into(frames.reshape(-1, height, width, 3), indices, threads)
+            self._read_into(frames.reshape(shape), indices, threads)
         except BaseException:
             os.close(fd)
             raise
-        return Frames(len(indices)), [fd]
+        return Array("uint8", shape), [fd]
 
     def _read_into(self, frames: np.ndarray, indices: list[int], threads: int) -> None:
         """As SGLang does: each thread has a decoder, and frames that follow one another."""

@@ -18,6 +18,9 @@ def device_of(name: str, index: int | None = None) -> Device:
     """The device that torch calls by this name, "cuda" or "cpu" say.
 
     A device of another kind than CUDA is taken as one whose calls are done when they return.
+
+    Args:
+        index: of the device; the current one of its kind, or the first, unless given.
     """
     if torch.device(name).type == "cuda":
         from sglang_epd.device.cuda import Cuda

@@ -126,6 +126,10 @@ class Device:
         may write the source, nor touch the destination, before the event. With host memory
         that is not pinned the call may itself wait for the copy.
 
+        Args:
+            source, destination: of one shape; one of them may be in host memory.
+            waits: events that the copy runs after.
+
         Returns:
             The event after the copy.
         """
@@ -148,7 +152,11 @@ class Device:
         """Give memory that no tensor uses back to the device's other processes."""
 
     def limit_memory(self, fraction: float) -> None:
-        """Let this process allocate no more than a fraction of the device's memory."""
+        """Let this process allocate no more than a fraction of the device's memory.
+
+        Args:
+            fraction: 0 to 1.
+        """
 
 
 class Host(Device):

@@ -237,7 +237,11 @@ class RetryBudget:
 
     def take(self, items: int) -> float:
         """Use the tokens of so many retries; returns the seconds to wait before, 0 while there
-        are tokens."""
+        are tokens.
+
+        Args:
+            items: that are to be sent again.
+        """
         self._refill(0.0)
         self._tokens -= items
         return max(0.0, -self._tokens / _PER_S)
@@ -251,6 +255,10 @@ class RetryBudget:
 def pause(number: int, rng: random.Random) -> float:
     """Seconds before the `number`-th return to encoders that have failed: exponential, and
     drawn between nothing and all of it, so that requests that failed together do not return
-    together."""
+    together.
+
+    Args:
+        number: of returns before this one.
+    """
     least, most = _PAUSE_S
     return least + rng.random() * (min(most, least * 2.0 ** min(number, 30)) - least)

@@ -102,10 +102,8 @@ def launch(server_args: Any) -> None:
         identity = namespace(hf_config, checkpoint, towers[0].dtype)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingProcess(limits))
-            urls = None
-            if settings.url_cache_entries:
-                urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
-                stack.push_async_callback(urls.close)
+            urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
+            stack.push_async_callback(urls.close)
             engine = engines.started(get_disagg().encoder_transfer_backend)
             sender = Sender(
                 RemoteWriter(engine) if engine else None,
@@ -127,13 +125,12 @@ def launch(server_args: Any) -> None:
                     staged_bytes=half_mb << 20,
                     store=store,
                 ),
-                fetcher=fetcher,
+                urls=urls,
                 sender=sender,
                 admission=Admission(settings.encoder_max_items, queue_mb << 20),
                 metrics=metrics,
                 namespace=identity,
                 name=name,
-                urls=urls,
             )
             info = {
                 "model_path": get_model().model_path,
@@ -273,6 +270,10 @@ def checked_url(flag: str, typed: str) -> str:
 
 def advertised_url(typed: str, scheme: str) -> str:
     """How language servers reach this encoder: as typed, or by its host and port.
+
+    Args:
+        typed: `SGLANG_EPD_ENCODER_ADVERTISE_URL`; empty where it is not set.
+        scheme: `http` or `https`.
 
     Raises:
         ConfigError: the flag is no server's URL.

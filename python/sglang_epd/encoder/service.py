@@ -35,7 +35,7 @@ from sglang_epd.errors import (
     NamespaceError,
     from_code,
 )
-from sglang_epd.media import Fetcher, MediaSource, check_content_hash
+from sglang_epd.media import MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
@@ -105,7 +105,7 @@ class EncoderService:
     Args:
         namespace: this encoder's identity; requests of another are refused.
         name: how this encoder is called in answers (its URL).
-        urls: reads URLs and remembers their content, instead of the fetcher.
+        urls: reads media.
 
     Attributes:
         finished: requests that have ended, in any way.
@@ -115,17 +115,15 @@ class EncoderService:
         self,
         *,
         computations: Computations,
-        fetcher: Fetcher,
+        urls: UrlReader,
         sender: Sender,
         admission: Admission,
         metrics: EncoderMetrics,
         namespace: str,
         name: str,
-        urls: UrlReader | None = None,
     ) -> None:
         self.computations = computations
         self.urls = urls
-        self._fetcher = fetcher
         self._sender = sender
         self.admission = admission
         self._metrics = metrics
@@ -247,7 +245,7 @@ class EncoderService:
             "max_items": admission.max_items,
             "bytes": admission.nbytes,
             "max_bytes": admission.max_bytes,
-            "urls": len(self.urls.memory) if self.urls is not None else 0,
+            "urls": len(self.urls.memory),
             **self.computations.status(),
         }
 
@@ -338,13 +336,9 @@ class EncoderService:
         item = asked.item
         source = MediaSource(data=item.data, url=item.url)
         try:
-            if item.data is None and self.urls is not None:
-                # Media that are to be compared with a hash have to be here.
-                enough = (lambda _digest: False) if item.content_hash else at_hand
-                content = await self.urls.read(source, asked.deadline, enough, arrival)
-            else:
-                media = await self._fetcher.fetch(source, asked.deadline, arrival)
-                content = Content(media.digest, media.data)
+            # Media that are to be compared with a hash have to be here.
+            enough = (lambda _digest: False) if item.content_hash else at_hand
+            content = await self.urls.read(source, asked.deadline, enough, arrival)
             if item.content_hash and content.data is not None:
                 await asyncio.to_thread(check_content_hash, content.data, item.content_hash)
         except EpdError as error:

@@ -100,6 +100,9 @@ class Tower(Protocol):
         memory with another. The items are the tower's no more when
         it returns; when it raises, they may be run again, and have to be discarded.
 
+        Args:
+            batch: items of one group, prepared here.
+
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.
             TowerLostError, TowerBrokenError: the tower is gone, or broken.

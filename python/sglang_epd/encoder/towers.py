@@ -102,7 +102,7 @@ def create(options: dict[str, Any]) -> Engine:
     publish(server_args, role="encoder")
     return Engine(
         server_args,
-        read_limits(options["limits"]),
+        MediaLimits.read(options["limits"]),
         options["decode_bytes"],
         rank=options["rank"],
         gpu_id=options["gpu_id"],
@@ -111,18 +111,13 @@ def create(options: dict[str, Any]) -> Engine:
     )
 
 
-def write_limits(limits: MediaLimits) -> Any:
-    """As plain data."""
-    return msgspec.to_builtins(limits, enc_hook=str)
-
-
-def read_limits(plain: Any) -> MediaLimits:
-    """The limits that `write_limits` wrote."""
-    return msgspec.convert(plain, MediaLimits, dec_hook=lambda kind, value: kind(value))
-
-
 def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
     """The ranks of a tower; each call takes another port for their rendezvous.
+
+    Args:
+        limits: bounds on decoding.
+        decode_bytes: for all that one rank decodes at a time.
+        tower: its number among those of this server, from 0.
 
     Raises:
         ConfigError: flags that workers cannot be given.
@@ -149,7 +144,7 @@ def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: i
         options = {
             # SGLang's processors use the device that this names.
             "server_args": {**typed, "base_gpu_id": gpu_id},
-            "limits": write_limits(limits),
+            "limits": limits.plain(),
             "decode_bytes": decode_bytes // places,
             "rank": rank,
             "gpu_id": gpu_id,

@@ -1,10 +1,9 @@
-"""Reads media by their URLs, and no more of them than has changed.
+"""Reads media by their URLs, and asks for none that it knows.
 
 `media.freshness` decides what may be remembered, and `cache.urls` remembers it; this file sends
-the requests. Simultaneous requests for a URL share one fetch,
-which lives as long as one of them waits for it, and each waits as long as its own deadline
-lets it. Where the content's embedding is at hand, a URL that is fresh costs nothing and one
-that is stale a conditional request; where it is not, the media are read in full.
+the requests. Simultaneous requests for a URL share one fetch, which lives as long as one of them
+waits for it, and each waits as long as its own deadline lets it. A URL that is fresh costs
+nothing where its content's embedding is at hand; any other is read.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 
 from yarl import URL
 
-from sglang_epd.cache.urls import Remembered, UrlMemory, name_of
+from sglang_epd.cache.urls import UrlMemory, name_of
 from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Account, Answer, Fetcher, MediaSource, reading_until
+from sglang_epd.media import Account, FetchedMedia, Fetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -28,7 +27,7 @@ _CREDENTIALS = "credentials"
 
 @dataclass(frozen=True)
 class Content:
-    """A URL's content.
+    """What a URL led to, or inline media.
 
     Attributes:
         digest: of the bytes.
@@ -43,8 +42,8 @@ class Content:
 class _Flight:
     """One request that several wait for."""
 
-    name: tuple[bytes, bytes]
-    task: asyncio.Task[Answer]
+    name: bytes
+    task: asyncio.Task[FetchedMedia]
     # Counts the bytes while they are on their way; then each asker counts them.
     arrival: Arrival
     askers: int = 0
@@ -66,8 +65,7 @@ class UrlReader:
         self.memory = memory
         self._metrics = metrics
         metrics.watch_urls(lambda: len(memory))
-        # By the URL's name, and the content that is asked whether it has changed.
-        self._flights: dict[tuple[bytes, bytes], _Flight] = {}
+        self._flights: dict[bytes, _Flight] = {}
 
     async def read(
         self,
@@ -76,10 +74,9 @@ class UrlReader:
         at_hand: Callable[[bytes], bool],
         arrival: Arrival,
     ) -> Content:
-        """Find the content of a URL.
+        """Find the content of a URL, or hash inline media.
 
         Args:
-            source: a URL.
             deadline: the asker's, in seconds of `time.monotonic()`.
             at_hand: whether the embedding of content with this digest is there, or may
                 be, so that its bytes are not needed now.
@@ -111,21 +108,13 @@ class UrlReader:
             media = await self._fetcher.fetch(source, deadline, arrival)
             return Content(media.digest, media.data)
         known = self.memory.find(name_of(url))
-        answer = None
-        if known is not None:
+        if known and known.trail.fresh(time.monotonic()) and at_hand(known.digest):
             # The limits of now decide, not those of then.
             self._fetcher.check(known.trail, known.nbytes)
-            if at_hand(known.digest):
-                if known.trail.fresh(time.monotonic()):
-                    self._count("fresh")
-                    return Content(known.digest)
-                answer = await self._share(source, url, known, arrival, conditional=True)
-                if answer.media is None and at_hand(known.digest):
-                    return Content(known.digest)
-        if answer is None or answer.media is None:
-            answer = await self._share(source, url, known, arrival)
-        assert answer.media is not None
-        return Content(answer.media.digest, answer.media.data)
+            self._count("fresh")
+            return Content(known.digest)
+        media = await self._share(source, url, arrival)
+        return Content(media.digest, media.data)
 
     def _rememberable(self, text: str) -> str | None:
         """The URL as it is asked for; None where nothing may be remembered of it."""
@@ -140,35 +129,21 @@ class UrlReader:
             return None
         return str(url.with_fragment(None))
 
-    async def _share(
-        self,
-        source: MediaSource,
-        url: str,
-        known: Remembered | None,
-        arrival: Arrival,
-        *,
-        conditional: bool = False,
-    ) -> Answer:
-        """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several.
-
-        Args:
-            conditional: ask only whether the known content has changed.
-        """
-        whole = name_of(url), b""
-        name = (whole[0], known.digest) if known is not None and conditional else whole
-        # All of it also serves callers that ask whether it has changed.
-        flight = self._flights.get(whole) or self._flights.get(name)
+    async def _share(self, source: MediaSource, url: str, arrival: Arrival) -> FetchedMedia:
+        """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several."""
+        name = name_of(url)
+        flight = self._flights.get(name)
         joined = flight is not None
         if flight is None:
             shared = arrival.beside()
-            asking = self._ask(source, url, known, shared, conditional=conditional)
-            flight = self._flights[name] = _Flight(name, asyncio.create_task(asking), shared)
+            asking = asyncio.create_task(self._ask(source, url, shared))
+            flight = self._flights[name] = _Flight(name, asking, shared)
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
         try:
-            answer = await asyncio.shield(flight.task)
-            alone = flight.taken and not answer.trail.shared
-            if not alone and answer.media is not None:
+            media = await asyncio.shield(flight.task)
+            alone = flight.taken and not media.trail.shared
+            if not alone:
                 arrival.share(flight.arrival)
         except MediaError as error:
             # One of its own for each: an exception that is kept keeps the frames it
@@ -181,48 +156,29 @@ class UrlReader:
                 self._land(flight)  # later callers must not wait for its end
         if alone:
             self._count("missed")
-            return await self._fetcher.ask(source, account=arrival)
+            return await self._fetcher.ask(source, arrival)
         flight.taken = True
         if joined:
             self._count("coalesced")
-        return answer
+        return media
 
-    async def _ask(
-        self,
-        source: MediaSource,
-        url: str,
-        known: Remembered | None,
-        account: Account,
-        *,
-        conditional: bool,
-    ) -> Answer:
+    async def _ask(self, source: MediaSource, url: str, account: Account) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""
         name = name_of(url)
         try:
-            trail = known.trail if known and conditional else None
-            answer = await self._fetcher.ask(source, trail, account)
+            media = await self._fetcher.ask(source, account)
         except MediaError as error:
             if error.reason == "http_4xx":  # it is gone, or no longer for everybody
                 self.memory.drop(name)
             raise
-        obstacle = answer.trail.obstacle(time.monotonic())
+        obstacle = media.trail.obstacle(time.monotonic())
         if obstacle:
             self._metrics.url_uncacheable.labels(obstacle).inc()
             self.memory.drop(name)
-        if answer.media is None:
-            assert known is not None
-            self._count("revalidated")
-            if not obstacle:
-                self.memory.confirm(name, known.digest, answer.trail)
-            return answer
-        if known is None:
-            self._count("missed")
         else:
-            self._count("changed" if known.digest != answer.media.digest else "refetched")
-        if not obstacle:
-            nbytes = len(answer.media.data)
-            self.memory.keep(name, url, answer.media.digest, nbytes, answer.trail)
-        return answer
+            self.memory.keep(name, url, media.digest, len(media.data), media.trail)
+        self._count("missed")
+        return media
 
     def _land(self, flight: _Flight) -> None:
         if self._flights.get(flight.name) is flight:

@@ -86,6 +86,9 @@ class Adapter:
     def see(self, medium: Any, modality: str = IMAGE) -> Seen:
         """Prepare one picture, or a video by its decoder.
 
+        Args:
+            medium: an RGB picture, or a decoder of `families.films`.
+
         Raises:
             EncodeError: the processor's result cannot be sent to a language server.
             MediaTypeError: the processor knows nothing of that kind.
@@ -106,6 +109,10 @@ class Adapter:
         """A prompt with the placeholders of its items, those of a modality in the order of its
         marks.
 
+        Args:
+            prompt: text, or token ids.
+            parts: what its items are replaced by, in their order.
+
         Raises:
             MediaError: the prompt and the items do not match.
         """
@@ -125,7 +132,12 @@ class Adapter:
         return LaidOut(laid.input_ids, offsets)
 
     def positions(self, input_ids: list[int], parts: Sequence[Part]) -> dict[str, Any]:
-        """The rotary positions of a prompt, by their names in a processor's output."""
+        """The rotary positions of a prompt, by their names in a processor's output.
+
+        Args:
+            input_ids: of the prompt with all placeholders.
+            parts: its items, in the order in which they stand there.
+        """
         if not self.positions_follow_grids:
             return {}
         # One item with all grids: processors read one item's, and it has to be of them all.

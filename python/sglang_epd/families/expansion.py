@@ -82,6 +82,10 @@ def insert(
     """The prompt with each mark of a modality replaced by the text of its next item, and the
     items' numbers in the order in which they stand there.
 
+    Args:
+        marks: by modality, everything that is read as the mark of an item.
+        parts: in the order of each modality's marks.
+
     Raises:
         MediaError: a modality has more marks than items, or fewer.
     """

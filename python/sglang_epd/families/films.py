@@ -81,7 +81,11 @@ class _Grey:
 
 
 def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any:
-    """A decoder of grey frames."""
+    """A decoder of grey frames.
+
+    Args:
+        width, height: in pixels.
+    """
     return apart(_Grey(VideoFacts(frames, width, height, frames_per_second)))
 
 

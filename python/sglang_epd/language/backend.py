@@ -166,6 +166,11 @@ class Leader:
         where the announced one has been claimed (`again`).
 
         It comes back with its outcome, unless all is covered.
+
+        Args:
+            request: comes back with the outcome; None where there is none to wait.
+            expect: its announcement.
+            covered: numbers of items that the prefix cache covers.
         """
         self._undecided.pop(rid, None)
         if again:

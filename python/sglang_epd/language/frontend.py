@@ -158,6 +158,11 @@ class Frontend:
 
         Must be called in the event loop.
 
+        Args:
+            items: of the request, all of them.
+            expect: the new announcement, which a scheduler has made.
+            parent: span of the request.
+
         Raises:
             ProtocolError: it is not of these items.
         """

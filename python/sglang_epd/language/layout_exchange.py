@@ -138,6 +138,10 @@ class LayoutClient:
         None where that bootstrap server does not know them, does not run this package or does
         not answer.
 
+        Args:
+            host, port: of the prefill server's bootstrap server.
+            room: bootstrap room of the request.
+
         Raises:
             EpdError: the request failed there, so that it will never be prefilled.
             DeadlineError: neither layouts nor failure came before the deadline.

@@ -75,7 +75,11 @@ class Board:
 
     def open(self, room: int, ttl_s: float) -> Slot:
         """A new slot for a room, in place of the one it may have had; the request's own deadline
-        settles it within `ttl_s`."""
+        settles it within `ttl_s`.
+
+        Args:
+            room: bootstrap room of the request.
+        """
         slot = Slot(self, room, self._clock() + ttl_s + _GRACE_S)
         with self._lock:
             self._remove(room)
@@ -85,7 +89,11 @@ class Board:
         return slot
 
     def settle(self, slot: Slot, body: bytes | None) -> None:
-        """Answer a slot, unless it is answered."""
+        """Answer a slot, unless it is answered.
+
+        Args:
+            body: encoded layouts, or the failure; None where the layouts will not be known.
+        """
         with self._lock:
             if slot.settled:
                 return

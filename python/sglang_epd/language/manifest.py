@@ -61,6 +61,12 @@ def read(
 ) -> Message:
     """A request's manifest, of either kind.
 
+    Args:
+        encoder_urls: SGLang's field of a request, in which a manifest travels between processes
+            of one server.
+        secret: the server's, which the manifest is signed with.
+        max_bytes: of a manifest, once decoded.
+
     Raises:
         ProtocolError: there is none of this server's.
     """

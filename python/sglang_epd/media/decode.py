@@ -88,6 +88,9 @@ def open_image(file: BinaryIO, limits: MediaLimits) -> tuple[ImageFile.ImageFile
 def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Image.Image:
     """The pixels of an image that `open_image` has opened, of mode RGB; it is closed.
 
+    Args:
+        name: of the format, as `open_image` gives it.
+
     Raises:
         MediaTooLargeError: it takes more memory than there is, or has grown.
         MediaError: it is truncated or damaged.
@@ -111,6 +114,9 @@ def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Im
 
 def check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
     """Compare width and height of an image of a format with the limits.
+
+    Args:
+        name: of the format.
 
     Raises:
         MediaTooLargeError: it has more pixels than allowed.

@@ -25,6 +25,7 @@ from sglang_epd.media.source import MediaSource, digest, display
 
 # Hashing less than this (0.1 ms) is cheaper than handing it to a thread.
 _INLINE_HASH_BYTES = 256 << 10
+_NO_TRAIL = Trail(())
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,12 @@ class FetchedMedia:
     Attributes:
         data: the encoded media.
         digest: its blake3 digest, 32 bytes.
-        source: where it came from.
+        trail: the answers on the way to a URL's, to be remembered; other media have none.
     """
 
     data: bytes = field(repr=False)
     digest: bytes
-    source: MediaSource
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer for a URL.
-
-    Attributes:
-        media: None where the earlier content is still valid.
-        trail: the answers on the way, to be remembered; a file has none.
-    """
-
-    media: FetchedMedia | None
-    trail: Trail
+    trail: Trail = _NO_TRAIL
 
 
 @asynccontextmanager
@@ -90,18 +78,14 @@ class Fetcher(ABC):
         self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
 
     @abstractmethod
-    async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
-    ) -> Answer:
-        """Read a URL and hash its content, unless the earlier content is valid.
+    async def ask(self, source: MediaSource, account: Account | None = None) -> FetchedMedia:
+        """Read a URL and hash its content.
 
         There is no deadline but `limits.total_timeout_s`, from when there is a slot: callers
         may have different ones.
 
         Args:
             source: a URL.
-            known: the answers of an earlier read; stale ones are asked for again, and the
-                media only if they have changed.
             account: is asked for room before anything is read, and while bytes arrive
                 before more are read. The time that it takes is not the host's.
 
@@ -130,10 +114,8 @@ class Fetcher(ABC):
         """
         async with reading_until(deadline, source):
             if source.url is None:
-                return await hashed(self._check_inline(source), source)
-            media = (await self.ask(source, account=account)).media
-            assert media is not None
-            return media
+                return await hashed(self._check_inline(source))
+            return await self.ask(source, account)
 
     def check(self, trail: Trail, nbytes: int) -> None:
         """Whether media that were come by on this trail may be used now, without asking.
@@ -191,11 +173,11 @@ class Fetcher(ABC):
         )
 
 
-async def hashed(data: bytes, source: MediaSource) -> FetchedMedia:
+async def hashed(data: bytes, trail: Trail = _NO_TRAIL) -> FetchedMedia:
     """The media that these bytes are."""
     if len(data) < _INLINE_HASH_BYTES:
-        return FetchedMedia(data, digest(data), source)
-    return FetchedMedia(data, await asyncio.to_thread(digest, data), source)
+        return FetchedMedia(data, digest(data), trail)
+    return FetchedMedia(data, await asyncio.to_thread(digest, data), trail)
 
 
 def too_large(what: str, limit: int) -> MediaTooLargeError:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, Self
 
 from sglang_epd.errors import EpdError, MediaError, UnavailableError, from_code
-from sglang_epd.media.fetcher import Answer, FetchedMedia, Fetcher
+from sglang_epd.media.fetcher import FetchedMedia, Fetcher
 from sglang_epd.media.fetching_child import (
     BEAT_S,
     TO_SERVER,
@@ -25,9 +25,7 @@ from sglang_epd.media.fetching_child import (
     Grow,
     Grown,
     NotFetched,
-    packed,
 )
-from sglang_epd.media.freshness import Trail
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.slots import Account
 from sglang_epd.media.source import MediaSource
@@ -56,7 +54,7 @@ class FetchingProcess(Fetcher):
 
     def __init__(self, limits: MediaLimits, **options: Any) -> None:
         super().__init__(limits)
-        self._options = {"limits": packed(limits), **options}
+        self._options = {"limits": limits.plain(), **options}
 
     async def __aenter__(self) -> Self:
         self._nursery = Nursery([_MODULE])
@@ -70,14 +68,12 @@ class FetchingProcess(Fetcher):
         with suppress(UnavailableError):
             (await self._starting).close()
 
-    async def ask(
-        self, source: MediaSource, known: Trail | None = None, account: Account | None = None
-    ) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None = None) -> FetchedMedia:
         """As `Fetcher.ask`."""
         for _ in range(2):
             process = await self._process()
             with suppress(_LostError):
-                return await process.ask(source, known, account)
+                return await process.ask(source, account)
         raise UnavailableError("the process that fetches media has ended")
 
     async def _process(self) -> _Process:
@@ -154,22 +150,18 @@ class _Process:
         self._missed = 0
         self._watching = asyncio.create_task(self._watch())
 
-    async def ask(
-        self, source: MediaSource, known: Trail | None, account: Account | None
-    ) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None) -> FetchedMedia:
         if self.lost:
             raise _LostError
         number = next(self._numbers)
         fetch = self._fetches[number] = _Fetch(account)
         owner = None if account is None else account.owner
-        self._channel.send(Ask(number, source.url or "", known, owner))
+        self._channel.send(Ask(number, source.url or "", owner))
         try:
             told = await fetch.answer
             if isinstance(told, NotFetched):
                 raise _error(told)
-            if not told.digest:
-                return Answer(None, told.trail)
-            return Answer(FetchedMedia(await fetch.data(told), told.digest, source), told.trail)
+            return FetchedMedia(await fetch.data(told), told.digest, told.trail)
         finally:
             del self._fetches[number]
             if fetch.answer.cancelled():

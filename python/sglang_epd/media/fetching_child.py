@@ -42,13 +42,11 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Read a URL.
 
     Attributes:
-        known: as of `Fetcher.ask`.
         owner: of the account that is asked for room; None where none is.
     """
 
     number: int
     url: str
-    known: Trail | None
     owner: int | None
 
 
@@ -70,15 +68,11 @@ class Grow(msgspec.Struct, frozen=True, tag="grow"):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """Media, whose bytes are in the file that comes with this, or in `data`.
-
-    Attributes:
-        digest: of the bytes; empty where the known content is still valid.
-    """
+    """Media, whose bytes are in the file that comes with this, or in `data`."""
 
     number: int
     trail: Trail
-    digest: bytes = b""
+    digest: bytes
     data: bytes = b""
 
 
@@ -108,20 +102,15 @@ TO_SERVER: msgspec.msgpack.Decoder[Grow | Fetched | NotFetched | Alive] = msgspe
 )
 
 
-def packed(limits: MediaLimits) -> dict[str, Any]:
-    """The limits, as they travel to a child."""
-    return dict(msgspec.to_builtins(limits, enc_hook=str))
-
-
 def serve(end: socket.socket, options: dict[str, Any]) -> None:
     """Fetch what the server asks for, until it is gone.
 
     Args:
-        options: the server's limits, `packed`, and further options of `MediaFetcher`.
+        options: the server's limits, `plain`, and further options of `MediaFetcher`.
     """
     # 768 fetches are some 60,000 objects: each full collection stops all of them for 0.1 s.
     gc.set_threshold(700, 10, 50)
-    limits = msgspec.convert(options.pop("limits"), MediaLimits, dec_hook=lambda kind, x: kind(x))
+    limits = MediaLimits.read(options.pop("limits"))
     asyncio.run(_serve(end, MediaFetcher(limits, **options)))
 
 
@@ -179,15 +168,12 @@ class _Child:
         number = told.number
         account = None if told.owner is None else _Remote(self, number, told.owner)
         try:
-            answer = await self._fetcher.ask(MediaSource(url=told.url), told.known, account)
-            media = answer.media
-            if media is None:
-                self.channel.send(Fetched(number, answer.trail))
-            elif len(media.data) <= _INLINE_BYTES:
-                self.channel.send(Fetched(number, answer.trail, media.digest, media.data))
+            media = await self._fetcher.ask(MediaSource(url=told.url), account)
+            if len(media.data) <= _INLINE_BYTES:
+                self.channel.send(Fetched(number, media.trail, media.digest, media.data))
             else:
                 file = await _file(media.data)
-                self.channel.send(Fetched(number, answer.trail, media.digest), [file])
+                self.channel.send(Fetched(number, media.trail, media.digest), [file])
         except EpdError as error:
             reason = error.reason if isinstance(error, MediaError) else ""
             self.channel.send(NotFetched(number, error.code, error.message, reason))

@@ -4,14 +4,14 @@ Plain data: of each answer on the way to the media (redirects, then the media) t
 fields that caching depends on, and the conclusions from them. Wherever RFC 9111 leaves a
 choice, or a server contradicts itself, the cautious reading holds: possibly private means
 private, possibly stale means stale. Nothing is guessed: without an explicit lifetime an
-answer is stale at once, and worth keeping only if it has a validator. Sends nothing.
+answer is stale at once, and what is stale is not kept. Sends nothing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from email.utils import mktime_tz, parsedate_tz
 from typing import Protocol, Self
 from urllib.request import parse_http_list
@@ -22,18 +22,17 @@ NO_STORE = "no_store"
 PRIVATE = "private"
 SET_COOKIE = "set_cookie"
 VARY = "vary"
-NO_VALIDATOR = "no_validator"  # nor a lifetime: there is nothing that it could be asked by
+STALE = "stale"  # when it came, or without a lifetime
 TOO_LONG = "too_long"
 STATUS = "status"  # none that says: these are the media
 _NOT_SHARED = frozenset({NO_STORE, PRIVATE, SET_COOKIE, VARY})
 
-_FIELDS = ("cache-control", "expires", "date", "age", "etag", "last-modified")
-# Of the URLs and header fields of one trail: servers' answers must not fill the memory.
+_FIELDS = ("cache-control", "expires", "date", "age")
+# Of the URLs of one trail: servers' answers must not fill the memory.
 _MAX_CHARS = 4096
 # RFC 9111, 1.2.2: a larger number of seconds stands for this one.
 _MAX_SECONDS = 1 << 31
 _SECONDS = re.compile(r"[0-9]+")
-_ETAG = re.compile(r'(?:W/)?"[!#-~]*"')
 
 
 class Headers(Protocol):
@@ -55,7 +54,6 @@ class Step:
     url: str
     fresh_until: float
     obstacle: str = ""
-    _fields: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, url: str, headers: Headers, *, sent: float, received: float, wall_s: float) -> Self:
@@ -70,46 +68,7 @@ class Step:
             values = headers.getall(name, [])
             if values:
                 fields[name] = ", ".join(values)
-        return cls(url, *_judge(fields, headers, sent, received, wall_s), fields)
-
-    @property
-    def validators(self) -> dict[str, str]:
-        """The header fields of a conditional request; empty if there can be none."""
-        found = {}
-        tag = self._fields.get("etag", "")
-        if _ETAG.fullmatch(tag):
-            found["If-None-Match"] = tag
-        modified, date = self._fields.get("last-modified", ""), self._fields.get("date", "")
-        modified_s, date_s = _read_date(modified), _read_date(date)
-        # In the second of the answer itself it may have been modified once more.
-        if modified_s is not None and date_s is not None and modified_s < date_s:
-            found["If-Modified-Since"] = modified
-        return found
-
-    def confirmed(
-        self, headers: Headers, *, sent: float, received: float, wall_s: float
-    ) -> Self | None:
-        """The trail after a 304 (Not Modified); None if that was said of something else.
-
-        Args:
-            headers, sent, received, wall_s: of the 304, as for `of`.
-        """
-        new = self.of(self.url, headers, sent=sent, received=received, wall_s=wall_s)
-        for name in ("etag", "last-modified"):
-            mine, theirs = self._fields.get(name), new._fields.get(name)
-            if mine and theirs:
-                if mine.removeprefix("W/") != theirs.removeprefix("W/"):
-                    return None
-                break
-        # How old the first answer was when it came says nothing of this one.
-        kept = {name: text for name, text in self._fields.items() if name not in ("date", "age")}
-        fields = kept | dict(new._fields)
-        judged = _judge(fields, headers, sent, received, wall_s)
-        return replace(self, fresh_until=judged[0], obstacle=judged[1], _fields=fields)
-
-    @property
-    def chars(self) -> int:
-        return len(self.url) + sum(map(len, self._fields.values()))
+        return cls(url, *_judge(fields, headers, sent, received, wall_s))
 
 
 @dataclass(frozen=True)
@@ -120,21 +79,20 @@ class Trail:
 
     def fresh(self, now: float) -> bool:
         """Whether no request is needed, on the clock of `time.monotonic`."""
-        return all(step.fresh_until > now for step in self.steps)
+        return self.fresh_until > now
 
     @property
     def fresh_until(self) -> float:
         return min(step.fresh_until for step in self.steps)
 
     def obstacle(self, now: float) -> str:
-        """Why it may not be kept, or need not; empty if it is to be."""
+        """Why it may not be kept; empty if it may."""
         for step in self.steps:
             if step.obstacle:
                 return step.obstacle
-        last = self.steps[-1]
-        if not last.validators and last.fresh_until <= now:
-            return NO_VALIDATOR
-        return TOO_LONG if sum(step.chars for step in self.steps) > _MAX_CHARS else ""
+        if not self.fresh(now):
+            return STALE
+        return TOO_LONG if sum(len(step.url) for step in self.steps) > _MAX_CHARS else ""
 
     @property
     def shared(self) -> bool:

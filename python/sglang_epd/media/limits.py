@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+import msgspec
 
 from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError
@@ -17,11 +20,16 @@ NO_LIMIT = 1 << 62
 # and 21 s with 100 megapixels. A megapixel takes 0.08 to 0.3 s of a processor; the slowest of
 # the others, AVIF with an alpha channel, takes 0.06.
 MAX_JPEG_2000_PIXELS = 25_000_000
+_USUAL = Settings()
+
+
+def _nbytes(mebibytes: float) -> int:
+    return math.ceil(mebibytes * (1 << 20))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Bounds on one media item.
+    """Bounds on one media item; those of `Settings` unless given.
 
     Attributes:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
@@ -49,20 +57,29 @@ class MediaLimits:
         allowed_local_root: folder beneath which local files may be read; None for none.
     """
 
-    max_bytes: int = 64 << 20
+    max_bytes: int = _nbytes(_USUAL.media_max_mb)
     max_url_bytes: int | None = None
-    max_pixels: int = 100_000_000
-    max_video_frames: int = 18_000
-    max_video_pixels: int = 4096 * 2304
-    max_video_total_pixels: int = 1_000_000_000
-    max_audio_s: float = 600.0
-    max_redirects: int = 5
+    max_pixels: int = _USUAL.media_max_pixels
+    max_video_frames: int = _USUAL.media_max_video_frames
+    max_video_pixels: int = _USUAL.media_max_video_pixels
+    max_video_total_pixels: int = _USUAL.media_max_video_total_pixels
+    max_audio_s: float = _USUAL.media_max_audio_s
+    max_redirects: int = _USUAL.media_max_redirects
     connect_timeout_s: float = 3.0
-    total_timeout_s: float = 10.0
+    total_timeout_s: float = _USUAL.media_timeout_s
     allowed_domains: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_networks: tuple[str, ...] = ()
     allowed_local_root: Path | None = None
+
+    def plain(self) -> Any:
+        """The limits as they travel to another process."""
+        return msgspec.to_builtins(self, enc_hook=str)
+
+    @classmethod
+    def read(cls, plain: Any) -> Self:
+        """The limits that `plain` wrote."""
+        return msgspec.convert(plain, cls, dec_hook=lambda kind, value: kind(value))
 
     @classmethod
     def from_env(
@@ -95,7 +112,7 @@ class MediaLimits:
             _check_host("--allowed-media-domains", name)
         if root and not (Path(root).is_absolute() and Path(root).is_dir()):
             raise ConfigError(f"SGLANG_EPD_MEDIA_LOCAL_ROOT={root!r} is not an absolute folder")
-        max_bytes, max_url_bytes = math.ceil(told.media_max_mb * (1 << 20)), None
+        max_bytes, max_url_bytes = _nbytes(told.media_max_mb), None
         if url_mb is not None and not environment(env).get("SGLANG_EPD_MEDIA_MAX_MB", "").strip():
             max_url_bytes = url_mb << 20 or NO_LIMIT
             # Media that may be fetched may be decoded; the flag does not bound inline media.

@@ -44,8 +44,8 @@ class EncoderMetrics(Metrics):
         "Items whose media could not be had, by reason or error class", "reason"
     )
     url_lookups = counter(
-        "Media asked for by URL: fresh (nothing was asked), revalidated (304), changed, refetched "
-        "(known, but its embedding was gone), missed (not known), or coalesced with another asker",
+        "Media asked for by URL: fresh (nothing was asked), missed (read), or coalesced with "
+        "another asker",
         "outcome",
     )
     url_uncacheable = counter(

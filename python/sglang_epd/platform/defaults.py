@@ -75,6 +75,10 @@ def kv_tokens(free_bytes: int, bytes_per_token: int) -> int:
     24 GiB with room for their weights. The bound on tokens is for small models: more
     than a CPU can prefill in a sitting is of no use. SGLang lowers the figure further
     if its own profile finds less, so the minimum cannot overcommit.
+
+    Args:
+        free_bytes: of memory, now.
+        bytes_per_token: of keys and values, in all layers.
     """
     affordable = min(free_bytes // FREE_MEMORY_SHARE, MAX_KV_BYTES) // bytes_per_token
     return max(MIN_TOKENS, min(affordable, MAX_TOKENS))

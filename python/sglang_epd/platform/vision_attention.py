@@ -38,6 +38,9 @@ def plan_groups(bounds: tuple[int, ...]) -> tuple[Group, ...]:
     """Group the segments between consecutive bounds by length; empty ones drop out.
 
     Cached because every layer of a forward asks with the same bounds.
+
+    Args:
+        bounds: positions of tokens at which segments begin and end.
     """
     starts_of: dict[int, list[int]] = {}
     for start, end in itertools.pairwise(bounds):
@@ -108,6 +111,11 @@ def segment_bounds(
 
     They do for a packed batch that `cu_seqlens` covers from end to end. Unpacked, row
     i of the batch is padded to `tokens / batch`, and they do only without any padding.
+
+    Args:
+        cu_seqlens: [segments + 1]; None where SGLang has none.
+        batch, tokens: rows of the input, and tokens of all of them.
+        flatten_batch: whether the input is packed.
     """
     if cu_seqlens is None:
         return None

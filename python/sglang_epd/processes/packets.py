@@ -38,6 +38,9 @@ def new_file(nbytes: int, name: str = "sglang-epd") -> int:
     """An anonymous file of zeros in memory, whose size is sealed; the caller closes the
     descriptor.
 
+    Args:
+        name: that /proc shows.
+
     Raises:
         OSError: no memory, or no descriptor left.
     """

@@ -171,7 +171,12 @@ def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options:
 
 
 def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> PrefixGate:
-    """Put a gate before this process's scheduler."""
+    """Put a gate before this process's scheduler.
+
+    Args:
+        leader: None on ranks that do not lead.
+        reader: this process's number among those that read the arena.
+    """
     from sglang_epd.language.prefix import PrefixGate
 
     tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)

@@ -65,6 +65,9 @@ def ranks(parallel: Any) -> Ranks:
 def start(readers: int) -> None:
     """Start the receiver thread in this process, with the settings of this server.
 
+    Args:
+        readers: processes that read what arrives.
+
     Raises:
         ConfigError: the transfer engine cannot be used here.
     """

@@ -61,7 +61,6 @@ class SharedStore:
         token: keys the entries' digests; empty for none.
         timeout_s: how long `find` may take.
         observer: counts lookups and writes.
-        clock: seconds that only grow.
     """
 
     def __init__(
@@ -72,17 +71,15 @@ class SharedStore:
         token: str,
         timeout_s: float,
         observer: Observer,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._url = url
         self._timeout_s = timeout_s
         self._observer = observer
-        self._clock = clock
         self._sealer = Sealer(token)
         self._hashing = Threads("store digests", _HASHERS)
         self._slots = asyncio.Semaphore(_READS)
-        self._reads, self._writes = Breaker("reads", clock), Breaker("writes", clock)
+        self._reads, self._writes = Breaker("reads"), Breaker("writes")
         self._counts: Counter[str] = Counter()
         self._writing = Writing(
             lambda nbytes, *what: self._count_write("written", nbytes, self._put(*what)),
@@ -108,7 +105,7 @@ class SharedStore:
             key: of the embedding, 32 bytes.
             modality: that the layout must have.
         """
-        began = self._clock()
+        began = time.monotonic()
         outcome, entry = "error", None
         try:
             entry = await self._read(key, modality, began + self._timeout_s)
@@ -118,7 +115,7 @@ class SharedStore:
             outcome = _outcome(error)
         finally:
             nbytes = entry.nbytes if entry is not None else 0
-            self._count("read", outcome, self._clock() - began, nbytes)
+            self._count("read", outcome, time.monotonic() - began, nbytes)
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
@@ -183,18 +180,18 @@ class SharedStore:
         try:
             name = self._name(key)
             call = self._backend.get(name, self._url.max_item_bytes + MAX_OVERHEAD_BYTES)
-            raw = await self._reads.ask(call, until - self._clock())
+            raw = await self._reads.ask(call, until - time.monotonic())
             if raw is None:
                 return None
             try:
-                async with asyncio.timeout(until - self._clock()):
+                async with asyncio.timeout(until - time.monotonic()):
                     entry = await self._hashing.run(lambda: self._sealer.open(key, modality, raw))
                 if time.time() - entry.written_at > self._url.bounds.ttl_s:
                     raise _ExpiredError("too old")
             except (CorruptEntryError, _ExpiredError) as error:
                 logger.info("An entry of the store is removed: %s (%s)", error, error.outcome)
                 # A later `put` might not replace it.
-                removal = self._writes.ask(self._backend.remove(name), until - self._clock())
+                removal = self._writes.ask(self._backend.remove(name), until - time.monotonic())
                 await self._count_write("removed", 0, removal)
                 raise
             return entry
@@ -207,13 +204,13 @@ class SharedStore:
         await self._writes.ask(self._backend.put(self._name(key), pieces), _WRITE_S)
 
     async def _count_write(self, done: str, nbytes: int, write: Awaitable[None]) -> None:
-        began = self._clock()
+        began = time.monotonic()
         outcome = done
         try:
             await write
         except Exception as error:
             outcome = _outcome(error)
-        self._count("write", outcome, self._clock() - began, nbytes)
+        self._count("write", outcome, time.monotonic() - began, nbytes)
 
     def _name(self, key: bytes) -> str:
         return f"{self._sealer.folder}/{key.hex()}"
@@ -236,6 +233,12 @@ def _outcome(error: Exception) -> str:
 
 def open_store(typed: str, *, token: str, timeout_s: float, observer: Observer) -> SharedStore:
     """The store that `SGLANG_EPD_STORE` names; nothing is asked of it yet.
+
+    Args:
+        typed: the setting.
+        token: entries carry a digest keyed by it; empty for none.
+        timeout_s: of a lookup.
+        observer: called after each lookup and write.
 
     Raises:
         ConfigError: the setting cannot be honoured, or a library is missing.

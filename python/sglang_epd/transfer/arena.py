@@ -156,6 +156,9 @@ class Arena:
     def span(self, offset: int, nbytes: int) -> np.ndarray:
         """The bytes of one payload.
 
+        Args:
+            offset, nbytes: in bytes, from the beginning of the arena.
+
         Raises:
             ProtocolError: outside the arena.
         """

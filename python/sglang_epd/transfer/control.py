@@ -77,6 +77,9 @@ class Control:
     async def endpoint(self, timeout_s: float) -> str:
         """Where encoders reach the receiver; asked once, then remembered.
 
+        Args:
+            timeout_s: to wait for its answer, the first time.
+
         Raises:
             UnavailableError: the receiver did not answer in time.
         """
@@ -84,6 +87,9 @@ class Control:
 
     async def arena(self, timeout_s: float) -> Arena:
         """The memory that payloads land in; mapped once.
+
+        Args:
+            timeout_s: to wait for its answer, the first time.
 
         Raises:
             UnavailableError: the receiver did not answer in time.

@@ -60,6 +60,9 @@ _ENGINES = {mooncake.NAME: mooncake.started}
 def started(backend: str) -> PayloadEngine | None:
     """This process's engine for a transfer backend; None where that has none.
 
+    Args:
+        backend: of `--encoder-transfer-backend`.
+
     Raises:
         ConfigError: it cannot be used here.
     """

@@ -280,7 +280,11 @@ class Ledger:
                 self._end(ticket)
 
     def expire(self, now: float) -> None:
-        """End the entries past their deadline, and the grants past theirs."""
+        """End the entries past their deadline, and the grants past theirs.
+
+        Args:
+            now: in seconds of the owner's clock, as all times of a ledger.
+        """
         for ticket, entry in list(self._entries.items()):
             if now >= entry.deadline:
                 missing = sum(item.wanted and not item.here for item in entry.items)

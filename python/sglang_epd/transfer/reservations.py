@@ -229,7 +229,11 @@ class Reservations:
             self._on_evict(block.offer.key)
 
     def reclaim(self, now: float) -> None:
-        """Free or keep blocks that every reader has dropped, and end quarantines that are over."""
+        """Free or keep blocks that every reader has dropped, and end quarantines that are over.
+
+        Args:
+            now: in seconds of the ledger's clock.
+        """
         closed = [block for block in self._blocks[_S.HANDED].values() if block.closed]
         if closed:
             drops = self._drops(np.array([block.slot for block in closed]))

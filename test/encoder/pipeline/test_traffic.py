@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from encoder.towers import ROW_BYTES, FakeTower, until
-from sglang_epd.cache import EmbeddingCache
+from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
 from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
@@ -89,7 +90,7 @@ class Receivers:
         if source.data is None:
             await account.grow(len(data))
         await self.pause()
-        return FetchedMedia(data, digest(data), source)
+        return FetchedMedia(data, digest(data))
 
     async def pause(self) -> None:
         for _ in range(self.dice.randrange(12)):
@@ -210,7 +211,7 @@ async def service(dice, towers, receivers, metrics) -> EncoderService:
             batch=BatchBounds(patches=20, items=4),
             staged_bytes=20 * ROW_BYTES,
         ),
-        fetcher=receivers,
+        urls=UrlReader(receivers, UrlMemory(0), metrics),
         sender=receivers,
         admission=Admission(max_items=64, max_bytes=600),
         metrics=metrics,

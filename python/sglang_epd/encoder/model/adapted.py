@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from PIL import Image
 
 from sglang_epd.decoding import Decoding
 from sglang_epd.encoder.tower import Prepared
@@ -57,6 +56,10 @@ class AdaptedPreparer:
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
+        Args:
+            data: the encoded media.
+            decoding: of this item; the caller ends it when this has returned.
+
         Raises:
             EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
@@ -67,27 +70,24 @@ class AdaptedPreparer:
             because = f": {reason}" if reason else ""
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input{because}")
         if modality == IMAGE:
-            return self.prepare_image(decoding.image(data))
+            return self.preprocess(modality, decoding.image(data))
         return self._prepare_video(data, decoding)
-
-    def prepare_image(self, image: Image.Image) -> Prepared:
-        """Preprocess a picture that is decoded already (RGB).
-
-        Raises:
-            MediaError: it cannot be preprocessed.
-        """
-        return self._preprocess(IMAGE, image)
 
     def _prepare_video(self, data: bytes, decoding: Decoding) -> Prepared:
         film = decoding.video(data)
         try:
             with on_device(film, data, self._adapter.processor) or apart(film) as video:
-                return self._preprocess(VIDEO, video)
+                return self.preprocess(VIDEO, video)
         except (RuntimeError, IndexError) as error:
             logger.warning("SGLang cannot decode this video: %s", error)
             raise MediaError("the video is damaged or truncated") from error
 
-    def _preprocess(self, modality: str, medium: Any) -> Prepared:
+    def preprocess(self, modality: str, medium: Any) -> Prepared:
+        """Preprocess an RGB picture, or a video by its decoder.
+
+        Raises:
+            MediaError: it cannot be preprocessed.
+        """
         try:
             seen = self._adapter.see(medium, modality)
         except EpdError:

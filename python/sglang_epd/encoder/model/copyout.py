@@ -58,7 +58,12 @@ class CopyOut:
         self._buffers = [device.pinned(chunk_bytes) for _ in range(_BUFFERS)]
 
     def launch(self, forward: Callable[[], torch.Tensor]) -> Launched:
-        """Begin a forward pass."""
+        """Begin a forward pass.
+
+        Args:
+            forward: queues the pass on the current stream, and returns its embeddings [tokens,
+                width].
+        """
         with self._device.use(self.stream):
             output = forward()
             # On this stream, after the pass and before the next.

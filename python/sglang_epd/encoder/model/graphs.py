@@ -26,7 +26,12 @@ _MOST = 64
 
 
 def forget(model: nn.Module, device: Device, most: int = _MOST) -> None:
-    """Drop the graphs of towers that have as many as they may; call it between passes."""
+    """Drop the graphs of towers that have as many as they may; call it between passes.
+
+    Args:
+        model: the towers are modules of it.
+        most: graphs that one tower may keep.
+    """
     for tower in model.modules():
         for name in _RUNNERS:
             runner: Any = getattr(tower, name, None)

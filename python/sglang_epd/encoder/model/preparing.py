@@ -21,7 +21,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from PIL import Image
 
 from sglang_epd.decoding import Decoding, Film
 from sglang_epd.decoding.messages import Cut
@@ -108,6 +107,10 @@ class Preparer:
     def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
         """Decode and preprocess one item.
 
+        Args:
+            data: the encoded media.
+            decoding: of this item; the caller ends it when this has returned.
+
         Raises:
             EpdError: whatever `decoding` raises.
             MediaError: it cannot be decoded or preprocessed, or is larger than allowed.
@@ -118,25 +121,16 @@ class Preparer:
         if modality == IMAGE:
             pixels = None if self._gpu_pixels is None else self._gpu_pixels.decode(data)
             if pixels is not None:
-                return self._preprocess(modality, Loaded(pixels))
+                return self.preprocess(modality, Loaded(pixels))
             if self.patches is not None:
                 return self._prepared(modality, self._cut(data, decoding, self.patches.cut))
-            return self.prepare_image(decoding.image(data))
+            return self.preprocess(modality, decoding.image(data))
         if modality == VIDEO:
             film = decoding.video(data)
             self._check_video(film)
-            return self._preprocess(modality, Loaded(apart(film)))
-        return self._preprocess(
-            modality, Loaded(decoding.sound(data, self._preprocessor.model_audio_sr))
-        )
-
-    def prepare_image(self, image: Image.Image) -> Prepared:
-        """Preprocess a picture that is decoded already (RGB).
-
-        Raises:
-            MediaError: it cannot be preprocessed.
-        """
-        return self._preprocess(IMAGE, image)
+            return self.preprocess(modality, Loaded(apart(film)))
+        rate_hz = self._preprocessor.model_audio_sr
+        return self.preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
 
     def _check_video(self, film: Film) -> None:
         facts = film.facts
@@ -149,7 +143,12 @@ class Preparer:
             ) from error
         check_frames_read(facts, count, self._limits)
 
-    def _preprocess(self, modality: str, media: Any) -> Prepared:
+    def preprocess(self, modality: str, media: Any) -> Prepared:
+        """Preprocess media that are decoded already: an RGB picture, or `Loaded`.
+
+        Raises:
+            MediaError: they cannot be preprocessed.
+        """
         sglang_modality = MODALITIES[modality].sglang
         work = self._preprocessor.process_mm_items([media], sglang_modality)
         try:
@@ -203,7 +202,7 @@ class Preparer:
 
 def _group(modality: str, feature: torch.Tensor) -> Hashable:
     """Pictures and videos are rows of patches; audio clips are padded to some length."""
-    return modality if modality != AUDIO else (modality, *feature.shape[1:])
+    return (modality, *feature.shape[1:]) if MODALITIES[modality].lengths else modality
 
 
 def videos_can_be_read() -> bool:
@@ -262,6 +261,10 @@ def seconds_per_grid(preprocessor: Any, model_type: str) -> float:
 
     One server hands frames to the processor without their rate, which then takes its
     default for it.
+
+    Args:
+        preprocessor: SGLang's, of an encoder.
+        model_type: of the model's configuration.
     """
     from transformers.video_utils import VideoMetadata
 

@@ -141,7 +141,11 @@ class FairQueue(Generic[_J]):
         return min(jobs, key=self._turn, default=None)
 
     def take_expired(self, now: float) -> list[_J]:
-        """Take out the jobs whose deadline has passed."""
+        """Take out the jobs whose deadline has passed.
+
+        Args:
+            now: in seconds of the clock of deadlines.
+        """
         expired = [job for job in self._jobs if job.deadline <= now]
         for job in expired:
             self.remove(job)
@@ -216,12 +220,20 @@ class Utilisation:
         self._busy: deque[tuple[float, float]] = deque()
 
     def note(self, began: float, ended: float) -> None:
-        """A tower ran; called in the order of the ends."""
+        """A tower ran; called in the order of the ends.
+
+        Args:
+            began, ended: in seconds of one clock.
+        """
         self._busy.append((began, ended))
         self._forget(ended - _SPAN_S)
 
     def share(self, now: float) -> float:
-        """Of the last minute, 0 to 1."""
+        """Of the last minute, 0 to 1.
+
+        Args:
+            now: in seconds of the same clock.
+        """
         since = now - _SPAN_S
         self._forget(since)
         busy_s = sum(ended - max(began, since) for began, ended in self._busy)

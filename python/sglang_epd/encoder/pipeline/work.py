@@ -152,6 +152,9 @@ class Lane:
 
         Large items leave one place of several free, or a few would hold up all others for as
         long as they are decoded.
+
+        Args:
+            large: whether the item takes long to decode.
         """
         places = self.tower.preparers
         if large and _large(self.preparing) >= max(1, places - 1):

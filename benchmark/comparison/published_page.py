@@ -121,11 +121,13 @@ class Page:
             "ttft": lambda runs: mean(self._ttfts(runs)),
             "rate": self._rate,
         }
+        ran = {one.run.arm for one in self._results.runs}
         return {
             f"{case.name}\n{_load(case, load)}": {
-                arm.title: shown[name](runs)
+                # Not a number, and no bar, where it was not measured.
+                arm.title: shown[name](self._runs(arm, case, load))
                 for arm in self._arms
-                if (runs := self._runs(arm, case, load))
+                if arm.name in ran
             }
             for case, load in self._loads()
         }

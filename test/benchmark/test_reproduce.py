@@ -1,5 +1,6 @@
 """Published comparisons on emulated machines: their files, their profiles, their page."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -125,6 +126,18 @@ def test_arms_stand_beside_the_first_one_or_none() -> None:
     assert [row[2] for row in page.ratios(told.cases[0], 1.0)] == ["one server"]
     results.runs = [epd]
     assert page.ratios(told.cases[0], 1.0) == []
+
+
+def test_what_was_not_measured_has_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = _blog(4.0)
+    (heavy,) = results.comparison.cases
+    told = replace(results.comparison, cases=[heavy, replace(heavy, name="light")])
+    results.comparison, drawn = told, []
+    monkeypatch.setattr("sglang_epd_plan.plots.bars", lambda *drawing: drawn.append(drawing))
+    reproduce.page_of(results, told).render(tmp_path / "page.md")
+    groups = drawn[0][1]
+    assert groups["heavy\n1/s"] == {"one server": 2.0, "sglang-epd 2E1P": 0.5}
+    assert all(math.isnan(bar) for bar in groups["light\n1/s"].values())
 
 
 def test_limits_hold_where_p99_is_within_them_and_all_were_answered() -> None:

@@ -17,6 +17,8 @@ from checkpoints.families import FAMILIES
 from families.in_tree import CASES, MODALITIES
 from sglang_epd.families import IN_TREE, family_of, takes_options
 
+# Of the script, which takes three quarters of a minute of a core.
+pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("in_tree.py")
 LISTED = {family.name: family for family in FAMILIES.values() if family.architecture in IN_TREE}
 PROMPT = {"input_ids", "offsets", "positions", "delta", "names"}
@@ -81,7 +83,6 @@ def _of(table: dict[tuple[str, str], Any], family: str, case: str) -> Any:
     return next((table[family, name] for name in names if (family, name) in table), None)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "case"), list(_cases()))
 def test_prompts_and_features_are_one_servers(results, family: str, case: str) -> None:
     told = results[family, case]

@@ -61,11 +61,6 @@ def test_pixels_are_those_of_the_one_decoder(decoders: Decoders, name: str) -> N
     assert nothing_is_held(decoders)
 
 
-def test_a_large_picture_crosses_in_strips(decoders: Decoders) -> None:
-    data = encoded(noise(3000, 2000), "JPEG")
-    assert image(decoders, data).tobytes() == decode_image(data, MediaLimits()).tobytes()
-
-
 def test_one_picture_after_the_other_by_one_child(make: Make) -> None:
     decoders = make()
     sizes = [(200, 150), (30, 40), (400, 300), (401, 300), (20, 20)]

@@ -190,15 +190,3 @@ async def status_server() -> AsyncIterator[Callable[..., Awaitable[StatusServer]
             return server
 
         yield start
-
-
-@pytest.fixture
-def until() -> Callable[..., Awaitable[None]]:
-    """Waits for a condition that nobody signals."""
-
-    async def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    return wait

@@ -10,6 +10,7 @@ import certificates
 from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Pace, Prober
 from sglang_epd.trust import Trust
+from waiting import until
 
 PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.1, doubtful_timeout=0.07, most=0.1)
 
@@ -44,7 +45,7 @@ def described(pool: Pool) -> dict:
     return one
 
 
-async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, status_server, until):
+async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, status_server):
     server = await status_server()
     pool.add(server.url)
     await until(lambda: pool.state(server.url) is Health.READY)
@@ -53,7 +54,7 @@ async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, st
     assert "Authorization" not in server.headers[0]
 
 
-async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_server, until):
+async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_server):
     server = await status_server()
     server.report["state"] = "draining"
     pool.add(server.url)
@@ -63,7 +64,7 @@ async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_se
 
 
 async def test_one_without_a_tower_that_works_is_given_up_until_it_has_one(
-    prober, pool, status_server, until, seen
+    prober, pool, status_server, seen
 ):
     server = await status_server()
     server.report["towers"] = [{"alive": False, "patches": 0}, {"alive": True, "patches": 7}]
@@ -77,9 +78,7 @@ async def test_one_without_a_tower_that_works_is_given_up_until_it_has_one(
     await until(lambda: pool.state(server.url) is Health.READY)
 
 
-async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
-    prober, pool, status_server, until, seen
-):
+async def test_a_frozen_one_is_suspected_given_up_and_taken_back(prober, pool, status_server, seen):
     server = await status_server()
     pool.add(server.url)
     await until(lambda: pool.state(server.url) is Health.READY)
@@ -91,7 +90,7 @@ async def test_a_frozen_one_is_suspected_given_up_and_taken_back(
     await until(lambda: pool.state(server.url) is Health.READY)
 
 
-async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, until, monkeypatch):
+async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, monkeypatch):
     failures: list[float] = []
     failed = pool.failed
     monkeypatch.setattr(
@@ -106,7 +105,7 @@ async def test_one_that_is_out_of_reach_is_asked_on(prober, pool, dead_url, unti
     assert pauses[0] < PACE.most
 
 
-async def test_a_doubt_is_looked_into_at_once(pool, session, status_server, until):
+async def test_a_doubt_is_looked_into_at_once(pool, session, status_server):
     server = await status_server()
     prober = Prober(pool, session, Trust().client_ssl(), Pace(steady=60.0, timeout=0.2))
     pool.add(server.url)
@@ -145,7 +144,7 @@ async def test_a_doubt_is_looked_into_at_once(pool, session, status_server, unti
     ids=lambda raw: repr(raw[:60]),
 )
 async def test_an_answer_that_is_none_of_ours_is_a_failure_that_says_so(
-    prober, pool, status_server, until, raw
+    prober, pool, status_server, raw
 ):
     server = await status_server()
     server.raw = raw
@@ -154,7 +153,7 @@ async def test_an_answer_that_is_none_of_ours_is_a_failure_that_says_so(
     assert "status" in described(pool)["why"]
 
 
-async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server, until):
+async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server):
     server = await status_server()
     server.status = 404
     pool.add(server.url)
@@ -163,7 +162,7 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
 
 
 async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
-    prober, pool, status_server, until
+    prober, pool, status_server
 ):
     server = await status_server()
     pool.add(server.url)
@@ -175,7 +174,7 @@ async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
     await until(lambda: server.asked > asked)
 
 
-async def test_a_certificate_has_to_be_believed(pool, session, status_server, until, tmp_path):
+async def test_a_certificate_has_to_be_believed(pool, session, status_server, tmp_path):
     made = certificates.make(tmp_path)
     server = await status_server(tls=Trust((), made.certfile, made.keyfile).server_ssl())
     stranger = Prober(pool, session, Trust().client_ssl(), PACE)

@@ -22,6 +22,7 @@ from sglang_epd.dispatch.registry import Siblings
 from sglang_epd.dispatch.watcher import Rhythm, Watcher
 from sglang_epd.errors import ConfigError
 from sglang_epd.trust import Trust
+from waiting import until
 
 PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.2, most=0.1)
 RHYTHM = Rhythm(expire=0.02, names=0.05, follow=0.05)
@@ -87,7 +88,7 @@ async def unregister(call: Call, watcher: Watcher, url: str, token=None) -> Any:
 # Registrations
 
 
-async def test_an_encoder_registers_is_probed_and_leaves(watch, call, pool, status_server, until):
+async def test_an_encoder_registers_is_probed_and_leaves(watch, call, pool, status_server):
     server = await status_server()
     watcher = watch()
     status, said = await register(call, watcher, server.url + "/", namespace="ours", lease_s=15)
@@ -194,7 +195,7 @@ async def test_there_is_an_end_to_how_many_register(watch, call, pool, monkeypat
     assert len(pool.urls(LEASE)) == 2
 
 
-async def test_a_lease_ends_if_it_is_not_renewed(watch, call, pool, clock, until):
+async def test_a_lease_ends_if_it_is_not_renewed(watch, call, pool, clock):
     watcher = watch()
     await register(call, watcher, NOBODY, namespace="ours", lease_s=15)
     clock.now += 14
@@ -227,7 +228,7 @@ async def test_nobody_registers_a_static_encoder_away(watch, call, pool):
 # The thread
 
 
-async def test_static_encoders_are_probed_and_doubts_heeded(watch, pool, status_server, until):
+async def test_static_encoders_are_probed_and_doubts_heeded(watch, pool, status_server):
     server = await status_server()
     watch(server.url, pace=Pace(steady=60.0))
     await until(lambda: pool.state(server.url) is Health.READY)
@@ -236,7 +237,7 @@ async def test_static_encoders_are_probed_and_doubts_heeded(watch, pool, status_
     await until(lambda: server.asked > asked)
 
 
-async def test_names_are_looked_up_again_and_again(watch, pool, until):
+async def test_names_are_looked_up_again_and_again(watch, pool):
     addresses = ["127.0.0.1", "127.0.0.2"]
 
     async def resolve(host: str, port: int) -> list[str]:
@@ -251,7 +252,7 @@ async def test_names_are_looked_up_again_and_again(watch, pool, until):
     await until(lambda: sorted(pool.urls()) == ["http://127.0.0.2:9", "http://127.0.0.3:9"])
 
 
-async def test_a_look_up_that_breaks_is_tried_again(watch, pool, until, caplog):
+async def test_a_look_up_that_breaks_is_tried_again(watch, pool, caplog):
     results: list[Any] = [["127.0.0.1"], RuntimeError("broken"), ["127.0.0.1", "127.0.0.2"]]
 
     async def resolve(host: str, port: int) -> list[str]:
@@ -302,7 +303,7 @@ async def test_a_host_and_urls_that_are_none_are_refused(pool, watch):
 # Several tokenizer processes
 
 
-async def test_a_sibling_knows_who_registers_at_the_other(watch, call, pool, until):
+async def test_a_sibling_knows_who_registers_at_the_other(watch, call, pool):
     trust = Trust(("secret",))
     mine = Pool("ours")
     holder = watch(trust=trust, secret=b"shared")
@@ -365,7 +366,7 @@ async def test_a_certificate_that_cannot_be_read_is_refused_at_start(watch, tmp_
         watch(trust=Trust((), path, path))
 
 
-async def test_its_event_loop_says_how_late_it_is(watch, until):
+async def test_its_event_loop_says_how_late_it_is(watch):
     lags: list[float] = []
     watcher = watch(observe_lag=lags.append)
     assert watcher._loop is not None

@@ -32,6 +32,7 @@ from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR, seal
 from sglang_epd.wire.http import ErrorReply, decode_body, encode_body
 from spans import said
+from waiting import until
 
 PATIENCE_S = 5.0
 MAX_BODY = 1 << 20
@@ -78,12 +79,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 def idle(service):
-    async def wait() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while service.status()["requests"]:
-                await asyncio.sleep(0.001)
-
-    return wait
+    return partial(until, lambda: not service.status()["requests"])
 
 
 async def entered(stage) -> None:

@@ -16,6 +16,7 @@ from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.intake import Arrival, Intake
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.media import FetchingProcess, MediaFetcher, MediaLimits
+from waiting import until
 
 MIB = 1 << 20
 BOUND = 8
@@ -217,9 +218,7 @@ async def test_one_request_of_urls_stays_inside_the_bound(
         async with reading(service, metrics, make, max_items=300, max_bytes=8 * MIB):
             urls = [f"{site.url}/{n}" for n in range(200)]
             work = asyncio.create_task(service.encode(asking(*urls, ttl_s=PATIENCE_S)))
-            async with asyncio.timeout(PATIENCE_S):
-                while admission.nbytes < 3 * MIB:
-                    await asyncio.sleep(0.01)
+            await until(lambda: admission.nbytes >= 3 * MIB)
             most = []
             for _ in range(20):
                 await asyncio.sleep(0.02)
@@ -258,15 +257,12 @@ async def test_a_small_picture_passes_requests_of_large_ones(
         large = [asking(*(f"{site.url}/{r}/{n}" for n in range(40)), request_id=r) for r in "ab"]
         small = asking(f"{site.url}/small", request_id="small")
         work = [asyncio.create_task(service.encode(one)) for one in large]
-        async with asyncio.timeout(PATIENCE_S):
-            while service.admission.nbytes < 4 * MIB:
-                await asyncio.sleep(0.01)
-            work.append(asyncio.create_task(service.encode(small)))
-            while b"small" not in here:
-                await asyncio.sleep(0.01)
-            assert len(here) < 10, "the large ones were through"
-            fakes.preprocess.go_on()
-            replies = await asyncio.gather(*work)
+        await until(lambda: service.admission.nbytes >= 4 * MIB)
+        work.append(asyncio.create_task(service.encode(small)))
+        await until(lambda: b"small" in here)
+        assert len(here) < 10, "the large ones were through"
+        fakes.preprocess.go_on()
+        replies = await asyncio.wait_for(asyncio.gather(*work), PATIENCE_S)
     assert {one.state for reply in replies for one in reply.outcomes} == {"delivered"}
 
 

@@ -14,6 +14,7 @@ from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.registry import Registry
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.trust import Trust
+from waiting import until
 
 URL = "http://127.0.0.1:30000"
 BEAT = {"lease_s": 2.0, "retry_s": 0.05}
@@ -78,12 +79,6 @@ async def register():
     yield start
     for one in made:
         await one.leave()
-
-
-async def until(condition, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_it_joins_everywhere_and_leaves(directory, register):

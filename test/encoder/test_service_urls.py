@@ -149,9 +149,7 @@ async def test_slow_urls_leave_items_to_what_comes_inline(encode, asking, servic
 
     site.answer = silent
     slow = [asyncio.create_task(encode(f"/{n}")) for n in range(6)]
-    async with asyncio.timeout(5):
-        while service.admission.fetching < 6:
-            await asyncio.sleep(0.01)
+    await until(lambda: service.admission.fetching == 6)
     with pytest.raises(OverloadedError, match="6 items being fetched, at most 6"):
         await encode("/seventh")
     (outcome,) = (await service.encode(asking(b"inline", request_id="inline"))).outcomes

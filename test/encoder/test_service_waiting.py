@@ -19,6 +19,7 @@ from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Offered, Sender
 from sglang_epd.wire.http import ReplyTo
 from sglang_epd.wire.messages import Expect, Offer, Settled
+from waiting import until
 
 PATIENCE_S = 20.0
 
@@ -74,12 +75,6 @@ class LanguageServer:
         self._claims.close()
         self._arena.close()
         self.receiver.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
+import waiting
 from sglang_epd.encoder import serving
 from sglang_epd.encoder.serving import DrainingServer, PromptHeads, SeldomMalformed, run
 
@@ -245,15 +246,11 @@ async def test_it_registers_when_it_listens_and_leaves_before_it_drains():
         assert registration.steps == ["start"]
         service.idle.clear()
         server.handle_exit(signal.SIGTERM, None)
-        async with asyncio.timeout(PATIENCE_S):
-            while registration.steps != ["start", "leave"]:
-                await asyncio.sleep(0.005)
+        await waiting.until(lambda: registration.steps == ["start", "leave"])
         assert service.admission.draining
         assert not server.should_exit, "it has work"
         service.idle.set()
-        async with asyncio.timeout(PATIENCE_S):
-            while not server.should_exit:
-                await asyncio.sleep(0.005)
+        await waiting.until(lambda: server.should_exit)
         await server.shutdown([listening])
 
 

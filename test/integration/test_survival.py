@@ -104,6 +104,7 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
         topology.servers[name].start()
     for name in ("encoder", "registering"):
         topology.servers[name].wait_ready(START_TIMEOUT_S)
+        assert _decodes(topology, name), "its first picture waits for a process and its modules"
         _wait_until_used(topology, name, message)
 
 
@@ -168,3 +169,9 @@ def _workers(topology: Topology) -> list[psutil.Process]:
             if "tokenizer_worker" in "".join(child.cmdline()):
                 workers.append(child)
     return workers
+
+
+def _decodes(topology: Topology, name: str) -> bool:
+    """Whether an encoder has a process that decodes, beside the one that forks it."""
+    processes = psutil.Process(topology.servers[name].pid).children(recursive=True)
+    return sum("sglang_epd.decoding.child" in one.cmdline() for one in processes) > 1

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.media import Account, FetchingProcess, MediaFetcher, MediaSource, fetching
+from waiting import until
 
 PATIENCE_S = 20.0
 BODY = random.Random(1).randbytes(3 << 20)
@@ -64,12 +65,6 @@ async def fetching_process(
 
 def pid(fetcher: FetchingProcess) -> int:
     return fetcher._starting.result()._child.pid
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -124,7 +119,7 @@ async def test_it_answers_as_a_fetcher_in_this_process_does(serve: Serve, tmp_pa
             return [type(error), error.message, getattr(error, "reason", "")]
         lives = [step.fresh_until > time.monotonic() + 50 for step in answer.trail.steps]
         steps = [(step.url, step.obstacle) for step in answer.trail.steps]
-        return [answer.media, steps, lives]
+        return [answer.data, answer.digest, steps, lives]
 
     async with MediaFetcher(limits) as here, FetchingProcess(limits) as there:
         for one in urls:
@@ -310,7 +305,7 @@ async def test_two_hundred_slow_hosts(serve: Serve) -> None:
         await asyncio.sleep(0.5)
         for _ in range(10):
             begin = time.monotonic()
-            assert len((await fetcher.ask(source(honest))).media.data) == 100_000
+            assert len((await fetcher.ask(source(honest))).data) == 100_000
             assert time.monotonic() - begin < 2
         connections = psutil.Process(pid(fetcher)).num_fds()
         for task in fetches:

@@ -6,7 +6,8 @@ from prometheus_client import generate_latest
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.store import SharedStore, StoreUrl
 from sglang_epd.store.backend import StoreError
-from store.fakes import FakeBackend, image, key_of, until
+from store.fakes import FakeBackend, image, key_of
+from waiting import until
 
 
 async def test_what_a_store_did_can_be_read_in_the_encoders_metrics():

@@ -13,6 +13,7 @@ from sglang_epd.store import SharedStore
 from sglang_epd.store.entry import Sealer
 from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import tensor_spec
+from waiting import until
 
 Open = Callable[..., Awaitable[SharedStore]]
 
@@ -86,15 +87,7 @@ class FakeBackend:
 
 async def written(counts: Counts, number: int = 1) -> None:
     """Until so many writes have come to their end."""
-    async with asyncio.timeout(20):
-        while counts.writes.total() < number:
-            await asyncio.sleep(0.002)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
+    await until(lambda: counts.writes.total() >= number)
 
 
 def sealed(key: bytes, layout: Layout, embedding: torch.Tensor, token: str = "") -> bytes:

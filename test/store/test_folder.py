@@ -14,7 +14,7 @@ import pytest
 from sglang_epd.store import folder as module
 from sglang_epd.store.backend import OversizedError, StoreError
 from sglang_epd.store.folder import FolderStore
-from store.fakes import until
+from waiting import until
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import torch
 from sglang_epd.errors import ConfigError
 from sglang_epd.store import StoreUrl, open_store, shared
 from sglang_epd.store.mooncake import MooncakeStore
-from store.fakes import Counts, Open, image, key_of, until, written
+from store.fakes import Counts, Open, image, key_of, written
 from stores import Server, mooncake_master, mooncake_node
+from waiting import until
 
 LAYOUT, EMBEDDING = image()
 

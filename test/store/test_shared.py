@@ -10,7 +10,8 @@ import torch
 
 from sglang_epd.store import shared
 from sglang_epd.store.backend import BreakerState, OversizedError, StoreError
-from store.fakes import Counts, image, key_of, sealed, until, written
+from store.fakes import Counts, image, key_of, sealed, written
+from waiting import until
 
 LAYOUT, EMBEDDING = image()
 NBYTES = EMBEDDING.nbytes

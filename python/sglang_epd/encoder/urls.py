@@ -1,10 +1,9 @@
 """Reads media by their URLs, and asks for none that it knows.
 
 `media.freshness` decides what may be remembered, and `cache.urls` remembers it; this file sends
-the requests. Simultaneous requests for a URL share one fetch,
-which lives as long as one of them waits for it, and each waits as long as its own deadline
-lets it. A URL that is fresh costs nothing where its content's embedding is at hand; any other
-is read.
+the requests. Simultaneous requests for a URL share one fetch, which lives as long as one of them
+waits for it, and each waits as long as its own deadline lets it. A URL that is fresh costs
+nothing where its content's embedding is at hand; any other is read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from yarl import URL
 from sglang_epd.cache.urls import UrlMemory, name_of
 from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Account, Answer, Fetcher, MediaSource, reading_until
+from sglang_epd.media import Account, FetchedMedia, Fetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -28,7 +27,7 @@ _CREDENTIALS = "credentials"
 
 @dataclass(frozen=True)
 class Content:
-    """A URL's content.
+    """What a URL led to, or inline media.
 
     Attributes:
         digest: of the bytes.
@@ -44,7 +43,7 @@ class _Flight:
     """One request that several wait for."""
 
     name: bytes
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[FetchedMedia]
     # Counts the bytes while they are on their way; then each asker counts them.
     arrival: Arrival
     askers: int = 0
@@ -114,7 +113,7 @@ class UrlReader:
             self._fetcher.check(known.trail, known.nbytes)
             self._count("fresh")
             return Content(known.digest)
-        media = (await self._share(source, url, arrival)).media
+        media = await self._share(source, url, arrival)
         return Content(media.digest, media.data)
 
     def _rememberable(self, text: str) -> str | None:
@@ -130,7 +129,7 @@ class UrlReader:
             return None
         return str(url.with_fragment(None))
 
-    async def _share(self, source: MediaSource, url: str, arrival: Arrival) -> Answer:
+    async def _share(self, source: MediaSource, url: str, arrival: Arrival) -> FetchedMedia:
         """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several."""
         name = name_of(url)
         flight = self._flights.get(name)
@@ -142,8 +141,8 @@ class UrlReader:
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
         try:
-            answer = await asyncio.shield(flight.task)
-            alone = flight.taken and not answer.trail.shared
+            media = await asyncio.shield(flight.task)
+            alone = flight.taken and not media.trail.shared
             if not alone:
                 arrival.share(flight.arrival)
         except MediaError as error:
@@ -161,26 +160,25 @@ class UrlReader:
         flight.taken = True
         if joined:
             self._count("coalesced")
-        return answer
+        return media
 
-    async def _ask(self, source: MediaSource, url: str, account: Account) -> Answer:
+    async def _ask(self, source: MediaSource, url: str, account: Account) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""
         name = name_of(url)
         try:
-            answer = await self._fetcher.ask(source, account)
+            media = await self._fetcher.ask(source, account)
         except MediaError as error:
             if error.reason == "http_4xx":  # it is gone, or no longer for everybody
                 self.memory.drop(name)
             raise
-        obstacle = answer.trail.obstacle(time.monotonic())
+        obstacle = media.trail.obstacle(time.monotonic())
         if obstacle:
             self._metrics.url_uncacheable.labels(obstacle).inc()
             self.memory.drop(name)
         else:
-            nbytes = len(answer.media.data)
-            self.memory.keep(name, url, answer.media.digest, nbytes, answer.trail)
+            self.memory.keep(name, url, media.digest, len(media.data), media.trail)
         self._count("missed")
-        return answer
+        return media
 
     def _land(self, flight: _Flight) -> None:
         if self._flights.get(flight.name) is flight:

@@ -16,7 +16,7 @@ from sglang_epd.media.container import (
 )
 from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import MediaFetcher
-from sglang_epd.media.fetcher import Answer, FetchedMedia, Fetcher, reading_until
+from sglang_epd.media.fetcher import FetchedMedia, Fetcher, reading_until
 from sglang_epd.media.fetching import FetchingProcess
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.limits import MediaLimits
@@ -35,7 +35,6 @@ from sglang_epd.media.source import (
 __all__ = [
     "Account",
     "AddressPolicy",
-    "Answer",
     "EscapeBudget",
     "FetchedMedia",
     "Fetcher",

@@ -25,7 +25,14 @@ from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from sglang_epd.errors import MediaError, MediaForbiddenError
-from sglang_epd.media.fetcher import Answer, Fetcher, check_not_empty, hashed, parse, too_large
+from sglang_epd.media.fetcher import (
+    FetchedMedia,
+    Fetcher,
+    check_not_empty,
+    hashed,
+    parse,
+    too_large,
+)
 from sglang_epd.media.freshness import STATUS, Step, Trail
 from sglang_epd.media.guarded_socket import GuardedSocket
 from sglang_epd.media.limits import MediaLimits
@@ -120,7 +127,7 @@ class MediaFetcher(Fetcher):
             await self._resolver.close()
             self._resolver = None
 
-    async def ask(self, source: MediaSource, account: Account | None = None) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None = None) -> FetchedMedia:
         """As `Fetcher.ask`."""
         url = source.url or ""
         trail = Trail(())
@@ -134,7 +141,7 @@ class MediaFetcher(Fetcher):
                 await turn.grow(_FIRST_BYTES)
                 data, trail = await self._follow(parse(url), turn)
         check_not_empty(data, display(source))
-        return Answer(await hashed(data), trail)
+        return await hashed(data, trail)
 
     def _turn(
         self, source: MediaSource, account: Account | None

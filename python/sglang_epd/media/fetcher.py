@@ -25,6 +25,7 @@ from sglang_epd.media.source import MediaSource, digest, display
 
 # Hashing less than this (0.1 ms) is cheaper than handing it to a thread.
 _INLINE_HASH_BYTES = 256 << 10
+_NO_TRAIL = Trail(())
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,12 @@ class FetchedMedia:
     Attributes:
         data: the encoded media.
         digest: its blake3 digest, 32 bytes.
+        trail: the answers on the way to a URL's, to be remembered; other media have none.
     """
 
     data: bytes = field(repr=False)
     digest: bytes
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer for a URL.
-
-    Attributes:
-        trail: the answers on the way, to be remembered; a file has none.
-    """
-
-    media: FetchedMedia
-    trail: Trail
+    trail: Trail = _NO_TRAIL
 
 
 @asynccontextmanager
@@ -87,7 +78,7 @@ class Fetcher(ABC):
         self._max_url_bytes = limits.max_url_bytes or limits.max_bytes
 
     @abstractmethod
-    async def ask(self, source: MediaSource, account: Account | None = None) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None = None) -> FetchedMedia:
         """Read a URL and hash its content.
 
         There is no deadline but `limits.total_timeout_s`, from when there is a slot: callers
@@ -124,7 +115,7 @@ class Fetcher(ABC):
         async with reading_until(deadline, source):
             if source.url is None:
                 return await hashed(self._check_inline(source))
-            return (await self.ask(source, account)).media
+            return await self.ask(source, account)
 
     def check(self, trail: Trail, nbytes: int) -> None:
         """Whether media that were come by on this trail may be used now, without asking.
@@ -182,11 +173,11 @@ class Fetcher(ABC):
         )
 
 
-async def hashed(data: bytes) -> FetchedMedia:
+async def hashed(data: bytes, trail: Trail = _NO_TRAIL) -> FetchedMedia:
     """The media that these bytes are."""
     if len(data) < _INLINE_HASH_BYTES:
-        return FetchedMedia(data, digest(data))
-    return FetchedMedia(data, await asyncio.to_thread(digest, data))
+        return FetchedMedia(data, digest(data), trail)
+    return FetchedMedia(data, await asyncio.to_thread(digest, data), trail)
 
 
 def too_large(what: str, limit: int) -> MediaTooLargeError:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, Self
 
 from sglang_epd.errors import EpdError, MediaError, UnavailableError, from_code
-from sglang_epd.media.fetcher import Answer, FetchedMedia, Fetcher
+from sglang_epd.media.fetcher import FetchedMedia, Fetcher
 from sglang_epd.media.fetching_child import (
     BEAT_S,
     TO_SERVER,
@@ -68,7 +68,7 @@ class FetchingProcess(Fetcher):
         with suppress(UnavailableError):
             (await self._starting).close()
 
-    async def ask(self, source: MediaSource, account: Account | None = None) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None = None) -> FetchedMedia:
         """As `Fetcher.ask`."""
         for _ in range(2):
             process = await self._process()
@@ -150,7 +150,7 @@ class _Process:
         self._missed = 0
         self._watching = asyncio.create_task(self._watch())
 
-    async def ask(self, source: MediaSource, account: Account | None) -> Answer:
+    async def ask(self, source: MediaSource, account: Account | None) -> FetchedMedia:
         if self.lost:
             raise _LostError
         number = next(self._numbers)
@@ -161,7 +161,7 @@ class _Process:
             told = await fetch.answer
             if isinstance(told, NotFetched):
                 raise _error(told)
-            return Answer(FetchedMedia(await fetch.data(told), told.digest), told.trail)
+            return FetchedMedia(await fetch.data(told), told.digest, told.trail)
         finally:
             del self._fetches[number]
             if fetch.answer.cancelled():

@@ -168,13 +168,12 @@ class _Child:
         number = told.number
         account = None if told.owner is None else _Remote(self, number, told.owner)
         try:
-            answer = await self._fetcher.ask(MediaSource(url=told.url), account)
-            media = answer.media
+            media = await self._fetcher.ask(MediaSource(url=told.url), account)
             if len(media.data) <= _INLINE_BYTES:
-                self.channel.send(Fetched(number, answer.trail, media.digest, media.data))
+                self.channel.send(Fetched(number, media.trail, media.digest, media.data))
             else:
                 file = await _file(media.data)
-                self.channel.send(Fetched(number, answer.trail, media.digest), [file])
+                self.channel.send(Fetched(number, media.trail, media.digest), [file])
         except EpdError as error:
             reason = error.reason if isinstance(error, MediaError) else ""
             self.channel.send(NotFetched(number, error.code, error.message, reason))

@@ -10,6 +10,7 @@ servers use.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import math
 import os
@@ -226,9 +227,12 @@ class Engine:
         self._decoders.close()
 
     async def warm_up(self) -> None:
-        """Encode one small picture, so that the first user does not wait for lazy set-up."""
+        """Encode one small picture, so that the first user waits neither for lazy set-up nor for
+        the modules of the process that decodes."""
         if IMAGE in self.modalities:
-            await self._run_own_picture()
+            file = io.BytesIO()
+            Image.new("RGB", (112, 112)).save(file, "PNG")
+            await self._forward_once([await self.prepare(IMAGE, file.getvalue())])
 
     async def _run_own_picture(self) -> None:
         def prepare() -> Prepared:

@@ -452,6 +452,21 @@ def test_sglangs_own_list_of_models_is_the_one_we_know(sglang):
     assert f'f"{message} "' in inspect.getsource(check)
 
 
+def test_layouts_carry_all_that_sglangs_encoder_sends(sglang):
+    """Beside an embedding it sends what a function says, all of which `Preparer` sends; and a
+    second embedding, of the sound in MiMo-V2's videos, which are refused."""
+    receiver = sglang("disaggregation.encoder.receiver")
+    beside = sglang("disaggregation.encoder.server")._build_mm_aux_data
+    read, sent = set(receiver._GENERAL_IMAGE_META_ATTRS), set()
+    for model_type in ("qwen3_vl", "kimi_k3", "mimo_v2"):
+        read |= {*receiver.video_meta_attrs_for(model_type)}
+        sent |= beside({}, model_type).keys()
+    assert read == sent
+    of_sound = {name for name in read if name.startswith("video_audio_")}
+    assert of_sound > {*receiver._VIDEO_META_TENSOR_ATTRS}
+    assert read - of_sound == {"video_timestamps", "second_per_grid_ts", "original_image_sizes"}
+
+
 def test_the_prompts_of_a_batch_do_not_carry_what_a_user_wrote_into_it(sglang):
     module = sglang("managers.io_struct")
     batch = module.GenerateReqInput(

@@ -36,7 +36,7 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.families import family_of
+from sglang_epd.families import takes_options
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
@@ -321,7 +321,7 @@ def create_frontend(
     )
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
-    planner = plan if family_of(architecture) is None else plan_without_options
+    planner = plan if takes_options(architecture) else plan_without_options
     seam = TokenizerSeam(
         frontend,
         control,

@@ -93,7 +93,7 @@ managers.scheduler_components.request_receiver
 managers.tokenizer_manager
     seams/bootstrap: TokenizerManager(bootstrap_server mm_processor context_len)
     seams/tokenizer: ReqState(obj)
-    seams/tokenizer: TokenizerManager(mm_receiver rid_to_state)
+    seams/tokenizer: TokenizerManager(mm_receiver mm_processor rid_to_state)
 mem_cache.base_prefix_cache
     seams/prefix: MatchPrefixParams(key req)
     seams/prefix: MatchResult(device_prefix_len last_device_node)
@@ -221,6 +221,9 @@ seams/scheduler: managers.tokenizer_manager TokenizerManager._validate_one_reque
     del input_ids[_max_req_len:]
 seams/scheduler: managers.tokenizer_manager TokenizerManager._tokenize_texts
     encoded = self.tokenizer(tokenizer_input, **tokenizer_kwargs)
+seams/tokenizer: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    if ( self.mm_processor and contains_mm_input and getattr( self.mm_processor,
+        "generates_input_ids_from_raw_prompt", False, ) ): input_ids = None
 seams/decode: managers.tokenizer_manager TokenizerManager._tokenize_one_request
     mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and input_ids is
         not None else (input_text or input_ids) )

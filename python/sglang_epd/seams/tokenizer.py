@@ -102,6 +102,9 @@ class TokenizerSeam:
         stop_at_the_first_error()
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
+        elif manager.mm_processor is not None:
+            # Or a scheduler would tokenize the text, between two of its passes.
+            manager.mm_processor.generates_input_ids_from_raw_prompt = False
 
     def begun(self) -> None:
         """After `auto_create_handle_loop`: SGLang has laid the current request out.

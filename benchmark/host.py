@@ -11,9 +11,9 @@ with new pictures and for one token. Processor time is that of each process and 
 (user and system, ended children included), read around each load. A request without pictures
 and with as many tokens tells what scheduler and tokenizer process would spend anyway.
 
-Steps that no encoder can do without are timed in a process of their own: decoding, resizing
-and cutting into patches, normalising, and the hollow tower. In another one threads and
-processes prepare pictures for an emulated tower in turns (`host_alone.py`).
+Beside them, without servers: the steps that no encoder can do without, and how busy threads and
+processes keep an emulated tower (`host_alone.py`); this package's own work for a picture, without
+SGLang and a model (`host_path.py`); and what an item costs while others wait (`host_queues.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ from comparison.results import machine, versions  # noqa: E402
 from encoder_arms import Child  # noqa: E402
 from gpu.serve_checkpoints import Large  # noqa: E402
 from host_alone import STEPS, Kept, floor, keep_busy, kept_rows  # noqa: E402
+from host_path import PROCESSES as OWN  # noqa: E402
+from host_path import Own, own_rows, own_work  # noqa: E402
+from host_queues import WAITING, Queued, queued, queued_rows  # noqa: E402
 from open_loop import Bodies, closed_loop  # noqa: E402
 from pages import table  # noqa: E402
 from pictures import jpeg  # noqa: E402
@@ -66,17 +69,24 @@ CELLS = {"1 x 448": ("448", 1), "4 x 448": ("448", 4), "1 x 1080p": ("1080p", 1)
 # A request without pictures, with as many tokens as a picture of 448 px has.
 TEXT, TOKENS = "text", 196
 CLIENTS = (1, 8)
-# Different pictures of a cell.
+# Different pictures of a cell, and of each as many others as the steps of so many frequencies
+# make, four a frequency, in the table of brightness that this begins.
 _JPEGS = 8
+_STEPS, _CHANGED = b"\xff\xdb\x00\x43\x00", 12
 ENCODER = ("encoder", "encoder's children")
 LANGUAGE = ("tokenizer", "scheduler", "detokenizer", "others")
 PROCESSES = (*ENCODER, *LANGUAGE)
-# Processor milliseconds an image, at most, beyond decoding, resizing and normalising it.
-AIMS_MS = {"encoder": 2.0, "tokenizer": 2.0, "scheduler": 0.5}
+# Processor milliseconds of this package's own work for an image, at most.
+AIMS_MS = dict(zip(OWN, (2.0, 2.0, 0.5), strict=True))
 _SHARE = 0.9
-_NEEDED = dict.fromkeys(AIMS_MS, "a request without pictures") | {"encoder": "the steps above"}
+# Of an item's cost with the most waiting to that with ten.
+_GROWTH = 1.5
 _NOTE = """Processor milliseconds an image, medians of rounds; arms in turns. *Text* is a request
 without pictures, of as many tokens as a picture of 448 px has, and counts as one image."""
+_OWN_NOTE = """Processor milliseconds an image, of this package without SGLang and without a model;
+medians of rounds."""
+_QUEUED_NOTE = f"""Processor milliseconds an item, with so many on their way at a time; medians.
+Met: with {WAITING[-1]:,} at most {_GROWTH} times as much as with {WAITING[1]}."""
 _KEPT_NOTE = """A picture holds the device 2.5 ms; its launch, alone, takes the interpreter 1 ms.
 Milliseconds are of an image; processor time is that of the encoder's engine with its children."""
 
@@ -127,6 +137,8 @@ class Results(msgspec.Struct):
     Attributes:
         floor_ms: of each step, by checkpoint and size.
         kept: how busy an emulated tower was.
+        own: of this package alone.
+        queued: of an item while others wait.
         read: what a person sees in it, written into the JSON by hand.
     """
 
@@ -135,6 +147,8 @@ class Results(msgspec.Struct):
     floor_ms: dict[str, dict[str, dict[str, float]]]
     loads: list[Load]
     kept: list[Kept]
+    own: list[Own] = []
+    queued: list[Queued] = []
     read: str = ""
 
 
@@ -164,9 +178,14 @@ class Requests(Bodies):
         return json.dumps(body | told).encode()
 
     def _new(self, name: object) -> bytes:
-        """A picture that is new to a cache: by a comment in its file, which costs no encoding."""
-        data, note = random.Random(repr(name)).choice(self._jpegs), repr(name).encode()
-        return data[:2] + b"\xff\xfe" + (2 + len(note)).to_bytes(2) + note + data[2:]
+        """A picture of which no cache has the bytes or the pixels, without encoding it: steps of
+        its first frequencies are other ones."""
+        draw = random.Random(repr(name))
+        data = bytearray(draw.choice(self._jpegs))
+        begin = data.index(_STEPS) + len(_STEPS) + 1
+        for at in range(begin, begin + _CHANGED):
+            data[at] += draw.randrange(4)
+        return bytes(data)
 
 
 def spent_s(running: Running) -> dict[str, float]:
@@ -206,6 +225,11 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
             if not results.kept:
                 keep = partial(keep_busy, rounds=options.rounds, seconds=options.seconds)
                 results.kept = _ask(keep, str(model), FLAGS, log)
+                results.queued = _ask(queued)
+            spec = SPECS[checkpoint]
+            assert spec.vision is not None
+            row = spec.text.hidden_size * (1 + len(spec.vision.taps))
+            results.own += own_work(row, rounds=options.rounds, seconds=options.seconds)
             if options.alone:
                 yield results
                 continue
@@ -239,7 +263,7 @@ def _round(
 ) -> Iterator[Load]:
     draw = random.Random(repr((options.seed, number)))
     seconds = options.seconds if number >= 0 else 1.0
-    for cell in (*CELLS, TEXT):
+    for cell in (*options.cells, TEXT):
         for clients in CLIENTS:
             for arm in draw.sample(list(servers), len(servers)):
                 bodies = Requests(cell, (options.seed, number, clients))
@@ -262,18 +286,26 @@ def page(results: Results) -> str:
         parts.append(f"## {checkpoint.capitalize()}, embeddings of {width}")
         parts += ["### Steps of an encoder, alone", table(steps)]
         if loads:
-            aims = [["aim", "pictures", "clients", "found", "met"], *_aims(loads, floor_ms)]
+            aims = [["aim", "pictures", "clients", "found", "met"], *_aims(loads)]
             parts += ["### Servers", _NOTE, table(_servers(results, loads))]
             parts += ["### Aims", table(aims)]
     parts += ["## An emulated tower", _KEPT_NOTE, table(kept_rows(results.kept))]
+    if results.own:
+        own = list(own_rows(results.own))
+        parts += ["## This package's own work", _OWN_NOTE, table(own), table(_own_aims(own))]
+    if results.queued:
+        rows = queued_rows(results.queued)
+        rows[0].append("met")
+        for row in rows[1:]:
+            row.append(_met(float(row[-1]) <= _GROWTH * float(row[2])))
+        parts += ["## While others wait", _QUEUED_NOTE, table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _servers(results: Results, loads: Sequence[Load]) -> list[list[str]]:
     rows = [["pictures", "clients", "arm", "images/s", "all", *PROCESSES]]
-    for cell, clients, (arm, title) in itertools.product(
-        (*CELLS, TEXT), CLIENTS, results.titles.items()
-    ):
+    cells = dict.fromkeys(one.cell for one in loads)
+    for cell, clients, (arm, title) in itertools.product(cells, CLIENTS, results.titles.items()):
         some = _of(loads, cell, clients, arm)
         rate = statistics.median(one.images / one.seconds for one in some)
         told = {name for one in some for name in one.cpu_s}
@@ -282,23 +314,23 @@ def _servers(results: Results, loads: Sequence[Load]) -> list[list[str]]:
     return rows
 
 
-def _aims(loads: Sequence[Load], floor_ms: dict[str, dict[str, float]]) -> Iterator[list[str]]:
-    for cell, clients in itertools.product(CELLS, CLIENTS):
+def _aims(loads: Sequence[Load]) -> Iterator[list[str]]:
+    cells = dict.fromkeys(one.cell for one in loads if one.cell != TEXT)
+    for cell, clients in itertools.product(cells, CLIENTS):
         ours, theirs = (_of(loads, cell, clients, arm) for arm in (OURS, INTREE))
         for server, mine in (("encoder", ENCODER), ("language server", LANGUAGE)):
             share = _ms(ours, *mine) / _ms(theirs, *mine)
             aim = f"{server}: at most {_SHARE} of in-tree EPD's"
             yield [aim, cell, str(clients), f"{share:.2f}", _met(share <= _SHARE)]
-        size, count = CELLS[cell]
-        text = _of(loads, TEXT, clients, OURS)
-        needed = {"encoder": sum(floor_ms[size].values())}
-        needed |= {name: _ms(text, name) / count for name in ("tokenizer", "scheduler")}
-        for name, most in AIMS_MS.items():
-            if name == "scheduler" and cell != "1 x 448":
-                continue  # which alone has as many tokens as the text
-            beside = _ms(ours, *(ENCODER if name == "encoder" else (name,))) - needed[name]
-            aim = f"{name}: at most {most:g} ms beside {_NEEDED[name]}"
-            yield [aim, cell, str(clients), f"{beside:.1f}", _met(beside <= most)]
+
+
+def _own_aims(own: Sequence[Sequence[str]]) -> list[list[str]]:
+    rows = [["aim", "pictures", "row of an embedding", "clients", "found", "met"]]
+    for pictures, width, clients, _, *spent in own[1:]:
+        for (name, most), ms in zip(AIMS_MS.items(), spent, strict=True):
+            aim = f"{name}: at most {most:g} ms"
+            rows.append([aim, pictures, width, clients, ms, _met(float(ms) <= most)])
+    return rows
 
 
 def _met(good: bool) -> str:
@@ -324,6 +356,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoints", nargs="+", choices=SPECS, default=list(SPECS))
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each load")
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1])

@@ -45,6 +45,23 @@ _HEAD = (
     "by how much the log-probabilities of the first token change when the item is exchanged for "
     "another: without it parity would prove nothing.\n"
 )
+_PROMPTS = (
+    "Prompts need no weights. `test/families/test_in_tree.py` compares token ids, places, rotary "
+    "positions and preprocessed features of every family that in-tree EPD lists: as this package, "
+    "as in-tree EPD and as one server make them. Side by side, in text, pictures that are not "
+    "square, several videos and sounds: all are one server's, but for what is refused.\n\n"
+    "| family | in-tree EPD | this package |\n|---|---|---|\n"
+    "| Dots3-Note | answers no request with media | images, in prompts that are text |\n"
+    "| GLM-5-Next | no rotary positions; videos without the times and marks of frames "
+    "| as one server; refuses options of items, and several videos that one server would make "
+    "smaller |\n"
+    "| InternS2-Preview | fails on videos, as one server does | takes no videos |\n"
+    "| MiMo-V2 | fails on a video with sound; follows no options of items "
+    "| refuses both |\n"
+    "| MiniMax-M3 | as one server | refuses options of items |\n"
+    "| Qwen2.5-VL | videos at other positions | as one server |\n"
+    "| Qwen3-Omni-MoE | videos of another size | as one server |\n"
+)
 _CARRIED = (
     "With processors or a configuration that were written for the tests "
     "(`scripts/checkpoints/remote/`), because the family's own are code that is published with "
@@ -119,6 +136,7 @@ def page(records: dict[str, Any]) -> str:
     if stopped:
         lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
         lines += ["| family | the call, and what it raises |", "|---|---|", *stopped]
+    lines += ["", _PROMPTS.rstrip()]
     carrying = [family.title for family in FAMILIES.values() if family.carried]
     lines += ["", _CARRIED + ", ".join(carrying) + "."]
     waiting = [family for family in FAMILIES.values() if family.name not in records]

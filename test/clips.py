@@ -34,6 +34,21 @@ def encode(frames: torch.Tensor, rate: float = 8.0, container: str = "mp4") -> b
     return VideoEncoder(frames, frame_rate=rate).to_tensor(format=container).numpy().tobytes()
 
 
+def heard(frames: torch.Tensor, rate: float = 8.0, rate_hz: int = 16_000) -> bytes:
+    """A video file (MP4) of uint8 frames [n, 3, height, width] with a sound as long as they."""
+    from torchcodec.encoders import Encoder
+
+    encoder, file = Encoder(), io.BytesIO()
+    height, width = frames.shape[-2:]
+    video = encoder.add_video(height=height, width=width, frame_rate=rate)
+    sound = encoder.add_audio(sample_rate=rate_hz, num_channels=1)
+    with encoder.open_file_like(file, format="mp4"):
+        video.add_frames(frames)
+        samples = sounds.load("low", seconds=len(frames) / rate, rate_hz=rate_hz)
+        sound.add_samples(torch.from_numpy(samples).float().unsqueeze(0))
+    return file.getvalue()
+
+
 # The encoder's threads make it of other bytes now and then.
 @functools.cache
 def video(name: str = "coffee", *, rate: float = 8.0, container: str = "mp4", **crop: Any) -> bytes:

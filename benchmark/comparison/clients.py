@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 import requests as http_requests
-from open_loop import Answer, ask, session
+from open_loop import ANSWER_TIMEOUT_S, Answer, ask, session
 
 from comparison.figures import Outcome
 from comparison.workloads import Request
@@ -50,7 +50,7 @@ class Load:
         path: its requests, one a line, as bench_serving's dataset `openai` has them.
         kinds, tokens: of each of them.
         digest: of the file.
-        rate: requests a second; 0 is one at a time.
+        rate: requests a second; 0 is `at_once` in flight.
         seed: of the moments.
     """
 
@@ -60,9 +60,12 @@ class Load:
     digest: str
     rate: float
     seed: int
+    at_once: int = 1
 
 
-def write_load(path: Path, requests: Iterable[Request], count: int, rate: float, seed: int) -> Load:
+def write_load(
+    path: Path, requests: Iterable[Request], count: int, rate: float, seed: int, *, at_once: int = 1
+) -> Load:
     """Write the first `count` requests to a file."""
     kinds, tokens, digest = [], [], hashlib.blake2b(digest_size=12)
     with path.open("wb") as file:
@@ -74,7 +77,7 @@ def write_load(path: Path, requests: Iterable[Request], count: int, rate: float,
             file.write(data)
             kinds.append(request.kind)
             tokens.append(request.answer_tokens)
-    return Load(path, kinds, tokens, digest.hexdigest(), rate, seed)
+    return Load(path, kinds, tokens, digest.hexdigest(), rate, seed, at_once)
 
 
 class BenchServing:
@@ -105,7 +108,9 @@ class BenchServing:
 
     def command(self, url: str, load: Load) -> list[str]:
         """The arguments of a run."""
-        many = ["--request-rate", f"{load.rate:g}"] if load.rate else ["--max-concurrency", "1"]
+        many = ["--request-rate", f"{load.rate:g}"]
+        if not load.rate:
+            many = ["--max-concurrency", str(load.at_once)]
         return [
             *("--backend", "sglang-oai-chat", "--base-url", url),
             *("--model", self._model, "--tokenizer", self._model),
@@ -236,13 +241,18 @@ def outcomes(result: dict[str, Any], load: Load) -> list[Outcome]:
 
 
 async def converse(
-    url: str, talks: Sequence[Request], rate: float, seed: int
+    url: str,
+    talks: Sequence[Request],
+    rate: float,
+    seed: int,
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> tuple[list[Outcome], float]:
     """Hold conversations, each begun at its moment (Poisson), its turns one after the other.
 
     Args:
-        rate: conversations a second; 0 is one at a time.
+        rate: conversations a second; 0 is one at a time, infinity all at once.
         seed: of the moments.
+        timeout_s: after so long a turn has failed.
     """
     draw = random.Random(repr(("moments", seed)))
     begin = time.monotonic()
@@ -252,24 +262,34 @@ async def converse(
             if rate:
                 due += draw.expovariate(rate)
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                waiting.append(asyncio.create_task(_talk(http, url, talk, begin, due)))
-            else:
-                waiting.append(asyncio.create_task(_talk(http, url, talk, begin, 0.0)))
+            moment = due if rate else 0.0
+            waiting.append(
+                asyncio.create_task(_talk(http, url, talk, begin, moment, timeout_s=timeout_s))
+            )
+            if not rate:
                 await waiting[-1]
         told = [one for talk in await asyncio.gather(*waiting) for one in talk]
     return told, time.monotonic() - begin
 
 
 async def _talk(
-    http: aiohttp.ClientSession, url: str, talk: Request, begin: float, due: float
+    http: aiohttp.ClientSession,
+    url: str,
+    talk: Request,
+    begin: float,
+    due: float,
+    *,
+    timeout_s: float,
 ) -> list[Outcome]:
     messages: list[dict[str, Any]] = []
     found = []
     for number, content in enumerate(talk.turns):
+        if talk.sliding:
+            messages.clear()
         messages.append({"role": "user", "content": content})
         body = {**talk.body(), "model": "default", "messages": messages, "stream": True}
         moment = due if due and number == 0 else time.monotonic()
-        answer = await ask(http, url, json.dumps(body).encode(), begin, moment)
+        answer = await ask(http, url, json.dumps(body).encode(), begin, moment, timeout_s=timeout_s)
         found.append(turn_outcome(answer, "later" if number else "first", talk.answer_tokens))
         messages.append({"role": "assistant", "content": answer.text})
     return found

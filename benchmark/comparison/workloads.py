@@ -138,6 +138,8 @@ class Workload(Data, frozen=True):
         every: each so many-th request has media, the others are text alone.
         turns: of a conversation, whose pictures are in its first turn and are sent again
             with each of the others.
+        sliding: of turns that are sent alone: each without the first picture of the one before
+            it, and with another at the end.
     """
 
     name: str
@@ -147,8 +149,11 @@ class Workload(Data, frozen=True):
     images: Images | None = None
     every: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     turns: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
+    sliding: bool = False
 
     def __post_init__(self) -> None:
+        if self.sliding and self.images is None:
+            raise ValueError("a window slides over images, and there are none")
         for scale in (self.small, self.paper):
             if (self.images is None) != (scale.clip is not None):
                 raise ValueError("a workload has images or, in each scale, a clip")
@@ -171,11 +176,13 @@ class Request(msgspec.Struct, frozen=True):
     Attributes:
         kind: "media" or "text".
         turns: the user's message of each turn, as the chat API takes it.
+        sliding: each is sent without those before it.
     """
 
     kind: str
     turns: list[list[dict[str, Any]]]
     answer_tokens: int
+    sliding: bool = False
 
     def body(self) -> dict[str, Any]:
         """Of the first turn, but for the name of the model and whether to stream."""
@@ -207,11 +214,19 @@ def _request(workload: Workload, scale: Scale, seed: object, number: int, count:
     # The middle one of each so many: a short run has some, too.
     media = number % workload.every == workload.every // 2
     parts = _media(workload, scale, seed, number, rng) if media else []
+    window = len(parts) - _later(workload)
     turns = []
     for turn in range(workload.turns):
         said = text(scale.text_tokens, rng, count)
-        turns.append([*(parts if turn == 0 else ()), {"type": "text", "text": said}])
-    return Request("media" if media else "text", turns, scale.answer_tokens)
+        shown = parts[turn : turn + window] if workload.sliding or turn == 0 else []
+        turns.append([*shown, {"type": "text", "text": said}])
+    kind = "media" if media else "text"
+    return Request(kind, turns, scale.answer_tokens, workload.sliding)
+
+
+def _later(workload: Workload) -> int:
+    """Pictures that a conversation shows in its later turns only."""
+    return workload.turns - 1 if workload.sliding else 0
 
 
 def _media(
@@ -221,7 +236,7 @@ def _media(
         return [_part("video_url", "video/mp4", video(scale.clip, (seed, number)))]
     assert workload.images is not None
     parts = []
-    for place in range(workload.images.draw(rng)):
+    for place in range(workload.images.draw(rng) + _later(workload)):
         name: object = (seed, number, place)
         draw = rng
         if scale.repeats is not None:

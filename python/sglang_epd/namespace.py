@@ -28,6 +28,9 @@ _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens",
 # Configurations' names of a tower, and of the language model, where it has one.
 TOWER_CONFIGS = ("vision_config", "audio_config")
 LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
+# Models of which this package's first layouts said too little for a prompt: what its stores and
+# encoders have of them is another tower's.
+_LAID_OUT_ANEW = {"dots3_note", "glm5_next", "kimi_k3", "mimo_v2"}
 # What a checkpoint's configuration says of other things than its model; the language model
 # may be quantised on one server and not on the other.
 _INCIDENTAL = frozenset(
@@ -50,7 +53,8 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
     towers = {
         key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
     }
-    digest.update(json.dumps([MAJOR, dtype, towers], sort_keys=True, default=str).encode())
+    form = [MAJOR, "layouts 2"] if config.get("model_type") in _LAID_OUT_ANEW else [MAJOR]
+    digest.update(json.dumps([*form, dtype, towers], sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
     digest.update(json.dumps(joints, sort_keys=True).encode())
     for name in PROCESSOR_CONFIGS:

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from comparison.clients import Load, converse, outcomes, question
+from comparison.clients import BenchServing, Load, converse, outcomes, question
 from comparison.figures import Outcome
 from comparison.workloads import Request
 
@@ -109,6 +111,32 @@ async def test_a_conversation_brings_its_answers_along(site: Any) -> None:
     last = site.bodies[-1]["messages"]
     assert [message["role"] for message in last] == ["user", "assistant"] * 2 + ["user"]
     assert last[1]["content"] == "one two"
+
+
+async def test_turns_of_a_window_are_sent_alone(site: Any) -> None:
+    talk = Request("media", TALK.turns, 4, sliding=True)
+    found, _ = await converse(site.url, [talk, talk], math.inf, seed=1)
+    assert [one.kind for one in found] == ["first", "later", "later"] * 2
+    assert not any(one.failure for one in found)
+    sent = [body["messages"] for body in site.bodies]
+    assert len(sent) == 6 and all(len(messages) == 1 for messages in sent)
+    # Both began before either went on.
+    texts = [messages[0]["content"][0]["text"] for messages in sent]
+    assert texts[0] == texts[1] == TALK.turns[0][0]["text"]
+
+
+async def test_a_turn_may_take_so_long(site: Any) -> None:
+    found, _ = await converse(site.url, [TALK], 0, seed=1, timeout_s=0.0)
+    assert [one.failure for one in found] == ["no answer in 0 s"] * 3
+
+
+def test_requests_in_flight_are_bounded_where_there_is_no_rate(tmp_path: Path) -> None:
+    bench = BenchServing("model", tmp_path, [0])
+    closed = Load(tmp_path / "sent", ["media"] * 3, [4] * 3, "", 0.0, 0, at_once=7)
+    words = bench.command("http://here", closed)
+    assert words[words.index("--max-concurrency") + 1] == "7" and "--request-rate" not in words
+    words = bench.command("http://here", replace(closed, rate=0.5))
+    assert words[words.index("--request-rate") + 1] == "0.5" and "--max-concurrency" not in words
 
 
 async def test_turns_that_fail_are_counted(site: Any) -> None:

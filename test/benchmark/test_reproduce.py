@@ -1,60 +1,191 @@
 """Published comparisons on emulated machines: their files, their profiles, their page."""
 
+import math
+from pathlib import Path
+
 import msgspec
 import pytest
 import reproduce
-from comparison.figures import Outcome, Run
+from comparison.arms import Arm
+from comparison.figures import Limits, Outcome, Run
+from comparison.files import read, read_all
+from comparison.published import Busy, Comparison, Measured, Reproduced, accelerators
 
 from demo_emulated import Counted
+from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
 NAMES = [path.stem for path in reproduce.HERE.glob("*.toml")]
+replace = msgspec.structs.replace
+
+
+def _told(name: str) -> Comparison:
+    return read(reproduce.HERE / f"{name}.toml", Comparison)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_smaller_picture_costs_what_a_published_one_does(name: str) -> None:
-    results = reproduce.empty(name, None, None)
-    told, (first, *others) = results.comparison, results.arms
-    assert (first.family, {arm.family for arm in others}) == (
-        "colocated",
-        {"in-tree", "sglang-epd"},
-    )
-    whole, shrunk = load_profile(told.profile), told.shrunk()
-    side = whole.pixels.patch_px
-    patches = (told.size.width // side) * (told.size.height // side)
-    for of in ("encoder", "language"):
-        tower, smaller = getattr(whole, of).tower, getattr(shrunk, of).tower
-        expected = tower.seconds([patches * told.shrink])
-        assert smaller.seconds([patches]) == pytest.approx(expected)
-    prompt = 5 * patches / whole.pixels.merge
-    assert shrunk.language.prefill_s([(prompt, 100)]) == pytest.approx(
-        whole.language.prefill_s([(prompt * told.shrink, 100 * told.shrink)])
-    )
-    assert shrunk.language.step_s(3, 1000) == pytest.approx(
-        whole.language.step_s(3, 1000 * told.shrink)
-    )
+def test_smaller_pictures_texts_and_answers_cost_what_published_ones_do(name: str) -> None:
+    told = _told(name)
+    for arm in told.arms:
+        whole = reproduce.profile_of(told, arm)
+        shrunk, by = told.shrunk(whole), told.shrink
+        for size in (case.size for case in told.cases):
+            side = whole.pixels.patch_px
+            patches = (size.width // side) * (size.height // side)
+            for of in ("encoder", "language"):
+                tower, smaller = getattr(whole, of).tower, getattr(shrunk, of).tower
+                expected = tower.seconds([patches * by] * 3)
+                assert smaller.seconds([patches] * 3) == pytest.approx(expected)
+                assert smaller.batch_patches * by == pytest.approx(tower.batch_patches, rel=0.01)
+        assert shrunk.language.prefill_s([(500, 100)]) == pytest.approx(
+            whole.language.prefill_s([(500 * by, 100 * by)])
+        )
+        steps = shrunk.language.step_s(3, 1000)
+        assert steps == pytest.approx(told.answer_shrink * whole.language.step_s(3, 1000 * by))
 
 
-def test_times_are_divided_by_what_passes_were_stretched() -> None:
-    results = reproduce.empty("sglang-blog", ["one", "epd-2e1p"], [1.0])
-    results.comparison = msgspec.structs.replace(results.comparison, dilation=4.0)
+@pytest.mark.parametrize("name", NAMES)
+def test_arms_are_there_and_requests_are_what_the_page_says(name: str) -> None:
+    told = _told(name)
+    arms = read_all(reproduce.HERE / "arms", Arm, told.arms)
+    families = {arm.family for arm in arms}
+    assert families == {"colocated", "in-tree", "sglang-epd"} and arms[0].family == "colocated"
+    for arm in arms:
+        off = arm.env.get("SGLANG_EPD") == "off"
+        assert off == (arm.family == "in-tree"), arm.name
+    for case in told.cases:
+        sent = reproduce.requests(case.workload(), "small", 0, lambda text: len(text.split()))
+        request = next(sent)
+        assert request.answer_tokens == case.answer_tokens
+        assert len(request.turns) == case.turns and request.sliding == (case.turns > 1)
+        for turn in request.turns:
+            pictures = sum(part["type"] == "image_url" for part in turn)
+            assert case.images.least <= pictures <= case.images.most
+
+
+def test_accelerators_of_an_arm_are_its_ranks_and_what_they_stand_for() -> None:
+    told = _told("vllm-goodput")
+    arms = {arm.name: arm for arm in read_all(reproduce.HERE / "arms", Arm)}
+
+    def counts(name: str, profile: str) -> tuple[int, int, float]:
+        have = accelerators(arms[name], load_profile(profile))
+        return have.encoders, have.language, have.gpus
+
+    assert counts("dp4", told.profile.removesuffix("-fitted")) == (0, 4, 4)
+    assert counts("epd-1e3pd", "a100-qwen3-vl-4b") == (1, 3, 4)
+    assert counts("epd-e-p-d", "h100-qwen3-vl-8b") == (1, 2, 3)
+    assert counts("2p-d", "h100-qwen3-vl-8b") == (0, 3, 3)
+    assert counts("epd-2e1p", "h20-qwen3-vl-235b") == (2, 1, 6)
+
+
+def _blog(dilation: float, **changes: object) -> Reproduced:
+    told = _told("sglang-blog")
+    heavy = replace(told.cases[0], name="heavy", loads=[1.0])
+    changes |= {"cases": [heavy], "arms": ["one", "epd-2e1p"]}
+    told = replace(told, dilation=dilation, answer_shrink=2.0, **changes)
+    results = Reproduced(told.measured, {}, {})
     for arm, ttft_ms, seconds in (("one", 8000.0, 80.0), ("epd-2e1p", 2000.0, 40.0)):
-        outcomes = [Outcome("media", ttft_ms, 200.0, 128), Outcome("media", None, None, 0, "lost")]
-        results.runs.append(Run(arm, "sglang-blog", 0, 1.0, seconds, "", "", outcomes))
-        encoders, encoder_s = (2, 20.0) if arm == "epd-2e1p" else (0, 0.0)
-        spent = {"prefill": 20.0, "decode": 10.0}
-        results.busy.append(reproduce.Busy(arm, 0, 1.0, encoders, encoder_s, spent, 1.0))
-    one, epd = (reproduce.row(results, arm, 1.0) for arm in results.arms)
-    assert one == [
-        *("1", "one server", "1 of 2", "2.00", "2.00", "2.00", "50", "0.050"),
-        *("", "0%", "25%", "12%", "3.3%"),
-    ]
-    assert epd[-5:] == ["25%", "0%", "50%", "25%", "2.0%"]
-    assert reproduce.ratios(results)[-1] == ["1", "sglang-epd 2E1P", "4.0x", "1.0x", "2.0x"]
-    page = reproduce.page(results)
-    assert load_profile("h20-qwen3-vl-235b").source[0] in page and "| 4.0x |" in page
+        outcomes = [Outcome("media", ttft_ms, 200.0, 32), Outcome("media", None, None, 0, "lost")]
+        run = Run(arm, "heavy", 0, 1.0, seconds, "", "", outcomes)
+        encoder_s = 20.0 if arm == "epd-2e1p" else 0.0
+        busy = Busy(encoder_s, {"prefill": 20.0, "decode": 10.0}, 1.0)
+        results.runs.append(Measured(run, busy))
+    results.comparison = told
+    return results
 
 
-def test_what_an_accelerator_did_in_a_run_is_the_difference() -> None:
-    before, after = Counted({"tower": 1.0}, 0.5, 2), Counted({"tower": 4.0, "decode": 1.0}, 0.5, 9)
-    assert after.since(before) == Counted({"tower": 3.0, "decode": 1.0}, 0.0, 7)
+def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: Path) -> None:
+    results = _blog(4.0, read="It shows this.")
+    told = results.comparison
+    page = reproduce.page_of(results, told)
+    page.render(tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    one = (
+        "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 |"
+        " 25.0 | 25.0 | 25.0 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
+    )
+    epd = (
+        "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 |"
+        " 25.0 | 25.0 | 25.0 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
+    )
+    assert one in text and epd in text
+    # 4 GPUs do half of the requests of 6.
+    assert "| sglang-epd 2E1P | 4.00x | 4.00x | 1.00x | 2.00x | 1.33x |" in text
+    assert load_profile("h20-qwen3-vl-235b").source[0] in text and "It shows this." in text
+    for name in ("ttft", "rate"):
+        assert f"(page-{name}.svg)" in text
+        assert "sglang-epd 2E1P" in (tmp_path / f"page-{name}.svg").read_text()
+
+
+def test_arms_stand_beside_the_first_one_or_none() -> None:
+    results = _blog(4.0)
+    told, (one, epd) = results.comparison, results.runs
+    page = reproduce.page_of(results, told)
+    assert [row[2] for row in page.ratios(told.cases[0], 1.0)] == ["one server", "sglang-epd 2E1P"]
+    results.runs = [one]
+    assert [row[2] for row in page.ratios(told.cases[0], 1.0)] == ["one server"]
+    results.runs = [epd]
+    assert page.ratios(told.cases[0], 1.0) == []
+
+
+def test_what_was_not_measured_has_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = _blog(4.0)
+    (heavy,) = results.comparison.cases
+    told = replace(results.comparison, cases=[heavy, replace(heavy, name="light")])
+    results.comparison, drawn = told, []
+    monkeypatch.setattr("sglang_epd_plan.plots.bars", lambda *drawing: drawn.append(drawing))
+    reproduce.page_of(results, told).render(tmp_path / "page.md")
+    groups = drawn[0][1]
+    assert groups["heavy\n1/s"] == {"one server": 2.0, "sglang-epd 2E1P": 0.5}
+    assert all(math.isnan(bar) for bar in groups["light\n1/s"].values())
+
+
+def test_limits_hold_where_p99_is_within_them_and_all_were_answered() -> None:
+    for limits, says in ((Limits(600.0, 30.0), "yes"), (Limits(400.0, 30.0), "no"),
+                         (Limits(600.0, 20.0), "no")):  # fmt: skip
+        results = _blog(4.0, limits=limits)
+        (_, epd), told = results.runs, results.comparison
+        arms = read_all(reproduce.HERE / "arms", Arm, told.arms)
+        page = reproduce.page_of(results, told)
+        assert page.row(arms[1], told.cases[0], 1.0)[-1] == "no"
+        epd.run.outcomes.pop()
+        assert page.row(arms[1], told.cases[0], 1.0)[-1] == says
+
+
+def test_results_of_another_file_are_not_added_to(tmp_path: Path) -> None:
+    results = _blog(4.0)
+    told, kept = results.comparison, tmp_path / "kept.json"
+    results.comparison = told.measured
+    kept.write_bytes(msgspec.json.encode(results))
+    assert reproduce.begin(replace(told, read="Other words."), kept, add=True) == results
+    assert reproduce.begin(told, kept, add=False).runs == []
+    with pytest.raises(SystemExit, match="measured by another sglang-blog"):
+        reproduce.begin(replace(told, dilation=1.0), kept, add=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("requests = 30", "requests = 29"), "all at once"),
+        (('arms = ["one-no-cache"', 'profiles = { two = "x" }\narms = ["one-no-cache"'), "no arms"),
+        (("shrink = 12.915", "shrink = 0"), "> 0"),
+        (("loads = [30]", "loads = []"), "length >= 1"),
+    ],
+)
+def test_a_comparison_that_is_none_is_refused(
+    tmp_path: Path, change: tuple[str, str], says: str
+) -> None:
+    text = (reproduce.HERE / "dynamo-window.toml").read_text()
+    assert change[0] in text
+    (tmp_path / "dynamo-window.toml").write_text(text.replace(*change, 1))
+    with pytest.raises(ConfigError, match=says):
+        read(tmp_path / "dynamo-window.toml", Comparison)
+
+
+def test_what_accelerators_did_in_a_run_is_the_difference() -> None:
+    before = {"encoder": [Counted({"tower": 1.0}, 0.5, 2)], "language": [Counted({}, 0.0, 0)] * 2}
+    after = {
+        "encoder": [Counted({"tower": 4.0}, 0.75, 9)],
+        "language": [Counted({"prefill": 1.0}, 0.0, 1), Counted({"decode": 2.0}, 0.5, 3)],
+    }
+    assert reproduce.busy(before, after) == Busy(3.0, {"prefill": 1.0, "decode": 2.0}, 0.75)

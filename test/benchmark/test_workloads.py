@@ -1,7 +1,7 @@
 """Requests are a function of workload, scale, seed and number."""
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,18 @@ def test_pictures_come_once_unless_a_workload_repeats_them(
     again = [url for request in take(workloads["repeats"], 40) for url in images(request)]
     pool = workloads["repeats"].small.repeats
     assert pool is not None and len(set(again)) <= pool.pool < len(again)
+
+
+def test_a_window_slides_over_the_pictures_of_a_conversation(
+    workloads: dict[str, Workload],
+) -> None:
+    workload = msgspec.structs.replace(workloads["turns"], sliding=True)
+    first, second = take(workload, 2)
+    shown = [images(msgspec.structs.replace(first, turns=[turn])) for turn in first.turns]
+    assert [len(turn) for turn in shown] == [3, 3, 3, 3]
+    for turn, after in pairwise(shown):
+        assert turn[1:] == after[:-1] and after[-1] not in turn
+    assert not {url for turn in shown for url in turn} & set(images(second))
 
 
 def test_a_load_is_a_file_whose_digest_tells_its_bytes(

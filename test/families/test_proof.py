@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from PIL import Image
 
 from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD
 from sglang_epd.errors import ConfigError, MediaError, MediaTypeError
-from sglang_epd.families import Family
+from sglang_epd.families import IN_TREE, Family, family_of
+from sglang_epd.families.expansion import Expansion, Part
 from sglang_epd.families.films import drawn
 from sglang_epd.families.proof import adapt
 from sglang_epd.modality import IMAGE, VIDEO
@@ -166,11 +169,24 @@ def test_frames_in_brackets_are_items_of_their_own(processor):
 
 
 def test_a_family_names_its_differences_in_one_file():
-    from sglang_epd.families import IN_TREE, family_of
-
-    assert all(family_of(architecture) is None for architecture in IN_TREE)
+    listed = {architecture for architecture in IN_TREE if family_of(architecture) is not None}
+    assert listed == {"Dots3NoteForCausalLM", "Glm5NextForConditionalGeneration"}
     assert type(family_of("NobodyKnowsForConditionalGeneration")) is Family
     for architecture in ("Glm4vForConditionalGeneration", "InternVLChatModel"):
         family = family_of(architecture)
         assert type(family) is not Family
         assert architecture in family.architectures
+
+
+@pytest.mark.parametrize(("rows", "refused"), [([10], False), ([5, 5], False), ([6, 1], True)])
+def test_videos_that_one_server_would_make_smaller_are_refused(rows, refused):
+    """GLM-5-Next: ten rows for all videos of a prompt."""
+    video_processor = SimpleNamespace(max_image_tokens=10)
+    processor = SimpleNamespace(_processor=SimpleNamespace(video_processor=video_processor))
+    parts = [Part(VIDEO, Expansion("", 0, [count])) for count in rows]
+    family = family_of("Glm5NextForConditionalGeneration")
+    if refused:
+        with pytest.raises(MediaError, match="make the prompt's 2 videos smaller"):
+            family.complete(processor, "text", parts)
+    else:
+        assert family.complete(processor, "text", parts) == "text"

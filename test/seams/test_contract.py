@@ -93,7 +93,7 @@ managers.scheduler_components.request_receiver
 managers.tokenizer_manager
     seams/bootstrap: TokenizerManager(bootstrap_server mm_processor context_len)
     seams/tokenizer: ReqState(obj)
-    seams/tokenizer: TokenizerManager(mm_receiver rid_to_state)
+    seams/tokenizer: TokenizerManager(mm_receiver mm_processor rid_to_state)
 mem_cache.base_prefix_cache
     seams/prefix: MatchPrefixParams(key req)
     seams/prefix: MatchResult(device_prefix_len last_device_node)
@@ -221,6 +221,9 @@ seams/scheduler: managers.tokenizer_manager TokenizerManager._validate_one_reque
     del input_ids[_max_req_len:]
 seams/scheduler: managers.tokenizer_manager TokenizerManager._tokenize_texts
     encoded = self.tokenizer(tokenizer_input, **tokenizer_kwargs)
+seams/tokenizer: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    if ( self.mm_processor and contains_mm_input and getattr( self.mm_processor,
+        "generates_input_ids_from_raw_prompt", False, ) ): input_ids = None
 seams/decode: managers.tokenizer_manager TokenizerManager._tokenize_one_request
     mm_processor_input = ( input_ids if self.mm_processor.prefer_tokenized_input and input_ids is
         not None else (input_text or input_ids) )
@@ -450,6 +453,21 @@ def test_sglangs_own_list_of_models_is_the_one_we_know(sglang):
     assert listed == IN_TREE
     message = server_args._NOT_LISTED.format("{model_arch}")
     assert f'f"{message} "' in inspect.getsource(check)
+
+
+def test_layouts_carry_all_that_sglangs_encoder_sends(sglang):
+    """Beside an embedding it sends what a function says, all of which `Preparer` sends; and a
+    second embedding, of the sound in MiMo-V2's videos, which are refused."""
+    receiver = sglang("disaggregation.encoder.receiver")
+    beside = sglang("disaggregation.encoder.server")._build_mm_aux_data
+    read, sent = set(receiver._GENERAL_IMAGE_META_ATTRS), set()
+    for model_type in ("qwen3_vl", "kimi_k3", "mimo_v2"):
+        read |= {*receiver.video_meta_attrs_for(model_type)}
+        sent |= beside({}, model_type).keys()
+    assert read == sent
+    of_sound = {name for name in read if name.startswith("video_audio_")}
+    assert of_sound > {*receiver._VIDEO_META_TENSOR_ATTRS}
+    assert read - of_sound == {"video_timestamps", "second_per_grid_ts", "original_image_sizes"}
 
 
 def test_the_prompts_of_a_batch_do_not_carry_what_a_user_wrote_into_it(sglang):

@@ -42,9 +42,7 @@ class Manager:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
-    # Looks that are far apart come too late for these tests.
-    monkeypatch.setattr(requests, "_LOOK_S", 60.0)
+def manager() -> Manager:
     return Manager()
 
 
@@ -98,7 +96,7 @@ async def test_a_request_is_aborted_when_its_client_leaves(asking, manager):
 
 
 async def test_a_client_that_stays_has_its_answer(asking, manager):
-    await asyncio.sleep(0.1)  # three looks
+    await asyncio.sleep(0.1)
     manager.answered.set()
     async with asyncio.timeout(PATIENCE_S):
         assert await asking == [{"meta_info": {"media_sources": {"computed": 1}}}]
@@ -114,8 +112,8 @@ async def test_what_runs_in_the_background_needs_no_client(obj, manager):
 
 
 class Gone:
-    async def is_disconnected(self) -> bool:
-        return True
+    async def receive(self) -> dict[str, str]:
+        return {"type": "http.disconnect"}
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,24 @@ def test_workers_that_name_media_by_content_have_the_plugin(
     assert ("SGLANG_HTTP_SERVER_APP_PATH" in os.environ) == theirs
 
 
+@pytest.mark.parametrize(
+    ("architecture", "served"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", True),
+        ("KimiK3ForConditionalGeneration", True),
+        ("Glm5NextForConditionalGeneration", False),
+        ("Dots3NoteForCausalLM", False),
+    ],
+)
+def test_listed_models_that_are_laid_out_otherwise_send_all_images(check, architecture, served):
+    model = SimpleNamespace(architectures=[architecture], **vars(TOWER))
+    if served:
+        check(model, enable_adaptive_dispatch_to_encoder=True)
+    else:
+        with pytest.raises(ConfigError, match=f"is not served with {architecture}"):
+            check(model, enable_adaptive_dispatch_to_encoder=True)
+
+
 @pytest.fixture
 def resolve(sglang, monkeypatch):
     """Resolve flags of a model that is not on SGLang's list."""

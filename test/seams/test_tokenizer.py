@@ -127,6 +127,14 @@ def attach(seam: TokenizerSeam, **live: Request) -> dict[str, SimpleNamespace]:
     return states
 
 
+@pytest.mark.parametrize("lays_out", [None, lambda processor: processor])
+def test_schedulers_that_lay_prompts_out_get_token_ids(frontend, collector, lays_out):
+    manager = SimpleNamespace(rid_to_state={}, mm_processor=Processor(), bootstrap_server=None)
+    manager.mm_processor.generates_input_ids_from_raw_prompt = True
+    TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out).attach(manager)
+    assert manager.mm_processor.generates_input_ids_from_raw_prompt is (lays_out is not None)
+
+
 def told(seam: TokenizerSeam, room: int) -> tuple[str, str]:
     """Code and message of the error that a decode server hears of."""
     error = decode_body(seam.layouts.look(room).body, LayoutReply, 1 << 20).error

@@ -202,6 +202,14 @@ def test_a_claim_that_overtakes_the_announcement_takes_nothing_along():
     assert ends == [wire.Needed("u", over=True, covered=1, cached=2)] * 2
 
 
+def test_of_items_that_are_sent_for_there_is_nothing_to_tell():
+    books = keeping()
+    books.expect("t", "??")
+    assert books.needed() == []
+    books.expect("u", "?a")
+    assert books.needed() == [wire.Needed("u", (1,))]
+
+
 def test_samples_may_be_covered_differently():
     books = keeping()
     expect = books.expect("t", "ab", consumers=3, laid=True)

@@ -231,7 +231,10 @@ class LedgerMachine(RuleBasedStateMachine):
         refusal = self.refusal(ticket, item, pages)
         before = ticket.live.get(item)
         asked = offer(name, item, pages=pages, process=writer)
+        behind = self.ledger.stands_behind(asked)
         answer = self.ledger.offer(asked, self.now, landing=landing)
+        if behind and refusal != wire.DECLINE_TOO_LARGE:
+            assert answer == wire.Wait(name, item), "it was passed over"
         if refusal is not None:
             assert answer == wire.Decline(name, item, refusal)
             return
@@ -472,7 +475,10 @@ class Traffic:
             held = sorted(self.held, key=lambda message: self.ledger.age(message.ticket))
             self.held = []
             for message in held:
-                self.ask(message)
+                if self.ledger.stands_behind(message):
+                    self.held.append(message)
+                else:
+                    self.ask(message)
 
     def step(self) -> bool:
         """Whether anything was left that could happen."""
@@ -626,6 +632,41 @@ def test_the_oldest_that_waits_goes_first(books):
     assert ledger.offer(offer("young"), 0.0) == wire.Wait("young", 0)
     books.grant("old", pages=2)
     books.grant("young")
+
+
+@pytest.mark.parametrize(
+    ("happens", "behind"),
+    [
+        (lambda _books: None, True),
+        (lambda books: books.ledger.cancel("young", 0.0), False),
+        (lambda books: books.ledger.cancel("old", 0.0), False),
+        (lambda books: books.deliver("other", letter="y"), False),  # its embedding is here
+    ],
+)
+def test_only_what_could_be_told_nothing_new_is_not_asked_again(happens, behind):
+    books = Books(kept_pages=PAGES)
+    for ticket in ("full", "other", "old", "young"):
+        books.expect(ticket)
+    books.grant("full", pages=PAGES - 2)
+    waiting = offer("young", letter="y", pages=3)
+    assert not books.ledger.stands_behind(waiting), "it has not been asked"
+    for one in (offer("old", letter="o", pages=3), waiting):
+        assert books.ledger.offer(one, 0.0) == wire.Wait(one.ticket, 0)
+        assert not books.ledger.stands_behind(offer("old", letter="o", pages=3))
+    happens(books)
+    assert books.ledger.stands_behind(waiting) == behind
+
+
+def test_who_has_memory_stands_behind_nobody():
+    books = Books()
+    for ticket, letters in (("full", "?"), ("old", "?"), ("young", "??")):
+        books.expect(ticket, letters)
+    books.grant("full")
+    books.grant("young", item=1, pages=PAGES // 2)
+    for ticket in ("old", "young"):
+        waiting = offer(ticket, pages=PAGES // 2)
+        assert books.ledger.offer(waiting, 0.0) == wire.Wait(ticket, 0)
+        assert not books.ledger.stands_behind(waiting)
 
 
 @pytest.mark.parametrize(

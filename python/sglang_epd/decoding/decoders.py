@@ -195,7 +195,7 @@ class Decoding:
         """A video, none of whose frames is decoded yet."""
         self._children = self._decoders.films
         opened, _ = self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
-        facts = VideoFacts(opened.frames, opened.width, opened.height, opened.frames_per_second)
+        facts = VideoFacts(*msgspec.structs.astuple(opened))
         return Film(facts, self._decoders.limits, partial(self._frames, facts, data))
 
     def _frames(self, facts: VideoFacts, data: bytes, indices: list[int], before: int) -> Any:

@@ -127,6 +127,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     width: int
     height: int
     frames_per_second: float
+    sound: bool
 
 
 class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):

@@ -1,6 +1,7 @@
 """Videos in a decoding child, read by torchcodec as SGLang's `VideoDecoderWrapper` has it.
 
-Leans on torchcodec's `VideoDecoder` on the CPU, frame after frame [height, width, 3].
+Leans on torchcodec's `get_container_metadata`, and on its `VideoDecoder` on the CPU, frame after
+frame [height, width, 3].
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from torchcodec._core import get_container_metadata
 from torchcodec.decoders import VideoDecoder
 
 from sglang_epd.decoding.messages import Array, Opened
@@ -36,7 +38,9 @@ class Video:
         if not height or not width:
             height, width = self._decoder.get_frame_at(0).data.shape[:2]
         self._shape = int(height), int(width)
-        return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps)
+        streams = get_container_metadata(self._decoder._decoder)
+        sound = streams.best_audio_stream_index is not None
+        return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps, sound)
 
     def read(self, indices: list[int], threads: int) -> tuple[Array, list[int]]:
         """Frames, in a file in memory.
@@ -98,4 +102,4 @@ def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, Opened]:
     check_video(facts, limits)
     assert facts.frames_per_second is not None  # or it was refused
     rate = facts.frames_per_second
-    return video, Opened(facts.frames, facts.width, facts.height, rate)
+    return video, Opened(facts.frames, facts.width, facts.height, rate, facts.sound)

@@ -1,6 +1,7 @@
-"""Model families that SGLang serves and its in-tree EPD does not know.
+"""Model families that SGLang serves and its in-tree EPD does not know, or lays out otherwise
+than one server.
 
-Nothing here lists them: `adapter` drives SGLang's own processor of the model that is
+Nothing here lists the former: `adapter` drives SGLang's own processor of the model that is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its
 media. The families that differ from the others are in `family`, each with the reason.
 The encoder and the seams import this; it imports `media` and `errors`, and SGLang.
@@ -8,14 +9,19 @@ The encoder and the seams import this; it imports `media` and `errors`, and SGLa
 
 from __future__ import annotations
 
-from sglang_epd.families.family import DIFFERING, IN_TREE, Family
+from sglang_epd.families.family import DIFFERING, FOLLOWING_OPTIONS, IN_TREE, Family
 
-__all__ = ["IN_TREE", "Family", "family_of"]
+__all__ = ["IN_TREE", "Family", "family_of", "takes_options"]
 
 
 def family_of(architecture: str) -> Family | None:
-    """How a model outside SGLang's own list is driven; None for those that are on it."""
-    if architecture in IN_TREE:
-        return None
+    """How a model is driven by SGLang's processor of it; None for those on SGLang's own list
+    whose prompts the in-tree EPD lays out as one server does."""
     differing = (one for one in DIFFERING if architecture in one.architectures)
-    return next(differing, Family())
+    return next(differing, None if architecture in IN_TREE else Family())
+
+
+def takes_options(architecture: str) -> bool:
+    """Whether options of a request's items may be given: SGLang's processor follows none of
+    them."""
+    return family_of(architecture) is None and architecture not in FOLLOWING_OPTIONS

@@ -44,6 +44,9 @@ IN_TREE = frozenset(
     }
 )
 
+# Of them, those whose processors follow options of items, which no encoder is told.
+FOLLOWING_OPTIONS = frozenset({"MiMoV2ForCausalLM", "MiniMaxM3SparseForConditionalGeneration"})
+
 
 class Family:
     """How SGLang's processor of a family reads a prompt, apart from what it makes of media.
@@ -112,7 +115,10 @@ class Glm4v(Family):
     put round each; side by side without them SGLang's own processor fails. Within a video
     pictures have the same placeholder, and are a video's because of the marks round that."""
 
-    architectures = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
+    architectures: ClassVar[tuple[str, ...]] = (
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+    )
 
     def written(self, processor: Any, modality: str) -> str:
         if modality == IMAGE:
@@ -120,6 +126,39 @@ class Glm4v(Family):
         else:
             start, end = processor.VIDEO_START_TOKEN, processor.VIDEO_END_TOKEN
         return f"{start}{self.mark(processor, modality)}{end}"
+
+
+class Dots3Note(Family):
+    """Dots3-Note: the in-tree EPD lists it, and can neither prepare its pictures (it looks for
+    an image processor of `transformers`) nor lay out a prompt (its processor has no
+    `IM_START_TOKEN_ID`)."""
+
+    architectures = ("Dots3NoteForCausalLM",)
+
+    def mark(self, processor: Any, modality: str) -> str | None:
+        # It writes videos as pictures and sounds.
+        if modality == VIDEO:
+            return None
+        start, end = processor.image_start_token, processor.image_end_token
+        return f"{start}{processor.image_token}{end}"
+
+
+class Glm5Next(Glm4v):
+    """GLM-5-Next: the in-tree EPD lists it, and writes a video without its frames' times and
+    marks, where one server writes GLM-4.1V's."""
+
+    architectures = ("Glm5NextForConditionalGeneration",)
+
+    def complete(self, processor: Any, prompt: str, parts: Sequence[Part]) -> str:
+        # One server gives each video its part of what one alone may have.
+        videos = [part.expansion.rows for part in parts if part.modality == VIDEO]
+        most = processor._processor.video_processor.max_image_tokens
+        if len(videos) > 1 and max(videos) > most // len(videos):
+            raise MediaError(
+                f"one server would make the prompt's {len(videos)} videos smaller than an encoder "
+                "does, which sees each alone: send fewer or smaller videos"
+            )
+        return prompt
 
 
 class InternVL(Family):
@@ -190,4 +229,4 @@ def _check_frames(processor: Any, prompt: str, parts: Sequence[Part]) -> None:
         )
 
 
-DIFFERING = (Wrapped(), Glm4v(), InternVL())
+DIFFERING = (Wrapped(), Glm4v(), Dots3Note(), Glm5Next(), InternVL())

@@ -84,12 +84,14 @@ class VideoFacts:
         frames: how many there are in the file.
         width, height: of a frame, in pixels.
         frames_per_second: on average; None where the file does not say.
+        sound: whether the file has a track of it beside the pictures.
     """
 
     frames: int
     width: int
     height: int
     frames_per_second: float | None
+    sound: bool = False
 
 
 def check_video(facts: VideoFacts, limits: MediaLimits) -> None:

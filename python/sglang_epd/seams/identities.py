@@ -140,8 +140,8 @@ def name_items(output: Any, keys: Mapping[str, Sequence[bytes]]) -> None:
 def plan_without_options(request: Any) -> list[EncodeItem]:
     """As `plan`, of a request that has no options for its media.
 
-    For models that SGLang's own EPD does not list. Their processors follow some options
-    (GLM-4.1V: frames a second of a video; InternVL: tiles of a picture), and an encoder
+    For models whose processors follow some options (GLM-4.1V: frames a second of a video;
+    InternVL: tiles of a picture; MiniMax-M3: pixels of the long side), where an encoder
     prepares every item as its processor does by itself: a request that asks for something
     else would be answered otherwise than by one server.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_epd.errors import ConfigError
+from sglang_epd.families import family_of
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles
 
@@ -72,6 +73,10 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
     for flag, value in limits.items():
         if value and value > 1:
             yield f"{flag} {value} with {side} is not in this version; {_RIVAL}"
+    if args.enable_adaptive_dispatch_to_encoder:
+        architecture = hf_config.architectures[0]
+        if family_of(architecture) is not None:
+            yield f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
     yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
@@ -139,7 +144,3 @@ def _check_family(server_args: Any, architecture: str) -> None:
     if not config.is_multimodal:
         hint = "" if args.enable_multimodal else "; --enable-multimodal may be missing"
         raise ConfigError(f"{flag}: {architecture} has no encoder to be apart{hint}")
-    if args.enable_adaptive_dispatch_to_encoder:
-        raise ConfigError(
-            f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
-        )

@@ -36,7 +36,7 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.families import family_of
+from sglang_epd.families import takes_options
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
@@ -102,6 +102,9 @@ class TokenizerSeam:
         stop_at_the_first_error()
         if self._lays_out is not None:
             self._processor = self._lays_out(manager.mm_processor)
+        elif manager.mm_processor is not None:
+            # Or a scheduler would tokenize the text, between two of its passes.
+            manager.mm_processor.generates_input_ids_from_raw_prompt = False
 
     def begun(self) -> None:
         """After `auto_create_handle_loop`: SGLang has laid the current request out.
@@ -321,7 +324,7 @@ def create_frontend(
     )
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
-    planner = plan if family_of(architecture) is None else plan_without_options
+    planner = plan if takes_options(architecture) else plan_without_options
     seam = TokenizerSeam(
         frontend,
         control,

@@ -184,9 +184,10 @@ class Control:
         self._start_reading()
         if self._welcome is None:
             self._welcome = asyncio.get_running_loop().create_future()
-        if not self._welcome.done():
-            # Each caller asks: the first Hello may have come too early.
-            await self._send(wire.Hello())
+        if self._welcome.done():
+            return self._welcome.result()
+        # Each caller asks: the first Hello may have come too early.
+        await self._send(wire.Hello())
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
         raise UnavailableError(f"this server's receiver did not answer within {timeout_s:g} s")

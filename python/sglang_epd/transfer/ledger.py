@@ -108,7 +108,7 @@ class Ledger:
                     self._tally.add("hits", "expected")
         if watcher is not None:
             entry.watcher = watcher
-            self._tell_needed(ticket, entry, first=True)
+            self._tell_needed(ticket, entry, first=any(item.key for item in entry.items))
 
     def claim(self, peer: bytes, message: wire.Claim, now: float) -> None:
         """Claim a ticket's items.
@@ -199,6 +199,21 @@ class Ledger:
             self._turns += 1
         self._tally.add("grants")
         return block
+
+    def stands_behind(self, message: wire.Offer) -> bool:
+        """Whether an offer that waits for memory would only be told to wait on, as older requests
+        wait for memory too. There may be thousands of such offers, and each of the ledger's news
+        may concern any: this is what `offer` would find, with less work."""
+        entry = self._entries.get(message.ticket)
+        if entry is None or message.item not in entry.waiting:
+            return False
+        item = entry.items[message.item]
+        if item.state is not _S.PLANNED or not item.wanted:
+            return False
+        open_ = entry.plan is Plan.OPEN and message.key not in self._seen
+        if not (open_ or entry.plan is Plan.DECIDED) or self._has_turn(entry):
+            return False
+        return self.reservations.find(message.key) is None
 
     def granted(self, message: wire.Payload | wire.Withdraw) -> Block | None:
         """The block that a payload belongs in, if its grant is live."""
@@ -415,10 +430,8 @@ class Ledger:
         the others' items lie. Requests that hold nothing yet go by age, those that do
         before them.
         """
-        if not entry.places:
-            oldest = next((other for other in self._entries.values() if other.waiting), entry)
-            if entry.age > oldest.age:
-                return None
+        if not self._has_turn(entry):
+            return None
         still_open = entry.open_items - (entry.items[message.item].block is None)
         if not still_open:
             return self.reservations.grant(message)
@@ -433,6 +446,11 @@ class Ledger:
         packed = max((end for begin, end in entry.places if begin < half), default=0)
         place = packed, packed + aligned(message.nbytes)
         return self.reservations.grant(message, within=place)
+
+    def _has_turn(self, entry: RequestEntry) -> bool:
+        """Whether it may take memory before those that wait for some."""
+        oldest = next((other for other in self._entries.values() if other.waiting), entry)
+        return entry.age <= oldest.age or bool(entry.places)
 
     def _granted(self, message: wire.Payload | wire.Withdraw) -> Item | None:
         entry = self._entries.get(message.ticket)

@@ -170,6 +170,7 @@ class Receiver:
         self._unknown: Counter[bytes] = Counter()
         self._seen_news = -1
         self._next_housekeeping = 0.0
+        self._next_expiry = 0.0
         self._next_question = 0.0
         self._last_payload: float | None = None
         self._stopping = False
@@ -347,6 +348,8 @@ class Receiver:
             or (not held.offer and now >= held.since + _HOLD_S)
         ]
         for held in sorted(again, key=lambda held: ledger.age(held.unread.ticket)):
+            if held.offer and ledger.stands_behind(held.offer):
+                continue
             self._let_go(held)
             try:
                 self._answer(held, now)
@@ -427,7 +430,9 @@ class Receiver:
     def _keep_house(self, now: float) -> None:
         self._next_housekeeping = now + (_WAITING_TICK_MS / 1e3 if self._held else _HOUSEKEEPING_S)
         self._reservations.reclaim(now)
-        self._ledger.expire(now)
+        if now >= self._next_expiry:  # a look at all entries
+            self._next_expiry = now + _HOUSEKEEPING_S
+            self._ledger.expire(now)
         if now >= self._next_question:
             self._next_question = now + _ASK_S
             for block in self._reservations.quarantined:

@@ -32,11 +32,23 @@ class Glm4v(Family):
     special_tokens = (_START, _PAD, _END, _VIDEO_START, _VIDEO, _VIDEO_END)
     marks = {IMAGE: _START + _PAD + _END, VIDEO: _VIDEO_START + _VIDEO + _VIDEO_END}
 
+    @staticmethod
+    def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+        """The part of the configuration that names tokens."""
+        ids = tokenizer.convert_tokens_to_ids
+        return {
+            "image_token_id": ids(_PAD),
+            "image_start_token_id": ids(_START),
+            "image_end_token_id": ids(_END),
+            "video_token_id": ids(_VIDEO),
+            "video_start_token_id": ids(_VIDEO_START),
+            "video_end_token_id": ids(_VIDEO_END),
+        }
+
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         from transformers import Glm4vConfig
 
         assert spec.vision is not None
-        ids = tokenizer.convert_tokens_to_ids
         half = spec.text.head_dim // 4
         return Glm4vConfig(
             vision_config={
@@ -60,12 +72,7 @@ class Glm4v(Family):
                 },
                 "tie_word_embeddings": False,
             },
-            image_token_id=ids(_PAD),
-            image_start_token_id=ids(_START),
-            image_end_token_id=ids(_END),
-            video_token_id=ids(_VIDEO),
-            video_start_token_id=ids(_VIDEO_START),
-            video_end_token_id=ids(_VIDEO_END),
+            **self.token_ids(tokenizer),
             tie_word_embeddings=False,
         )
 

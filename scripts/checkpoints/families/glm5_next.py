@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.families.glm4v import Glm4v
 from checkpoints.family import text_config
+from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, latent_attention, tiny
 
@@ -17,6 +20,8 @@ class Glm5Next(Unweighted):
     title = "GLM-5-Next"
     architecture = "Glm5NextForConditionalGeneration"
     specs = tiny("tiny-glm5-next")
+    special_tokens = Glm4v.special_tokens
+    marks = Glm4v.marks
     stopped = (
         "torch.cuda.get_device_capability",
         "RuntimeError: Found no NVIDIA driver on your system.",
@@ -44,7 +49,17 @@ class Glm5Next(Unweighted):
                 "out_hidden_size": spec.text.hidden_size,
                 "swiglu_limit": 10.0,
             },
+            **Glm4v.token_ids(tokenizer),
         }
+
+    def write_processors(
+        self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast, folder: Path
+    ) -> None:
+        processor = {"processor_class": "Glm5NextProcessor"}
+        image = processor | {"image_processor_type": "Glm5NextImageProcessor"}
+        write_json(folder / "preprocessor_config.json", image)
+        video = processor | {"video_processor_type": "Glm5NextVideoProcessor"}
+        write_json(folder / "video_preprocessor_config.json", video)
 
 
 FAMILY = Glm5Next()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import text_config
+from checkpoints.family import IMAGE, text_config
 from checkpoints.kimi import PROCESSORS, Kimi, write_image_processor
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, latent_attention, tiny
@@ -20,7 +20,8 @@ class KimiK3(Unweighted):
     architecture = "KimiK3ForConditionalGeneration"
     specs = tiny("tiny-kimi-k3")
     special_tokens = Kimi.special_tokens
-    marks = Kimi.marks
+    # Its template writes no more; what stands round a picture is said with its size.
+    marks = {IMAGE: "<|media_pad|>"}
     flags = f"{Unweighted.flags} --trust-remote-code"
     carried = (PROCESSORS,)
     stopped = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import text_config
+from checkpoints.family import AUDIO, IMAGE, VIDEO, text_config
 from checkpoints.qwen import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, tiny
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _CONFIGURATION = Path(__file__).parents[1] / "remote" / "configuration_mimo_v2.py"
-_OTHERS = ("audio", "audio_start", "audio_end", "video_start", "video_end")
+_OTHERS = {
+    "audio": "<|audio_pad|>",
+    "audio_start": "<|mimo_audio_start|>",
+    "audio_end": "<|mimo_audio_end|>",
+    "video_start": "<|mimo_video_start|>",
+    "video_end": "<|mimo_video_end|>",
+}
 
 
 class MiMoV2(Unweighted):
@@ -27,8 +33,13 @@ class MiMoV2(Unweighted):
         VISION_END,
         IMAGE_PAD,
         VIDEO_PAD,
-        *(f"<|{name}|>" for name in _OTHERS),
+        *_OTHERS.values(),
     )
+    marks = {
+        IMAGE: VISION_START + IMAGE_PAD + VISION_END,
+        VIDEO: VISION_START + VIDEO_PAD + VISION_END,
+        AUDIO: _OTHERS["audio_start"] + _OTHERS["audio"] + _OTHERS["audio_end"],
+    }
     flags = f"{Unweighted.flags} --trust-remote-code"
     carried = (_CONFIGURATION,)
     stopped = (
@@ -96,7 +107,7 @@ def _processor(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
         "video_token_id": ids(VIDEO_PAD),
         "vision_start_token_id": ids(VISION_START),
         "vision_end_token_id": ids(VISION_END),
-        **{f"{name}_token_id": ids(f"<|{name}|>") for name in _OTHERS},
+        **{f"{name}_token_id": ids(token) for name, token in _OTHERS.items()},
     }
 
 

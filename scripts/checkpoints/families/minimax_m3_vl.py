@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import IMAGE, text_config
+from checkpoints.family import IMAGE, VIDEO, text_config
 from checkpoints.qwen import write_json
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, tiny
@@ -13,7 +13,7 @@ from checkpoints.unweighted import Unweighted, tiny
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_START, _PAD, _END = "]<]start of image[>[", "]<]image[>[", "]<]end of image[>["
+_PAD, _VIDEO = "]<]image[>[", "]<]video[>["
 _MERGING = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -22,8 +22,8 @@ class MiniMaxM3(Unweighted):
     title = "MiniMax-M3"
     architecture = "MiniMaxM3SparseForConditionalGeneration"
     specs = tiny("tiny-minimax-m3")
-    special_tokens = (_START, _PAD, _END, "]<]video[>[")
-    marks = {IMAGE: _START + _PAD + _END}
+    special_tokens = ("]<]start of image[>[", _PAD, "]<]end of image[>[", _VIDEO)
+    marks = {IMAGE: _PAD, VIDEO: _VIDEO}
     stopped = (
         "reject_out_of_tree_path",
         "NotImplementedError: Out-of-tree platform CpuPlatform (device 'cpu') reached the "

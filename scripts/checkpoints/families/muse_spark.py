@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.family import IMAGE, text_config
+from checkpoints.family import AUDIO, IMAGE, VIDEO, text_config
 from checkpoints.spec import CheckpointSpec
 from checkpoints.unweighted import Unweighted, tiny
 
@@ -20,8 +20,9 @@ class MuseSpark(Unweighted):
     special_tokens = (
         *("<|image_start|>", "<|patch|>", "<|image_end|>", "<|video|>", "<|audio|>"),
         *("<|vid_start|>", "<|vid_frame_separator|>", "<|vid_end|>"),
+        *("<|soft_audio_start|>", "<|soft_audio_end|>"),
     )
-    marks = {IMAGE: "<image>"}
+    marks = {IMAGE: "<image>", VIDEO: "<video>", AUDIO: "<audio>"}
     stopped = (
         "torch.cuda.Stream()",
         "torch.AcceleratorError: CUDA error: CUDA driver version is insufficient for CUDA runtime "

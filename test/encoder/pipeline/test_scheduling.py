@@ -37,12 +37,106 @@ def take(
     return queue.take(now, bounds, rate, room)
 
 
+class Plain:
+    """The order of a queue by its definition: all jobs are looked at each time."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.ends: dict[str, tuple[float, int]] = {}
+        self.virtual = 0.0
+
+    def push(self, job: Job) -> None:
+        end, number = self.ends.get(job.owner, (0.0, job.number))
+        self.ends[job.owner] = max(self.virtual, end) + job.cost, number
+        self.jobs.append(job)
+
+    def remove(self, job: Job) -> None:
+        end, number = self.ends[job.owner]
+        self.ends[job.owner] = end - job.cost, number
+        self._take(job, 0.0)
+
+    def begin(self, job: Job) -> None:
+        self._take(job, job.cost / len({job.owner for job in self.jobs}))
+
+    def _take(self, job: Job, done: float) -> None:
+        self.jobs.remove(job)
+        self.virtual = self.virtual + done if self.jobs else 0.0
+        waiting = {job.owner for job in self.jobs}
+        self.ends = {
+            owner: end
+            for owner, end in self.ends.items()
+            if waiting and (end[0] > self.virtual or owner in waiting)
+        }
+
+    def first(self, now: float, *, large: bool) -> Job | None:
+        may = [
+            job
+            for job in self.jobs
+            if not job.parked and job.deadline > now and (large or not job.large)
+        ]
+        return min(may, key=lambda job: (self.ends[job.owner], job.number), default=None)
+
+
 def order(queue: FairQueue, bounds: BatchBounds = ONE, **more) -> list[Job]:
     """All jobs in the order of their turns."""
     taken: list[Job] = []
     while batch := take(queue, bounds, **more):
         taken += batch
     return taken
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(0, 400))
+def test_the_first_is_who_would_be_first_among_all(random, owners, steps):
+    queue, plain, now = FairQueue(), Plain(), 0.0
+    for _ in range(steps):
+        did = random.random()
+        if did < 0.5 or not plain.jobs:
+            new = job(
+                random.choice("abcdef"[:owners]),
+                random.choice((0.5, 1.0, 3.0)),
+                now + random.choice((1.0, 50.0, FOREVER)),
+                large=random.random() < 0.3,
+                parked=random.random() < 0.2,
+            )
+            queue.push(new)
+            plain.push(new)
+        elif did < 0.6:
+            gone = random.choice(plain.jobs)
+            queue.remove(gone)
+            plain.remove(gone)
+        elif did < 0.7:
+            hurried = random.choice(plain.jobs)
+            hurried.deadline = min(hurried.deadline, now + 2.0)
+            queue.hurry(hurried)
+        elif did < 0.8:
+            now += random.random()
+            expired = queue.take_expired(now)
+            assert {*expired} == {one for one in plain.jobs if one.deadline <= now}
+            for one in expired:
+                plain.remove(one)
+        elif did < 0.9:
+            one = random.choice(plain.jobs)
+            one.parked = not one.parked
+        elif (one := plain.first(now, large=True)) is not None:
+            queue.begin([one])
+            plain.begin(one)
+        for large in (True, False):
+            assert queue.first(now, NO_RATE, large=large) is plain.first(now, large=large)
+
+
+class Unseen(dict[Job, None]):
+    def __iter__(self):
+        raise AssertionError("all jobs are looked at")
+
+
+@pytest.mark.parametrize("owners", [1, 10, 1000])
+def test_a_job_is_found_without_a_look_at_all(owners):
+    queue = filled(*(job(f"r{number % owners}") for number in range(1000)))
+    queue._jobs = Unseen(queue._jobs)
+    for number in range(100):
+        queue.begin([queue.first(0.0, 1.0)])
+        queue.push(job(f"s{number}"))
+        assert queue.take_expired(0.0) == []
 
 
 # Fairness

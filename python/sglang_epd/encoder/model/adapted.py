@@ -1,5 +1,5 @@
-"""Media of models that SGLang's in-tree encoder does not know, prepared by the processor
-that its language servers use (`families`).
+"""Media of models that SGLang's in-tree encoder does not know, or not as one server does,
+prepared by the processor that its language servers use (`families`).
 
 The counterpart of `preparing`, which leans on the in-tree encoder's own preprocessing.
 """

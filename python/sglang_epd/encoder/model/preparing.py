@@ -3,6 +3,7 @@ preprocessing, by modality.
 
 Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
+`_build_mm_aux_data`, on MiMo-V2's `MiMoProcessor._load_video_for_encoder`, on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
 `_load_single_item`) and its `EncoderPreprocessResult`, on
 `multimodal.processors.qwen_vl.smart_nframes`, and on
@@ -36,8 +37,6 @@ from sglang_epd.wire.messages import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-# Models whose prompts spell each frame's time out, and whose rotary positions follow it.
-_SPELLS_TIMESTAMPS = "video_timestamps"
 _SECONDS_PER_GRID = "second_per_grid_ts"
 # Frames a second that a whole model's processor takes for its default, where that is not
 # the one of `VideoMetadata`.
@@ -71,6 +70,7 @@ class Preparer:
         self._feature_of = server._get_mm_feature
         self._to_tensor = preprocessor._convert
         self._result = preprocessor.EncoderPreprocessResult
+        self._beside = server._build_mm_aux_data
         self._frames_read = smart_nframes
         self._dtype = dtype
         self._limits = limits
@@ -83,13 +83,16 @@ class Preparer:
             for name, row in MODALITIES.items()
             if encoder.supports_modality(row.sglang)
             and hasattr(target, row.feature_method)
-            and (name != VIDEO or videos_can_be_read())
+            and (name != VIDEO or (self._reads_videos() and videos_can_be_read()))
         )
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
             self._widths[AUDIO] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type)
         take_loaded(self._preprocessor)
+        self._hears_videos = encoder.model_type == "mimo_v2"
+        if self._hears_videos:
+            take_loaded_videos()
         self._gpu_pixels: GpuPixels | None = None
         if self._preprocessor.use_image_processor_gpu and encoder.device == "cuda":
             if self._preprocessor._model_preprocessor is not None:
@@ -127,10 +130,20 @@ class Preparer:
             return self.preprocess(modality, decoding.image(data))
         if modality == VIDEO:
             film = decoding.video(data)
+            if self._hears_videos and film.facts.sound:
+                raise MediaError(
+                    "this model hears the sound of a video, which an encoder cannot send: "
+                    "send the video without sound"
+                )
             self._check_video(film)
             return self.preprocess(modality, Loaded(apart(film)))
         rate_hz = self._preprocessor.model_audio_sr
         return self.preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
+
+    def _reads_videos(self) -> bool:
+        """Whether SGLang's encoder knows how the model reads videos."""
+        known = "qwen" in self._encoder.model_type
+        return known or self._preprocessor._model_preprocessor is not None
 
     def _check_video(self, film: Film) -> None:
         facts = film.facts
@@ -189,20 +202,28 @@ class Preparer:
         return Prepared(layout, patches, group, (sglang_modality, model_items))
 
     def _extra(self, result: Any, count: int) -> dict[str, Any]:
-        """What the language server's processor asks for beside the grid, one entry a row."""
-        extra: dict[str, Any] = {}
-        timestamps = result.mm_inputs.get(_SPELLS_TIMESTAMPS)
-        if timestamps is not None:
-            extra[_SPELLS_TIMESTAMPS] = [[float(time) for time in row] for row in timestamps]
-        if result.mm_inputs.get(_SECONDS_PER_GRID) is not None:
+        """What the language server's processor asks for beside the grid: all that SGLang's own
+        encoder sends."""
+        made = self._beside(result.mm_inputs, self._encoder.model_type)
+        extra = {name: _plain(value) for name, value in made.items() if value is not None}
+        if _SECONDS_PER_GRID in extra:
             # Not the encoder's figure, which is of the frames asked for.
             extra[_SECONDS_PER_GRID] = [self._seconds_per_grid] * count
         return extra
 
 
-def _group(modality: str, feature: torch.Tensor) -> Hashable:
-    """Pictures and videos are rows of patches; audio clips are padded to some length."""
-    return (modality, *feature.shape[1:]) if MODALITIES[modality].lengths else modality
+def _plain(value: Any) -> Any:
+    """Of numbers in tensors and lists, the same in lists."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _group(modality: str, feature: Any) -> Hashable:
+    """Pictures and videos are rows of patches; audio clips are padded to some length, or each
+    is an entry of a list."""
+    padded = MODALITIES[modality].lengths and isinstance(feature, torch.Tensor)
+    return (modality, *feature.shape[1:]) if padded else modality
 
 
 def videos_can_be_read() -> bool:
@@ -254,6 +275,22 @@ def take_loaded(preprocessor: Any) -> None:
         return data.content if isinstance(data, Loaded) else load(data, *args, **options)
 
     preprocessor._load_single_item = hand_on
+
+
+def take_loaded_videos() -> None:
+    """Have MiMo-V2's own preprocessing, which opens files itself, take `Loaded` videos."""
+    from sglang.srt.multimodal.processors import mimo_v2
+
+    load = mimo_v2.MiMoProcessor._load_video_for_encoder
+
+    def hand_on(processor: Any, video: Any) -> Any:
+        if not isinstance(video, Loaded):
+            return load(processor, video)
+        options = processor.default_video_processor_kwargs
+        # It looks for sound in the file, of which there is none.
+        return b"", mimo_v2._decode_frames_and_timestamps(video.content, options)
+
+    mimo_v2.MiMoProcessor._load_video_for_encoder = hand_on
 
 
 def seconds_per_grid(preprocessor: Any, model_type: str) -> float:

@@ -278,6 +278,9 @@ class Computations:
             work.holds.remove(hold)
             if work.holds:
                 work.deadline = max(other.deadline for other in work.holds)
+                for queue in self._queues():
+                    if work in queue:
+                        queue.hurry(work)
                 self._consider(work)
             elif work.state not in UNDER_WAY:
                 self._end(work, WorkState.FAILED)
@@ -336,8 +339,8 @@ class Computations:
             self._fail(work, MediaNeededError("the store does not have the embedding"))
 
     def _pump_soon(self) -> None:
-        """Once for all that changes in one turn of the event loop: a look at a long queue
-        takes a fraction of a millisecond, and a request may have a thousand items."""
+        """Once for all that changes in one turn of the event loop: a request may have a thousand
+        items."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)

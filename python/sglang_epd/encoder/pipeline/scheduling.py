@@ -19,12 +19,16 @@ passed is never returned.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 _SPAN_S = 60.0
+# Ends that a queue notes before it forgets old ones, beside two for each of its jobs.
+_NOTED = 64
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,25 @@ _J = TypeVar("_J", bound=Job)
 
 
 class FairQueue(Generic[_J]):
-    """Jobs that wait for their turn."""
+    """Jobs that wait for their turn.
+
+    A job costs the same however many wait: `first` looks at all of them only where one may be
+    late, or where the one whose turn it is may not run.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[_J, None] = {}
+        # The same, by owner, in the order in which they came.
+        self._waiting: dict[Hashable, dict[_J, None]] = {}
         self._virtual = 0.0
         # When owners would be done with their shares, if they wait or that is later than now.
         # After it comes the number of their first job, as two may be done at the same time.
         self._ends: dict[Hashable, tuple[float, int]] = {}
+        # A heap of them, among others that have changed since.
+        self._turns: list[tuple[tuple[float, int], Hashable]] = []
+        self._noted = 0
+        # No job's deadline is before it.
+        self._soonest = math.inf
         self._pushed = 0
         self.cost = 0.0
 
@@ -97,33 +112,59 @@ class FairQueue(Generic[_J]):
         self._pushed += 1
         job.number = self._pushed
         end, number = self._ends.get(job.owner, (0.0, job.number))
-        self._ends[job.owner] = max(self._virtual, end) + job.cost, number
+        if end <= self._virtual and job.owner not in self._waiting:
+            number = job.number
         self._jobs[job] = None
+        self._waiting.setdefault(job.owner, {})[job] = None
         self.cost += job.cost
+        self._note_end(job.owner, max(self._virtual, end) + job.cost, number)
+        self.hurry(job)
+
+    def hurry(self, job: _J) -> None:
+        """Note that the deadline of a job that waits is nearer than it was."""
+        self._soonest = min(self._soonest, job.deadline)
 
     def remove(self, job: _J) -> None:
         """Take a job out that will not be done."""
         self._take_out(job)
         if job.owner in self._ends:
             end, number = self._ends[job.owner]
-            self._ends[job.owner] = end - job.cost, number
+            self._note_end(job.owner, end - job.cost, number)
 
     def _take_out(self, job: _J) -> None:
         del self._jobs[job]
+        waiting = self._waiting[job.owner]
+        del waiting[job]
+        if not waiting:
+            del self._waiting[job.owner]
         self.cost -= job.cost
         if not self._jobs:
-            self._virtual, self.cost = 0.0, 0.0
+            self._virtual, self.cost, self._soonest = 0.0, 0.0, math.inf
             self._ends.clear()
+            self._turns.clear()
 
-    def _advance(self, work: float, owners: int) -> None:
-        """So much was done, and so many were there to share it."""
-        self._virtual += work / owners
-        waiting = {job.owner for job in self._jobs}
+    def _note_end(self, owner: Hashable, end: float, number: int) -> None:
+        self._ends[owner] = end, number
+        heapq.heappush(self._turns, (self._ends[owner], owner))
+        self._noted += 1
+        if self._noted < _NOTED + 2 * len(self._jobs):
+            return
+        self._noted = 0
         self._ends = {
             owner: end
             for owner, end in self._ends.items()
-            if end[0] > self._virtual or owner in waiting
+            if end[0] > self._virtual or owner in self._waiting
         }
+        self._turns = [(self._ends[owner], owner) for owner in self._waiting]
+        heapq.heapify(self._turns)
+
+    def _first_owner(self) -> Hashable:
+        """Of the owners that wait, of whom there is one, the one that would be done first."""
+        while True:
+            end, owner = self._turns[0]
+            if owner in self._waiting and self._ends[owner] == end:
+                return owner
+            heapq.heappop(self._turns)
 
     def _turn(self, job: _J) -> tuple[tuple[float, int], int]:
         return self._ends[job.owner], job.number
@@ -134,11 +175,17 @@ class FairQueue(Generic[_J]):
         Args:
             large: whether it may be a large one.
         """
-        jobs = self._runnable(now, large=large)
-        if rate > 0 and any(job.deadline < now + self.cost / rate for job in jobs):
-            return self._order(jobs, now, rate)[0]
+        if not self._jobs:
+            return None
+        if rate > 0 and self._soonest < now + self.cost / rate:
+            jobs = self._runnable(now, large=large)
+            if any(job.deadline < now + self.cost / rate for job in jobs):
+                return self._order(jobs, now, rate)[0]
         # In any order, none will be late.
-        return min(jobs, key=self._turn, default=None)
+        job = next(iter(self._waiting[self._first_owner()]))
+        if _may_run(job, now, large):
+            return job
+        return min(self._runnable(now, large=large), key=self._turn, default=None)
 
     def take_expired(self, now: float) -> list[_J]:
         """Take out the jobs whose deadline has passed.
@@ -146,9 +193,12 @@ class FairQueue(Generic[_J]):
         Args:
             now: in seconds of the clock of deadlines.
         """
+        if now < self._soonest:
+            return []
         expired = [job for job in self._jobs if job.deadline <= now]
         for job in expired:
             self.remove(job)
+        self._soonest = min((job.deadline for job in self._jobs), default=math.inf)
         return expired
 
     def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[_J]:
@@ -183,18 +233,14 @@ class FairQueue(Generic[_J]):
 
     def begin(self, batch: list[_J]) -> None:
         """Take out jobs that are done now."""
-        owners = len({job.owner for job in self._jobs})
+        owners = len(self._waiting)
         for job in batch:
             self._take_out(job)
         if self._jobs and batch:
-            self._advance(sum(job.cost for job in batch), owners)
+            self._virtual += sum(job.cost for job in batch) / owners
 
     def _runnable(self, now: float, *, large: bool = True) -> list[_J]:
-        return [
-            job
-            for job in self._jobs
-            if not job.parked and job.deadline > now and (large or not job.large)
-        ]
+        return [job for job in self._jobs if _may_run(job, now, large)]
 
     def _order(self, jobs: list[_J], now: float, rate: float) -> list[_J]:
         """The next first."""
@@ -210,6 +256,10 @@ class FairQueue(Generic[_J]):
             (urgent if saved else others).append(job)
         urgent.sort(key=lambda job: job.deadline)
         return urgent + others
+
+
+def _may_run(job: Job, now: float, large: bool) -> bool:
+    return not job.parked and job.deadline > now and (large or not job.large)
 
 
 class Utilisation:

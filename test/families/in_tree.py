@@ -1,0 +1,419 @@
+"""What SGLang's own encoder and language server make of requests, what this package's make of
+them, and what one server makes of them: a JSON line for each case of each family that is named.
+
+    PYTHONPATH=test:scripts python test/families/in_tree.py NAME ...
+
+No weights and no server are needed: classes are SGLang's, but no model has a module. Each family
+is a fork of one process that has imported SGLang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import os
+import sys
+import traceback
+from array import array
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+import clips
+import photographs
+from checkpoints.families import FAMILIES
+from checkpoints.family import Family
+from make_checkpoint import ensure
+
+# Of the items of cases; none of the pictures is square.
+MODALITIES = {
+    "photo": "IMAGE",
+    "strip": "IMAGE",
+    "film": "VIDEO",
+    "slow": "VIDEO",
+    "heard": "VIDEO",
+    "low": "AUDIO",
+    "high": "AUDIO",
+}
+# What a prompt says, and the items that its marks stand for: images, then videos, then sounds.
+CASES = {
+    "images side by side": ("{i}{i}What?", ["photo", "strip"]),
+    "images in text": ("First {i} then {i}\n\n12{i}?", ["strip", "photo", "strip"]),
+    "videos": ("{v} and {v}What?", ["film", "slow"]),
+    "sounds": ("{a} and {a}What?", ["low", "high"]),
+    "image and video": ("{v}{i} then?", ["photo", "slow"]),
+    "all three": ("{v}{i} then {a}What?", ["photo", "slow", "low"]),
+    "sound in a video": ("{v}What?", ["heard"]),
+}
+# Those of which families differ in what they follow, and SGLang's servers take.
+OPTIONS = {
+    "IMAGE": {"max_long_side_pixel": 112, "preprocess_kwargs": {"max_pixels": 112 * 112}},
+    "VIDEO": {"max_long_side_pixel": 112, "preprocess_kwargs": {"fps": 1.0, "max_frames": 4}},
+}
+# Of embeddings, which nothing here computes.
+_WIDTH = 4
+# Where SGLang looks at the machine while it resolves its flags.
+_FLAGS = {"glm5_next": ["--disable-radix-cache"]}
+_CAPABILITY = (9, 0)
+
+
+class Item(NamedTuple):
+    modality: str
+    data: bytes
+
+    @property
+    def url(self) -> str:
+        kind = {"IMAGE": "image/png", "VIDEO": "video/mp4", "AUDIO": "audio/wav"}[self.modality]
+        return f"data:{kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+def media() -> dict[str, Item]:
+    rocket = clips.moving_crop("rocket", frames=20, size=(320, 192))
+    files = {
+        "photo": _picture("rocket", 280, 392),
+        "strip": _picture("cat", 203, 112),
+        "film": clips.video(),
+        "slow": clips.encode(rocket, rate=12.5),
+        "heard": clips.heard(clips.moving_crop("coffee")),
+        "low": clips.audio("low"),
+        "high": clips.audio("high", seconds=3.3),
+    }
+    return {name: Item(modality, files[name]) for name, modality in MODALITIES.items()}
+
+
+def _picture(name: str, width: int, height: int) -> bytes:
+    with io.BytesIO() as file:
+        photographs.load(name).resize((width, height)).save(file, "PNG")
+        return file.getvalue()
+
+
+class Made(NamedTuple):
+    """A prompt laid out, and what towers get."""
+
+    output: Any
+    features: dict[str, list[torch.Tensor]]
+
+
+class Sides:
+    """The three sides, of one model."""
+
+    def __init__(self, server_args: Any, config: Any) -> None:
+        from sglang_epd.decoding import Decoders
+        from sglang_epd.device import device_of
+        from sglang_epd.encoder.model.adapted import AdaptedPreparer
+        from sglang_epd.encoder.model.preparing import Preparer
+        from sglang_epd.families import family_of
+        from sglang_epd.families.adapter import load_processor
+        from sglang_epd.media import MediaLimits
+        from sglang_epd.seams.prompt import lays_out
+
+        architecture = config.hf_config.architectures[0]
+        self._model = _model(config)
+        self._one = load_processor(server_args, config)
+        self._encoder = _encoder(server_args, config, _model(config))
+        self._lays_out = lays_out(load_processor(server_args, config), architecture)
+        self._decoders = Decoders(MediaLimits(), 2 << 30, 2, cuts=True)
+        self._preparer: Any
+        if family_of(architecture) is None:
+            encoder = _encoder(server_args, config, self._model)
+            device = device_of("cpu", 0)
+            self._preparer = Preparer(encoder, "float32", MediaLimits(), device)
+        else:
+            towers = ("IMAGE", "VIDEO")
+            self._preparer = AdaptedPreparer(self._lays_out, "float32", _WIDTH, towers)
+
+    def ours(self, prompt: str, items: Sequence[Item]) -> Made:
+        from sglang_epd.language.assembly import assemble
+        from sglang_epd.transfer.arena import ReceivedItem
+        from sglang_epd.wire.messages import Offer, decode_message, encode_message
+
+        received, features = [], {}
+        for number, item in enumerate(items):
+            with self._decoders.begin() as decoding:
+                prepared = self._preparer.prepare(item.modality, item.data, decoding)
+            offer = Offer("ticket", number, bytes([number]) * 32, prepared.layout, 1)
+            layout = decode_message(encode_message(offer)).layout
+            rows = torch.full(layout.embedding.shape, float(number))
+            received.append(ReceivedItem(offer.key, layout, rows))
+            made = prepared.content[1]
+            if patches := getattr(self._preparer, "patches", None):
+                made = patches.finish(made)
+            features.setdefault(item.modality, []).extend(_features(made))
+        output = assemble(self._lays_out, self._written(prompt), received)
+        for item in output.mm_items:
+            number = int(item.precomputed_embeddings[0, 0])
+            assert bool((item.precomputed_embeddings == number).all())
+            assert items[number].modality == item.modality.name
+        return Made(output, features)
+
+    def in_tree(self, prompt: str, items: Sequence[Item]) -> Made:
+        """Each item a part of its own, as from several encoders."""
+        from sglang.srt.disaggregation.encoder import preprocessor, receiver, server
+
+        whole, features = None, {}
+        for number, item in enumerate(items):
+            modality = server.Modality[item.modality]
+            result = _settled(self._encoder.preprocessor.process_mm_items([item.url], modality))
+            data = receiver.EmbeddingData(
+                "request",
+                len(items),
+                number,
+                result.grid_thw,
+                modality,
+                torch.zeros(sum(result.token_counts), _WIDTH),
+                **server._build_mm_aux_data(result.mm_inputs, self._encoder.model_type),
+            )
+            if result.mm_inputs.get("video_audio_features"):
+                lens = result.mm_inputs["video_audio_segment_lens_flat"]
+                data.video_audio_embedding = torch.zeros(sum(lens), _WIDTH)
+            whole = receiver._aggregate_embedding_part(whole, data, self._encoder.model_type)
+            feature = preprocessor._convert(server._get_mm_feature(result.mm_inputs, modality))
+            made = self._encoder._build_model_mm_items(
+                feature, result, list(range(len(result.grid_thw))), modality
+            )
+            features.setdefault(item.modality, []).extend(_features(made))
+        assert whole is not None
+        output = self._one.get_validated_mm_data(
+            self._written(prompt),
+            whole.get_embedding(is_concat=True),
+            **whole.get_mm_extra_meta(),
+        )
+        return Made(output, features)
+
+    def one_server(
+        self, prompt: str, items: Sequence[Item], options: dict[str, Any] | None = None
+    ) -> Made:
+        from sglang.srt.utils import ImageData, VideoData
+
+        kinds = {"IMAGE": ImageData, "VIDEO": VideoData}
+        given: dict[str, Any] = {"image_data": None, "video_data": None, "audio_data": None}
+        for item in items:
+            told = item.url if options is None else kinds[item.modality](item.url, **options)
+            name = f"{item.modality.lower()}_data"
+            given[name] = [*(given[name] or ()), told]
+        request = SimpleNamespace(
+            rid="", modalities=None, mm_content_hashes=None, input_ids=None, **given
+        )
+        processed = self._one.process_mm_data_async(
+            image_data=given["image_data"],
+            audio_data=given["audio_data"],
+            input_text=prompt,
+            request_obj=request,
+            max_req_input_len=1 << 30,
+        )
+        features: dict[str, list[torch.Tensor]] = {}
+        output = _settled(processed)
+        for item in output.mm_items:
+            features.setdefault(item.modality.name, []).extend(_features([item]))
+        return Made(output, features)
+
+    def compare(self, prompt: str, items: Sequence[Item]) -> dict[str, Any]:
+        """The tokens that ours makes, or its error; and of the others their errors, or how
+        ours differs."""
+        ours = _tried(lambda: self.ours(prompt, items))
+        told: dict[str, Any] = {
+            "ours": ours if isinstance(ours, str) else len(ours.output.input_ids)
+        }
+        for name, side in (("in_tree", self.in_tree), ("one_server", self.one_server)):
+            made = _tried(lambda side=side: side(prompt, items))  # type: ignore[misc]
+            told[name] = made if isinstance(made, str) else self._differences(ours, made)
+        return told
+
+    def follows(self, modality: str, prompt: str, item: Item) -> bool:
+        """Whether one server's answer depends on an item's options."""
+        plain = _tried(lambda: self.one_server(prompt, [item]))
+        optioned = _tried(lambda: self.one_server(prompt, [item], OPTIONS[modality]))
+        if isinstance(optioned, str):
+            return plain != optioned
+        return bool(self._differences(plain, optioned))
+
+    def _written(self, prompt: str) -> Any:
+        from sglang.srt.disaggregation.encoder.receiver import _select_mm_processor_prompt
+
+        ids = self._one._tokenizer.encode(prompt)
+        request = SimpleNamespace(input_ids=ids, input_text=prompt)
+        return _select_mm_processor_prompt(request, self._one)
+
+    def _differences(self, ours: Made | str, theirs: Made) -> list[str]:
+        if isinstance(ours, str):
+            return ["answers"]
+        one, other = ours.output, theirs.output
+        alike = {
+            "input_ids": list(one.input_ids) == list(other.input_ids),
+            "offsets": _runs(one) == _runs(other),
+            "positions": _equal(one.mrope_positions, other.mrope_positions),
+            "delta": _equal(one.mrope_position_delta, other.mrope_position_delta),
+            "names": self._filled(one) == self._filled(other),
+        }
+        for modality, made in ours.features.items():
+            found = theirs.features.get(modality, [])
+            alike[f"features of {modality}"] = torch.equal(_flat(made), _flat(found))
+        return [name for name, same in alike.items() if not same]
+
+    def _filled(self, output: Any) -> list[int]:
+        """The prompt with names of items in it, as the scheduler puts them there."""
+        from sglang.srt.managers.schedule_batch import MultimodalInputs, MultimodalProcessorOutput
+
+        for item in output.mm_items:
+            # One a modality: one server may have all of a prompt's pictures in one item.
+            item.set_identity(item.modality.name.encode().ljust(32))
+        output.padded_input_ids = None
+        if not hasattr(self._model, "pad_input_ids"):
+            return MultimodalProcessorOutput.build_padded_input_ids(
+                output.input_ids, output.mm_items
+            )
+        inputs = MultimodalInputs.from_processor_output(output)
+        return list(self._model.pad_input_ids(array("q", output.input_ids), inputs))
+
+
+def _tried(make: Callable[[], Made]) -> Made | str:
+    try:
+        return make()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
+def _settled(work: Any) -> Any:
+    return asyncio.run(work)
+
+
+def _features(items: Sequence[Any]) -> list[torch.Tensor]:
+    found = []
+    for item in items:
+        several = isinstance(item.feature, list | tuple)
+        found += [torch.as_tensor(one) for one in (item.feature if several else [item.feature])]
+    return found
+
+
+def _flat(features: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([feature.flatten().float() for feature in features])
+
+
+def _runs(output: Any) -> list[tuple[str, int, int]]:
+    return sorted(
+        (item.modality.name, *run) for item in output.mm_items for run in item.offsets or ()
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(torch.as_tensor(one).flatten(), torch.as_tensor(other).flatten())
+
+
+def _model(config: Any) -> Any:
+    """An instance of SGLang's class of the model with what its preprocessing asks for."""
+    from sglang.srt.managers.tokenizer_manager import get_processor_wrapper
+    from sglang.srt.models.registry import ModelRegistry
+
+    settings = config.hf_config
+    kind, _ = ModelRegistry.resolve_model_cls(settings.architectures)
+    model = _bare(kind)
+    model.config = settings
+    match settings.model_type:
+        case "mimo_v2":
+            model._encoder_processor = None
+        case "minimax_m3_vl":
+            model.encoder_processor = get_processor_wrapper()
+        case "muse_spark":
+            samples = math.prod(settings.audio_config.patch_sizes)
+            model.model = SimpleNamespace(
+                vision_tower=SimpleNamespace(config=settings.vision_config),
+                audio_tower=SimpleNamespace(patch_size=samples),
+            )
+        case "qwen3_omni_moe":
+            from sglang.srt.models import qwen3_omni_moe
+
+            model.thinker = _bare(qwen3_omni_moe.Qwen3OmniMoeThinkerForConditionalGeneration)
+    return model
+
+
+def _bare(kind: Any) -> Any:
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    return model
+
+
+def _encoder(server_args: Any, config: Any, model: Any) -> Any:
+    """SGLang's `MMEncoder` without a tower."""
+    from sglang.srt.disaggregation.encoder.preprocessor import EncoderPreprocessor
+    from sglang.srt.disaggregation.encoder.server import MMEncoder
+    from sglang.srt.multimodal.encoder_preprocessing import resolve_encoder_media_processor_config
+
+    encoder = MMEncoder.__new__(MMEncoder)
+    encoder.model_config, encoder.model, encoder.device = config, model, "cpu"
+    encoder.model_type = config.hf_config.model_type.lower()
+    encoder._embedding_dims = encoder._infer_embedding_dims()
+    encoder.preprocessor = EncoderPreprocessor(
+        server_args,
+        config,
+        resolve_encoder_media_processor_config(model),
+        getattr(model, "preprocess_mm_for_encoder", None),
+    )
+    return encoder
+
+
+def run(family: Family, folder: str, items: dict[str, Item]) -> None:
+    """Print the family's cases."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.runtime_context import get_parallel, publish
+    from sglang.srt.server_args import prepare_server_args
+
+    torch.cuda.get_device_capability = lambda *_: _CAPABILITY
+    flags = [*family.flags.split(), *_FLAGS.get(family.name, ())]
+    server_args = prepare_server_args(["--model-path", folder, *flags])
+    server_args.resolve_once()
+    publish(server_args, role="encoder")
+    get_parallel().override_permanently(tp_rank=0, attn_tp_rank=0, attn_tp_size=1)
+    sides = Sides(server_args, model_config_of(server_args))
+    marks = {name.upper(): mark for name, mark in family.marks.items()}
+    letters = {name[0].lower(): mark for name, mark in marks.items()}
+    for case, (text, names) in CASES.items():
+        chosen = [items[name] for name in names]
+        if {item.modality for item in chosen} <= marks.keys():
+            found = sides.compare(text.format(**letters), chosen)
+            print(json.dumps({"family": family.name, "case": case, **found}), flush=True)
+    follows = {
+        modality: sides.follows(modality, f"{marks[modality]}What?", items[name])
+        for modality, name in (("IMAGE", "photo"), ("VIDEO", "film"))
+        if modality in marks
+    }
+    print(json.dumps({"family": family.name, "case": "options", **follows}), flush=True)
+
+
+def main(names: Sequence[str]) -> None:
+    # A fork has no team of threads, and would wait for it.
+    torch.set_num_threads(1)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.managers.multimodal_processor import import_processors
+    from sglang.srt.models.registry import ModelRegistry
+
+    import sglang_epd.encoder.model.engine  # noqa: F401
+
+    import_processors("sglang.srt.multimodal.processors")
+    ModelRegistry.get_supported_archs()
+    items = media()
+    for name in names:
+        folder = str(ensure(FAMILIES[name].specs[0].name))
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            try:
+                run(FAMILIES[name], folder, items)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

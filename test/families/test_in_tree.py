@@ -1,0 +1,110 @@
+"""Prompts of every family that SGLang's own EPD lists: as its encoder and its language server
+make them, and as one server does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints.families import FAMILIES
+from families.in_tree import CASES, MODALITIES
+from sglang_epd.families import IN_TREE, family_of, takes_options
+
+# Of the script, which takes three quarters of a minute of a core.
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("in_tree.py")
+LISTED = {family.name: family for family in FAMILIES.values() if family.architecture in IN_TREE}
+PROMPT = {"input_ids", "offsets", "positions", "delta", "names"}
+
+# Where SGLang's own EPD makes another prompt than one server: the family, a modality or a case,
+# and what differs, or its error. One server's answers are the measure.
+IN_TREE_DIFFERS: dict[tuple[str, str], set[str] | str] = {
+    # Its figure is of the rate that frames were asked for at.
+    ("qwen2_5_vl", "VIDEO"): {"positions"},
+    # One server asks the processor of the whole model, which has other sizes.
+    ("qwen3_omni_moe", "VIDEO"): {*PROMPT, "features of VIDEO"},
+    # It has no positions, and no times and marks of a video's frames.
+    ("glm5_next", "IMAGE"): {"positions", "delta"},
+    ("glm5_next", "VIDEO"): PROMPT,
+    # It looks for a processor of `transformers`.
+    ("dots3_note", "IMAGE"): "ValueError: No image processor available",
+    ("intern_s2_preview", "VIDEO"): "NotImplementedError: Video processing is not supported",
+    ("mimo_v2", "sound in a video"): "RuntimeError: EPD processor returned an unexpected",
+}
+# What is refused, with which words, and how one server ends if it does not answer either.
+REFUSED = {
+    ("intern_s2_preview", "VIDEO"): ("this encoder does not take video input", "IndexError: "),
+    ("mimo_v2", "sound in a video"): ("this model hears the sound of a video", ""),
+}
+
+
+def _cases() -> Iterator[Any]:
+    for name, family in LISTED.items():
+        marks = {modality.upper() for modality in family.marks}
+        for case, (_, items) in CASES.items():
+            if {MODALITIES[item] for item in items} <= marks:
+                yield pytest.param(name, case, id=f"{name}-{case}")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
+    """What the script says of all cases of the families that are tested."""
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    chosen = [name for name in LISTED if any(name in item.name for item in tests)]
+    path = os.pathsep.join(part for part in sys.path if part)
+    # One thread each, as everything is small; forks would wait for others.
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *chosen],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"fam')]
+    found = {(line.pop("family"), line.pop("case")): line for line in lines}
+    missing = {name for name in chosen if (name, "options") not in found}
+    assert not missing, done.stderr[-8000:]
+    return found
+
+
+def _of(table: dict[tuple[str, str], Any], family: str, case: str) -> Any:
+    """The entry of a case, or else of the last of its modalities that has one."""
+    names = [case, *sorted((MODALITIES[item] for item in CASES[case][1]), reverse=True)]
+    return next((table[family, name] for name in names if (family, name) in table), None)
+
+
+@pytest.mark.parametrize(("family", "case"), list(_cases()))
+def test_prompts_and_features_are_one_servers(results, family: str, case: str) -> None:
+    told = results[family, case]
+    refused = _of(REFUSED, family, case)
+    if refused is not None:
+        words, end = refused
+        assert words in told["ours"]
+        assert told["one_server"].startswith(end) if end else told["one_server"] == ["answers"]
+    else:
+        assert told["ours"] > 30
+        # SGLang fills up the sounds of a prompt to one length, and an encoder sees each alone.
+        assert set(told["one_server"]) <= {"features of AUDIO"}
+    differs = _of(IN_TREE_DIFFERS, family, case) or set()
+    if isinstance(differs, str):
+        assert told["in_tree"].startswith(differs)
+    else:
+        assert set(told["in_tree"]) == differs
+
+
+@pytest.mark.parametrize("family", LISTED)
+def test_options_that_one_server_follows_are_refused(results, family: str) -> None:
+    follows = any(results[family, "options"].values())
+    architecture = LISTED[family].architecture
+    expected = not follows and family_of(architecture) is None
+    assert takes_options(architecture) == expected

@@ -4,7 +4,7 @@
 
 Replays what SGLang 0.5.23 does with embeddings in host memory at prefill (concatenate, split
 columns, copy, scatter; its own functions where they can be imported) with and without
-`sglang_epd.language.staging`, on one host thread, as in SGLang's schedulers:
+`sglang_epd.language.uploads`, on one host thread, as in SGLang's schedulers:
 
 - *as before*: everything on the host, then blocking copies.
 - *staged*: rows are copied when the pass is launched; from pageable or registered memory.
@@ -40,7 +40,7 @@ if not __package__:  # a program; in the tests encoder.py there would hide their
 
 from gpu.results import Results, arguments  # noqa: E402
 from sglang_epd.device import Device, device_of  # noqa: E402
-from sglang_epd.language.staging import Stager  # noqa: E402
+from sglang_epd.language.uploads import Stager  # noqa: E402
 
 _ROUNDS = 24
 _TEXT_TOKENS = 64

@@ -97,8 +97,9 @@ HOOKS = (
     # ... tokenizer process: encoders hear that a request is over.
     _manager("abort_request", "after", requests.after("cancel")),
     _manager("_release_req_states_on_failure", "after", requests.after("cancel_refused")),
-    # ... tokenizer process: an answer, and a trace, say where the media came from.
-    _manager("_wait_one_response", "around", requests.around("tell_sources")),
+    # ... tokenizer process: a request whose client has left is aborted; an answer, and a trace,
+    # say where the media came from.
+    _manager("_wait_one_response", "around", requests.around("attend")),
     _manager("convert_to_span_attrs", "after", tracing.add_sources),
     # ... tokenizer process: a stream that fails before its first token has an HTTP status.
     _manager("_handle_abort_finish_reason", "around", requests.around("answer_before_streaming")),

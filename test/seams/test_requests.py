@@ -46,15 +46,23 @@ def manager() -> Manager:
     return Manager()
 
 
+@pytest.fixture(params=[True, False])
+def tells(request: pytest.FixtureRequest) -> bool:
+    """Whether answers say where media came from."""
+    told: bool = request.param
+    return told
+
+
 @pytest.fixture
-async def url(manager: Manager, obj: SimpleNamespace) -> AsyncIterator[str]:
+async def url(manager: Manager, obj: SimpleNamespace, tells: bool) -> AsyncIterator[str]:
     frontend: Any = SimpleNamespace(account=lambda _rid: {"computed": 1})
-    seam = TokenizerSeam(frontend, SimpleNamespace(), 60.0)  # type: ignore[arg-type]
+    control: Any = SimpleNamespace()
+    seam = TokenizerSeam(frontend, control, 60.0, tells_sources=tells)
 
     async def chat(http: Request) -> JSONResponse:
         await http.body()
         try:
-            answers = seam.tell_sources(Manager.answers, manager, obj, http)
+            answers = seam.attend(Manager.answers, manager, obj, http)
             return JSONResponse([answer async for answer in answers])
         finally:
             manager.ended.set()
@@ -95,11 +103,11 @@ async def test_a_request_is_aborted_when_its_client_leaves(asking, manager):
     assert manager.aborted == ["rid"]
 
 
-async def test_a_client_that_stays_has_its_answer(asking, manager):
+async def test_a_client_that_stays_has_its_answer(asking, manager, tells):
     await asyncio.sleep(0.1)
     manager.answered.set()
     async with asyncio.timeout(PATIENCE_S):
-        assert await asking == [{"meta_info": {"media_sources": {"computed": 1}}}]
+        assert await asking == [{"meta_info": {"media_sources": {"computed": 1}} if tells else {}}]
     await asyncio.sleep(0.1)
     assert manager.aborted == []
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_epd.device import Host
-from sglang_epd.language.staging import Stager
+from sglang_epd.language.uploads import Stager
 from sglang_epd.seams import staging
 from sglang_epd.transfer.arena import Arena
 

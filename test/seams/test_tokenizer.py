@@ -541,5 +541,5 @@ async def test_answers_say_where_media_came_from_unless_they_are_not_to(tells, c
 
     frontend = SimpleNamespace(account={"rid": {"computed": 1}}.get)
     seam = TokenizerSeam(frontend, collector, 60.0, tells_sources=tells)
-    (answer,) = [one async for one in seam.tell_sources(answers, None, Request(images=[b"1"]))]
+    (answer,) = [one async for one in seam.attend(answers, None, Request(images=[b"1"]))]
     assert answer["meta_info"] == ({"media_sources": {"computed": 1}} if tells else {})

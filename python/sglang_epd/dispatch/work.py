@@ -1,4 +1,4 @@
-"""An item as a policy sees it: its key and the expected cost of its encoding.
+"""An item as a policy sees it: its key and the expected cost of its encoding, in patches.
 
 Both are estimates, made before anything is fetched or decoded. The encoder has the true
 key and the true cost.

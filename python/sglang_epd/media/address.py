@@ -1,4 +1,4 @@
-"""Which IP addresses a media URL may lead to.
+"""The table of IP addresses that media may be fetched from.
 
 The default is the public internet and nothing else. The tables are the special-purpose
 registries of IANA (RFC 6890), written out because `ipaddress.is_global` differs

@@ -1,4 +1,4 @@
-"""Whether a video or sound file may be shown to FFmpeg, and the cost of a video.
+"""Whether a video or sound file may be shown to FFmpeg, and the limits of a video.
 
 FFmpeg opens every format that it recognises, playlists that name other files and hosts among it.
 So files are admitted by their format: videos as ISO base media, that is MP4 and QuickTime,

@@ -1,4 +1,5 @@
-"""An image's width and height, read from its first bytes, and the cost of decoding an item.
+"""An image's width and height, read from its first bytes, and the cost of decoding an item, in
+pixels, for the queue of an encoder.
 
 For estimates: it looks at a few numbers, decodes nothing, allocates nothing, and takes
 microseconds for any input. `decode_image` decides what an image is.

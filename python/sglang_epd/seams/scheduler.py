@@ -25,7 +25,7 @@ from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
-from sglang_epd.language.staging import Stager
+from sglang_epd.language.uploads import Stager
 from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.arena import ReceivedItem

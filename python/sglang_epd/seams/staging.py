@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sglang_epd.device import device_of
-from sglang_epd.language.staging import Stager
+from sglang_epd.language.uploads import Stager
 from sglang_epd.transfer.arena import Arena
 
 logger = logging.getLogger(__name__)

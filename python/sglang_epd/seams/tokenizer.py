@@ -214,17 +214,27 @@ class TokenizerSeam:
         for rid in request_states.keys() - self._live.keys():
             self.frontend.cancel(rid)
 
-    def tell_sources(
-        self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
-    ) -> Any:
-        """Around `_wait_one_response`: answers say where a request's media came from, and
-        are given up when the client leaves."""
+    def attend(self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any) -> Any:
+        """Around `_wait_one_response`: a request with media is aborted when its client leaves,
+        and its answers say where the media came from."""
         answers = original(manager, obj, *args, **options)
-        if not self._tells_sources or not obj.contains_mm_input():
+        if not obj.contains_mm_input():
             return answers
         http = args[0] if args else options.get("request")
-        attended = aborted_when_left(manager, obj, http)
-        return _with_sources(answers, attended, self.frontend, obj.rid)
+        return self._attended(answers, aborted_when_left(manager, obj, http), obj.rid)
+
+    async def _attended(
+        self,
+        answers: AsyncGenerator[dict[str, Any]],
+        watched: contextlib.AbstractAsyncContextManager[None],
+        rid: str,
+    ) -> AsyncGenerator[dict[str, Any]]:
+        async with contextlib.aclosing(answers), watched:
+            async for answer in answers:
+                account = self.frontend.account(rid) if self._tells_sources else None
+                if account is not None:
+                    answer["meta_info"]["media_sources"] = account
+                yield answer
 
     async def answer_before_streaming(
         self, original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
@@ -385,17 +395,3 @@ async def _after_reading(
                 yield answer
         finally:
             reading.forget()
-
-
-async def _with_sources(
-    answers: AsyncGenerator[dict[str, Any]],
-    attended: contextlib.AbstractAsyncContextManager[None],
-    frontend: Frontend,
-    rid: str,
-) -> AsyncGenerator[dict[str, Any]]:
-    async with contextlib.aclosing(answers), attended:
-        async for answer in answers:
-            account = frontend.account(rid)
-            if account is not None:
-                answer["meta_info"]["media_sources"] = account
-            yield answer

@@ -1,4 +1,5 @@
-"""The ledger: expected, granted and received items; decides to grant, hold or decline offers.
+"""The ledger: expected, granted and received items; decides to grant, hold or decline
+offers, and to use an embedding that is kept.
 
 One entry a request (by ticket), one record an item. An item whose embedding is cached for
 another request is not received again: it is pinned when its own request is passed on, and

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from devices.late import LateDevice
-from sglang_epd.language.staging import Stager
+from sglang_epd.language.uploads import Stager
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.extents import ALIGNMENT

@@ -140,7 +140,8 @@ def test_a_client_that_leaves_is_forgotten(
 ) -> None:
     topology, client = entry
     messages = [user(image_part(data_url(photographs[0])), text_part("What is it?"))]
-    body = {"model": "default", "messages": messages, "max_tokens": 64}
+    # Long enough to be under way when the last of them leaves.
+    body = {"model": "default", "messages": messages, "max_tokens": 512, "ignore_eos": True}
     for timeout_s in (0.01, 0.05, 0.1):
         with pytest.raises(requests.Timeout):
             url = f"{client.url}/v1/chat/completions"

@@ -418,7 +418,8 @@ async def measure(
     if not topology.decodes:
         urls = running.urls("language" if topology.encoders else "server")[: topology.language]
     outcomes: list[dict[str, Any]] = []
-    async with aiohttp.ClientSession() as session:
+    # A connection of its own for each request: servers close idle ones after 5 s.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         sender = Sender(session, topology.name)
         await sender.learn(urls[0])
         host = await idle(sender, urls, profile, dilation, options.repeats)

@@ -314,14 +314,15 @@ def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     managers = sglang("managers.tokenizer_manager")
     hooked("TokenizerManager._release_req_states_on_failure")
     manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
-    refused, newer = SimpleNamespace(dispatched=False, obj=None), SimpleNamespace()
+    refused = SimpleNamespace(dispatched=False, obj=None, finished=False)
+    answered, newer = SimpleNamespace(finished=True), SimpleNamespace()
     manager.rid_to_state = {"a": refused, "b": newer}
     manager.encoder_dispatch_ready = {}
     manager._release_lora_once = lambda _state: None
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
     seam.attach(manager)
-    manager._release_req_states_on_failure({"a": refused, "b": refused})
+    manager._release_req_states_on_failure({"a": refused, "b": refused, "c": answered})
     assert frontend.cancelled == ["a"], "the id of the other belongs to a newer request"
 
 

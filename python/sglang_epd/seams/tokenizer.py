@@ -210,9 +210,14 @@ class TokenizerSeam:
 
     def cancel_refused(self, request_states: dict[str, Any]) -> None:
         """After `_release_req_states_on_failure`: SGLang has refused a request that was sent to
-        encoders before it was counted and compared with the model's context."""
-        for rid in request_states.keys() - self._live.keys():
-            self.frontend.cancel(rid)
+        encoders before it was counted and compared with the model's context.
+
+        Not one that it has answered: SGLang cleans up after each answer that is not a stream,
+        and an encoder's word on the items may be on its way.
+        """
+        for rid, state in request_states.items():
+            if rid not in self._live and not state.finished:
+                self.frontend.cancel(rid)
 
     def attend(self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any) -> Any:
         """Around `_wait_one_response`: a request with media is aborted when its client leaves,

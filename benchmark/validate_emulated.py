@@ -255,7 +255,7 @@ class Load:
         self.seen: list[Seen] = []
 
     async def _send(self, body: bytes, due: float) -> None:
-        """To whoever has the fewest requests, as in the simulation."""
+        """Send to the server with the fewest requests, as the simulation does."""
         least = min(self._outstanding)
         equal = [index for index, count in enumerate(self._outstanding) if count == least]
         index = equal[0] if len(equal) == 1 else self._routes.choice(equal)
@@ -318,7 +318,7 @@ class Host:
 
 
 class Options(argparse.Namespace):
-    """What is asked for on the command line."""
+    """The options of the command line."""
 
     topologies: list[str]
     requests: int

@@ -7,7 +7,7 @@ from typing import Any
 
 from pages import table
 
-# What is compared, and how far off a prediction may be.
+# The compared figures, and the largest relative error of each.
 BOUNDS = {
     "requests_per_s": 0.07,
     "ttft_p50_s": 0.15,
@@ -36,7 +36,7 @@ def overrun(one: dict[str, Any]) -> float:
 
 
 def rows(loads: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """What was measured, and how far off the prediction is."""
+    """Each load with its measured figures and the error of each prediction."""
     made = []
     for one in loads:
         cells = [one["topology"], one["case"], one["load"]]

@@ -48,8 +48,9 @@ _HEAD = (
 _PROMPTS = (
     "Prompts need no weights. `test/families/test_in_tree.py` compares token ids, places, rotary "
     "positions and preprocessed features of every family that in-tree EPD lists: as this package, "
-    "as in-tree EPD and as one server make them. Side by side, in text, pictures that are not "
-    "square, several videos and sounds: all are one server's, but for what is refused.\n\n"
+    "as in-tree EPD and as one server make them. The cases are "
+    "pictures side by side, in text and not square, several videos, and sounds. Each is equal to "
+    "one server's, or refused.\n\n"
     "| family | in-tree EPD | this package |\n|---|---|---|\n"
     "| Dots3-Note | answers no request with media | images, in prompts that are text |\n"
     "| GLM-5-Next | no rotary positions; videos without the times and marks of frames "

@@ -1,4 +1,4 @@
-"""Published comparisons as data, and what was measured when one was repeated."""
+"""Published comparisons as data, and the results of repeating one."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Server:
         self._wake(self._may_prefill())
 
     def looks_s(self) -> float:
-        """Time until the scheduler looks at what has arrived: the end of the step that runs."""
+        """Seconds until the scheduler looks for new requests: at the end of the running step."""
         if self._steps_end is None:
             return 0.0
         steps = self._batch.steps_begun(self.env.now - self._steps_begin)

@@ -201,7 +201,7 @@ class TokenizerSeam:
         """After `abort_request`: encoders hear of it.
 
         Not of a request that SGLang has answered: its items have come, and an encoder's word on
-        them may be on its way. A client is often found to have left in the moment after.
+        them may be on its way.
         """
         if abort_all:
             self.frontend.cancel_all()

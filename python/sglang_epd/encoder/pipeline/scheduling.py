@@ -159,7 +159,7 @@ class FairQueue(Generic[_J]):
         heapq.heapify(self._turns)
 
     def _first_owner(self) -> Hashable:
-        """Of the owners that wait, of whom there is one, the one that would be done first."""
+        """The waiting owner that would be done first; at least one has to wait."""
         while True:
             end, owner = self._turns[0]
             if owner in self._waiting and self._ends[owner] == end:

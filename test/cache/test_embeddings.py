@@ -13,8 +13,9 @@ from sglang_epd.wire.messages import Layout, TensorSpec
 WIDTH_BYTES = 16
 
 
-def embedding(rows: int) -> torch.Tensor:
-    return torch.zeros(rows, WIDTH_BYTES // 4)
+def embedding(rows: int, beside: int = 0) -> torch.Tensor:
+    """Rows in a memory with so many of others."""
+    return torch.zeros(rows + beside, WIDTH_BYTES // 4)[:rows]
 
 
 def layout(rows: int, times: int = 0) -> Layout:
@@ -23,8 +24,8 @@ def layout(rows: int, times: int = 0) -> Layout:
     return Layout("IMAGE", spec, [[1, 2, 2 * rows]], extra)
 
 
-def add(cache: EmbeddingCache, key: bytes, rows: int = 1) -> Entry:
-    return cache.add(key, layout(rows), embedding(rows))
+def add(cache: EmbeddingCache, key: bytes, rows: int = 1, beside: int = 0) -> Entry:
+    return cache.add(key, layout(rows), embedding(rows, beside))
 
 
 @pytest.fixture
@@ -94,7 +95,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = EmbeddingCache(
             CAPACITY_ROWS * WIDTH_BYTES, lambda entry: self.evicted.append(entry.key)
         )
+        # Of the memory that each keeps, and those of its own.
         self.rows: dict[Entry, int] = {}
+        self.own_rows: dict[Entry, int] = {}
         # One for each pin.
         self.pinned: list[Entry] = []
         self.idle: list[Entry] = []
@@ -113,14 +116,16 @@ class CacheMachine(RuleBasedStateMachine):
     def held(self) -> set[Entry]:
         return {*self.pinned, *self.idle}
 
-    @rule(key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1))
-    def add(self, key, rows):
+    @rule(
+        key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1), beside=st.integers(0, 3)
+    )
+    def add(self, key, rows, beside):
         if key in self.found:
             with pytest.raises(ValueError, match="there already"):
                 add(self.cache, key, rows)
             return
-        entry = self.found[key] = add(self.cache, key, rows)
-        self.rows[entry] = rows
+        entry = self.found[key] = add(self.cache, key, rows, beside)
+        self.rows[entry], self.own_rows[entry] = rows + beside, rows
         self.pinned.append(entry)
         self.make_room()
 
@@ -140,7 +145,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(entry)
         if entry not in self.pinned and self.found.get(entry.key) is entry:
             self.idle.append(entry)
+            self.rows[entry] = self.own_rows[entry]
             self.make_room()
+
+    @precondition(lambda self: self.pinned)
+    @rule(index=st.integers(0))
+    def own(self, index):
+        entry = self.pinned[index % len(self.pinned)]
+        self.cache.own(entry)
+        self.rows[entry] = self.own_rows[entry]
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key):
@@ -166,6 +179,9 @@ class CacheMachine(RuleBasedStateMachine):
         *_, last = [None, *self.cache.entries()]
         assert not self.idle or last is self.idle[-1]
         assert {*self.cache.entries()} == {*self.found.values()}
+        for entry in self.held:
+            kept = entry.embedding.untyped_storage().nbytes()
+            assert entry.nbytes == kept == WIDTH_BYTES * self.rows[entry]
 
 
 TestCache = CacheMachine.TestCase

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import alone
 
 MAX_ENTRIES = 65_536
 # A long video's layout has thousands of timestamps.
@@ -28,6 +29,7 @@ class Entry:
     """An embedding [tokens, width] on the host, with its layout.
 
     Attributes:
+        nbytes: of the memory that it keeps: its own, or its whole batch's.
         pins: how many use it; changed by the cache alone.
         uses: how often it was found.
     """
@@ -101,7 +103,7 @@ class EmbeddingCache:
         """
         if key in self._entries:
             raise ValueError("an embedding of that key is there already")
-        nbytes = embedding.numel() * embedding.element_size()
+        nbytes = embedding.untyped_storage().nbytes()
         entry = self._entries[key] = Entry(key, layout, embedding, nbytes, pins=1)
         self._bytes += nbytes
         self._make_room()
@@ -122,9 +124,17 @@ class EmbeddingCache:
             self._dropped.remove(entry)
             self._bytes -= entry.nbytes
             return
+        if self.capacity_bytes:
+            self.own(entry)
         self._idle[entry.key] = entry
         self._idle_bytes += entry.nbytes
         self._make_room()
+
+    def own(self, entry: Entry) -> None:
+        """Have a pinned entry lie in memory of its own, as what is kept for long has to."""
+        entry.embedding = alone(entry.embedding)
+        self._bytes += entry.embedding.nbytes - entry.nbytes
+        entry.nbytes = entry.embedding.nbytes
 
     def drop(self, key: bytes) -> bool:
         """Drop one entry, once it is idle; False if there is none."""

@@ -348,6 +348,29 @@ async def test_what_is_kept_for_those_who_wait_is_bounded(
     assert holds[1].source == "computed"
 
 
+@pytest.mark.parametrize("bounds", [{"capacity": 0}, {}], ids=["no cache", "cache"])
+async def test_what_is_kept_for_long_keeps_nothing_of_its_batch(
+    tower, computations, ask, busy, bounds
+):
+    """Until then all that are in use count as the batch's memory, which they keep."""
+    holds = [ask(name) for name in (b"a1", b"a2", b"a3")]
+    await until(lambda: states(computations) == {"ready": 3, "running": 1})
+    busy.release()
+    tower.go_on()
+    embeddings = [await hold.embedding() for hold in holds]
+    assert len({each.untyped_storage().data_ptr() for each in embeddings}) == 1
+    assert computations.status()["staged_bytes"] == 3 * 3 * ROW_BYTES
+    holds[0].want(False)
+    kept = await holds[0].embedding()
+    assert kept.untyped_storage().nbytes() == computations._kept_bytes == ROW_BYTES
+    assert computations.status()["staged_bytes"] == 2 * 3 * ROW_BYTES
+    for hold in holds:
+        hold.release()
+    left = list(computations.cache.entries())
+    assert len(left) == (3 + 1 if computations.cache.capacity_bytes else 0)
+    assert all(entry.embedding.untyped_storage().nbytes() == ROW_BYTES for entry in left)
+
+
 @pytest.mark.parametrize("media", [True, False])
 async def test_what_was_given_up_is_made_again_where_its_media_are_here(
     tower, computations, ask, monkeypatch, media

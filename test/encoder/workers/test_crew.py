@@ -20,9 +20,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.pipeline.computations import Computations
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import TowerLostError
 from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.wire.messages import TensorSpec
 from waiting import until
 
@@ -179,6 +183,38 @@ async def test_what_an_error_says_stays_in_the_worker(make, capfd):
     with pytest.raises(EncodeError, match=r"^the encoder failed on this item \(RuntimeError\)$"):
         await tower.forward([failing])
     assert "RuntimeError: a secret of the engine" in capfd.readouterr().err
+
+
+async def test_the_next_batch_is_launched_while_one_lands(tower, tmp_path):
+    """By the front's own scheduling: the rows of the first batch land once the second, which is
+    asked for later, has begun."""
+    assert tower.depth == 2
+    begun = tmp_path / "begun"
+    bounds, cache = BatchBounds(patches=100, items=1), EmbeddingCache(0)
+    computations = Computations([tower], cache, EncoderMetrics(), batch=bounds)
+    deadline = time.monotonic() + WAIT_S
+    media = [b"lands=%s" % bytes(begun), b"begins=%s" % bytes(begun)]
+    async with asyncio.timeout(WAIT_S):
+        first = computations.hold(b"1" * 32, "IMAGE", media[0], "r", deadline)
+        await until(lambda: computations.status()["queue"]["running"])
+        second = computations.hold(b"2" * 32, "IMAGE", media[1], "r", deadline)
+        for hold, each in zip((first, second), media, strict=True):
+            assert int((await hold.embedding())[0, 0]) == len(each)
+            hold.release()
+    await computations.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_batch_behind_one_that_a_rank_failed_in_is_lost_with_it(make, failing):
+    """The other rank is in the first one, and comes to no other."""
+    tower = await make(2)
+    first = await tower.prepare("IMAGE", b"fails@%d" % failing)
+    second = await tower.prepare("IMAGE", b"rows=1")
+    calls = (tower.forward([first]), tower.forward([second]))
+    async with asyncio.timeout(WAIT_S):
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [TowerLostError] * 2, errors
+    await until(lambda: tower.alive)
 
 
 async def test_ranks_that_may_be_out_of_step_are_started_again(make):

@@ -129,7 +129,7 @@ async def test_those_who_leave_leave_nothing_behind(backend, held, computations,
     assert len(computations.cache) == (1 if computations.cache.capacity_bytes else 0)
 
 
-async def test_what_waits_to_be_written_keeps_nothing_of_its_batch(towers, store, ask):
+async def test_what_waits_to_be_written_keeps_nothing_of_its_batch(towers, ask):
     holds = [ask(name) for name in (b"a1", b"a2", b"a3")]
     await asyncio.gather(*map(value, holds))
     assert max(len(batch) for tower in towers for batch in tower.batches) > 1

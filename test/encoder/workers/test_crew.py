@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from copies import documented
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
@@ -152,6 +153,23 @@ async def test_a_large_embedding_crosses(tower):
     embedding = await embed(tower, b"rows=262144")
     assert embedding.nbytes == 64 << 20
     assert bool((embedding == 11.0).all())
+
+
+async def test_an_embedding_is_copied_once_on_its_way_to_the_front(tower):
+    """By the kernel, into a file in memory that the front maps."""
+    worker = psutil.Process(tower.pids[0])
+    before = worker.io_counters().write_chars
+    embedding = await embed(tower, b"rows=16384")
+    written = worker.io_counters().write_chars - before
+    in_memory = Path("/proc/self/maps").read_text().splitlines()
+    (place,) = (line for line in in_memory if maps(line, embedding.data_ptr()))
+    copies = int("memfd:sglang-epd" not in place), written / embedding.nbytes
+    assert copies == pytest.approx(documented()["from a worker's tower"], abs=0.02)
+
+
+def maps(line: str, address: int) -> bool:
+    begin, end = (int(one, 16) for one in line.split(maxsplit=1)[0].split("-"))
+    return begin <= address < end
 
 
 async def test_errors_are_the_ones_that_were_raised(tower):

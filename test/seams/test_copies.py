@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,10 @@ from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Sender
+from sglang_epd.transfer.sender import Offered, Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
-from sglang_epd.wire.messages import Expect, Layout, TensorSpec
+from sglang_epd.wire.messages import Expect, Layout, Offer, TensorSpec
 from waiting import until
 
 ROWS, WIDTH = 1024, 512
@@ -118,15 +119,41 @@ class Queued(Host):
     queues = True
 
 
+class Watching(Sender):
+    """Counts what it hands to the kernel, and shows its offers."""
+
+    copies: Copies
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.offered: list[Offered] = []
+
+    @property
+    def grants(self) -> int:
+        return sum(offered.granted is not None for offered in self.offered)
+
+    @asynccontextmanager
+    async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
+        async with super().offer(endpoint, offer) as offered:
+            self.offered.append(offered)
+            yield offered
+
+    async def _send(self, peer: Any, frames: list[bytes | memoryview]) -> None:
+        for frame in frames[1:]:
+            self.copies.count("kernel", frame, times=2)  # into it, and out of it
+        await super()._send(peer, frames)
+
+
 class Bare(Engine):
-    """The engine without a model; runs two items together, once it has both."""
+    """The engine without a model; runs its items together, and once their places are granted."""
 
     preparers = 4
     modalities = ("IMAGE",)
     dtype = "float32"
     weights_bytes = 0
 
-    def __init__(self, copies: Copies, items: int, device: Host) -> None:
+    def __init__(self, copies: Copies, items: int, device: Host, sender: Watching) -> None:
+        self._sender = sender
         self._device = device
         self._counted = copies
         self._copies = CopyOut(device) if device.queues else None
@@ -140,21 +167,16 @@ class Bare(Engine):
         layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
         return Prepared(layout, ROWS, "IMAGE", None)
 
+    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+        await until(lambda: self._sender.grants == len(batch))
+        return await super().forward(batch)
+
     def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
         rows = ROWS * len(batch)
         made = torch.arange(float(rows)).unsqueeze(1).expand(-1, WIDTH).contiguous()
         self._counted.nbytes["torch"] = 0  # the tower's own
         self._counted.lies_in(made)
         return made
-
-
-class Watching(Sender):
-    copies: Copies
-
-    async def _send(self, peer: Any, frames: list[bytes | memoryview]) -> None:
-        for frame in frames[1:]:
-            self.copies.count("kernel", frame, times=2)  # into it, and out of it
-        await super()._send(peer, frames)
 
 
 @pytest.fixture
@@ -213,7 +235,7 @@ async def gather(copies, processor, sglang, tmp_path) -> AsyncIterator[Callable[
     opened: list[Any] = []
 
     async def run(
-        items: int, sender: Sender, device: Host, cache_bytes: int, engine: Any, apart: bool
+        items: int, sender: Watching, device: Host, cache_bytes: int, engine: Any, apart: bool
     ) -> list[torch.Tensor]:
         budget = 4 * items * NBYTES
         path = tmp_path / "control"
@@ -222,7 +244,7 @@ async def gather(copies, processor, sglang, tmp_path) -> AsyncIterator[Callable[
         claims = Claims(path)
         arena = claims.connect(PATIENCE_S)
         metrics, cache = EncoderMetrics(), EmbeddingCache(cache_bytes)
-        tower, bounds = Bare(copies, items, device), BatchBounds(items * ROWS, items)
+        tower, bounds = Bare(copies, items, device, sender), BatchBounds(items * ROWS, items)
         opened.extend((receiver.stop, claims.close))
         async with MediaFetcher(MediaLimits()) as fetcher:
             service = EncoderService(

@@ -578,8 +578,12 @@ async def test_items_wait_for_the_only_tower_until_their_deadline(tower, ask, mo
 @one_or_two_towers
 @pytest.mark.parametrize("stage", ["media", "batch"])
 @pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
-async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(towers, ask, stage, slow):
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(
+    towers, ask, stage, slow, depth
+):
     for tower in towers:
+        tower.depth = depth
         getattr(tower, f"deadly_{stage}").add(b"apoison")
         if slow:
             # The others are being prepared whenever the poison takes effect.

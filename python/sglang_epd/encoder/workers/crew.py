@@ -6,8 +6,8 @@ objects, which do not cross processes, and rank 0 answers for all. Ranks meet in
 batch's collectives, so each runs one batch after the other, and every event that may have left
 them out of step there (one failed, one is stuck, one died) ends all of them: a new set is
 started in their place. Items prepared in the old one are lost, and their calls raise
-`TowerLostError`. A batch that was launched behind the one in which a rank failed cannot succeed
-before that: the other ranks wait in it for collectives which the failed one has left out.
+`TowerLostError`. A batch that was launched behind the one in which a rank failed is among them:
+the other ranks wait in it for collectives that the failed rank has left out.
 
 Owns the processes and the calls in flight in them. Knows nothing of SGLang: the caller
 names the function that builds a child.

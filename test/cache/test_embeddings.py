@@ -13,9 +13,8 @@ from sglang_epd.wire.messages import Layout, TensorSpec
 WIDTH_BYTES = 16
 
 
-def embedding(rows: int, beside: int = 0) -> torch.Tensor:
-    """Rows in a memory with so many of others."""
-    return torch.zeros(rows + beside, WIDTH_BYTES // 4)[:rows]
+def embedding(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, WIDTH_BYTES // 4)
 
 
 def layout(rows: int, times: int = 0) -> Layout:
@@ -24,8 +23,8 @@ def layout(rows: int, times: int = 0) -> Layout:
     return Layout("IMAGE", spec, [[1, 2, 2 * rows]], extra)
 
 
-def add(cache: EmbeddingCache, key: bytes, rows: int = 1, beside: int = 0) -> Entry:
-    return cache.add(key, layout(rows), embedding(rows, beside))
+def add(cache: EmbeddingCache, key: bytes, rows: int = 1) -> Entry:
+    return cache.add(key, layout(rows), embedding(rows))
 
 
 @pytest.fixture
@@ -95,9 +94,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = EmbeddingCache(
             CAPACITY_ROWS * WIDTH_BYTES, lambda entry: self.evicted.append(entry.key)
         )
-        # Of the memory that each keeps, and those of its own.
         self.rows: dict[Entry, int] = {}
-        self.own_rows: dict[Entry, int] = {}
+        # That each keeps, with its rows: its own, named by the entry, or its batch's.
+        self.memory: dict[Entry, tuple[object, int]] = {}
+        self.batches: list[torch.Tensor | None] = []  # so that no other has their name
         # One for each pin.
         self.pinned: list[Entry] = []
         self.idle: list[Entry] = []
@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def make_room(self) -> None:
         expected = []
-        while self.idle and sum(self.rows[e] for e in self.held) > CAPACITY_ROWS:
+        while self.idle and self.kept_rows(self.held) > CAPACITY_ROWS:
             gone = self.idle.pop(0)
             del self.found[gone.key]
             expected.append(gone.key)
@@ -116,16 +116,30 @@ class CacheMachine(RuleBasedStateMachine):
     def held(self) -> set[Entry]:
         return {*self.pinned, *self.idle}
 
-    @rule(
-        key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1), beside=st.integers(0, 3)
-    )
-    def add(self, key, rows, beside):
+    def kept_rows(self, entries: set[Entry]) -> int:
+        return sum(dict(self.memory[entry] for entry in entries).values())
+
+    @rule(key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1))
+    def add(self, key, rows):
         if key in self.found:
             with pytest.raises(ValueError, match="there already"):
                 add(self.cache, key, rows)
             return
-        entry = self.found[key] = add(self.cache, key, rows, beside)
-        self.rows[entry], self.own_rows[entry] = rows + beside, rows
+        self.added(add(self.cache, key, rows), None)
+
+    @rule(sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 3), min_size=2, max_size=3))
+    def add_batch(self, sizes):
+        """What is there already leaves its rows unused."""
+        whole = embedding(sum(sizes.values()))
+        for (key, rows), part in zip(sizes.items(), whole.split([*sizes.values()]), strict=True):
+            if key not in self.found:
+                self.added(self.cache.add(key, layout(rows), part), whole)
+
+    def added(self, entry: Entry, batch: torch.Tensor | None) -> None:
+        rows = self.rows[entry] = len(entry.embedding)
+        self.memory[entry] = (entry, rows) if batch is None else (id(batch), len(batch))
+        self.batches.append(batch)
+        self.found[entry.key] = entry
         self.pinned.append(entry)
         self.make_room()
 
@@ -145,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(entry)
         if entry not in self.pinned and self.found.get(entry.key) is entry:
             self.idle.append(entry)
-            self.rows[entry] = self.own_rows[entry]
+            self.memory[entry] = entry, self.rows[entry]
             self.make_room()
 
     @precondition(lambda self: self.pinned)
@@ -153,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
     def own(self, index):
         entry = self.pinned[index % len(self.pinned)]
         self.cache.own(entry)
-        self.rows[entry] = self.own_rows[entry]
+        self.memory[entry] = entry, self.rows[entry]
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key):
@@ -173,15 +187,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         assert not self.evicted
         assert len(self.cache) == len(self.found)
-        assert self.cache.nbytes == WIDTH_BYTES * sum(self.rows[e] for e in self.held)
-        pinned = {*self.pinned}
-        assert self.cache.pinned_bytes == WIDTH_BYTES * sum(self.rows[e] for e in pinned)
+        assert self.cache.nbytes == WIDTH_BYTES * self.kept_rows(self.held)
+        assert self.cache.pinned_bytes == WIDTH_BYTES * self.kept_rows({*self.pinned})
         *_, last = [None, *self.cache.entries()]
         assert not self.idle or last is self.idle[-1]
         assert {*self.cache.entries()} == {*self.found.values()}
         for entry in self.held:
             kept = entry.embedding.untyped_storage().nbytes()
-            assert entry.nbytes == kept == WIDTH_BYTES * self.rows[entry]
+            assert kept == WIDTH_BYTES * self.memory[entry][1]
 
 
 TestCache = CacheMachine.TestCase

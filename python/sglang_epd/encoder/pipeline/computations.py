@@ -297,7 +297,7 @@ class Computations:
 
     def _keep(self, hold: Hold, entry: Entry) -> None:
         """Until an asker without memory wants it, if there is room for that."""
-        if self._kept_bytes + entry.embedding.nbytes <= _KEPT_BYTES:
+        if self._kept_bytes + entry.nbytes <= _KEPT_BYTES:
             self.cache.own(entry)
             self._kept_bytes += entry.nbytes
         else:

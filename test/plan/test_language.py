@@ -101,6 +101,16 @@ def test_a_decode_server_makes_room_when_it_looks(profile, workload):
     assert queue[int(0.9 * len(queue))] < 0.0201
 
 
+def test_an_answer_begins_when_the_prefill_server_has_seen_that_its_kv_arrived(profile, workload):
+    """Two requests come after 50 and 100 ms. The first is prefilled at 250 ms, and the prefill
+    server looks again at 450 ms, when the second is prefilled."""
+    asked = workload("constant", items=0, pictures=[], text_tokens=2000, output_tokens=3)
+    run = simulate(profile(), asked, parse("1EP1D"), Traffic(rate=20, requests=2))
+    assert list(run.ttft) == pytest.approx([0.4, 0.35], abs=1e-4)
+    assert list(run.total) == pytest.approx([0.4, 0.39], abs=1e-4)
+    assert list(run.steps["hand over"]) == pytest.approx([0.2, 0.0], abs=1e-4)
+
+
 def test_a_tower_encodes_the_pictures_whose_tokens_a_chunk_begins(profile):
     queue = PrefillQueue(profile().language, encodes=True, decodes=True)
     request = Request(0, 0, 0.0, 99.0, 1124, 2)

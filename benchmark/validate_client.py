@@ -7,6 +7,7 @@ import base64
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Sender:
 
     Attributes:
         fixed, each: prompt tokens without text, and of a word.
+        sent: pictures by server.
     """
 
     def __init__(self, session: aiohttp.ClientSession, seed: str) -> None:
@@ -55,12 +57,20 @@ class Sender:
         self._pictures = 0
         self._rng = random.Random(seed)
         self.fixed, self.each = 0.0, 1.0
+        self.sent: Counter[str] = Counter()
 
     async def learn(self, url: str) -> None:
         """How many tokens a word is."""
         _, few, many = [await self.ask(url, self.body(words, [], 2)) for words in (9, 20, 120)]
         self.each = (many.prompt - few.prompt) / 100
         self.fixed = few.prompt - 20 * self.each
+
+    async def level(self, urls: Sequence[str], encoders: int) -> None:
+        """Send pictures until each server has sent as many to one encoder as to another: the
+        next goes to the first of them again."""
+        for url in urls:
+            if more := -self.sent[url] % encoders:
+                await self.ask(url, self.body(9, ["224"] * more, 2))
 
     def words(self, tokens: int) -> int:
         return max(1, round((tokens - self.fixed) / self.each))
@@ -102,6 +112,7 @@ class Sender:
         """
         due = time.perf_counter() if due is None else due
         first, usage = 0.0, None
+        self.sent[url] += body.count(b"data:image/")
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         async with self._session.post(
             f"{url}/v1/chat/completions",
@@ -139,12 +150,15 @@ class Load:
         self._demand = Demand(self._workload, profile, demand)
         self._routes = random.Random("0 routes")
         self.seen: list[Seen] = []
+        # The number of the server of each request.
+        self.routes = ""
 
     async def _send(self, body: bytes, due: float) -> None:
         """Send to the server with the fewest requests, as the simulation does."""
         least = min(self._outstanding)
         equal = [index for index, count in enumerate(self._outstanding) if count == least]
         index = equal[0] if len(equal) == 1 else self._routes.choice(equal)
+        self.routes += str(index)
         self._outstanding[index] += 1
         try:
             self.seen.append(await self._sender.ask(self._urls[index], body, due))

@@ -40,6 +40,7 @@ from pages import machine  # noqa: E402
 from validate_client import SIZES, Load, Sender  # noqa: E402
 from validate_loads import (  # noqa: E402
     CASES,
+    POLICY,
     PROFILE,
     Case,
     Host,
@@ -140,8 +141,13 @@ class Fleet:
         load, before = Load(self.sender, self.urls, profile, case), self.spent()
         answered = await load.run(rate / options.dilate, options.requests)
         after = {name: now - before[name] for name, now in self.spent().items()}
+        await self.level()
         busy = {name: one / options.dilate for name, one in after.items()}
         return load, answered * options.dilate, busy
+
+    async def level(self) -> None:
+        """Leave each server where its next picture goes to the first encoder again."""
+        await self.sender.level(self.urls, max(1, self.topology.encoders))
 
     def spent(self) -> dict[str, float]:
         """Seconds of all accelerators by kind, and the overrun."""
@@ -173,6 +179,7 @@ async def measure(
         host = await idle(sender, urls, profile, options.dilate, options.repeats)
         print(topology.name, host, flush=True)
         fleet = Fleet(topology, running, urls, sender, host)
+        await fleet.level()
         for case in cases:
             keep(options.out, "loads", await one_load(fleet, case, profile, options))
         if topology.name in options.goodput:
@@ -195,6 +202,7 @@ async def one_load(fleet: Fleet, case: Case, profile: Profile, options: Options)
             "host": asdict(fleet.host),
             "measured": figures(ttft, tpot, rate),
             "accelerator_s": busy,
+            "routes": load.routes,
             "prompt_tokens": sum(one.prompt for one in load.seen),
             "seconds": time.monotonic() - begin,
             "load_average": os.getloadavg()[0],
@@ -260,6 +268,7 @@ def main() -> None:
 def run(options: Options) -> None:
     profile = load(PROFILE, Profile)
     os.environ["SGLANG_EPD_EMULATE"] = str(PROFILE)
+    os.environ["SGLANG_EPD_DISPATCH_POLICY"] = POLICY
     os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{options.dilate:g}"
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
     print(f"logs in {logs}", flush=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ import numpy as np
 from sglang_epd.profile import HostCosts, Profile
 from sglang_epd.schema import convert, load
 from sglang_epd_plan.goodput import goodput
-from sglang_epd_plan.model import simulate
+from sglang_epd_plan.language import Server
+from sglang_epd_plan.model import Deployment
 from sglang_epd_plan.report import Report, Slo
 from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic, Workload
 
+# Of dispatch: with `affinity` the content of a picture would choose its encoder, which is chance.
+POLICY = "round_robin"
 PROFILE = Path(__file__).parent / "simulated" / "h100-by-8.json"
 _SMALL, _LARGE = {"width": 224, "height": 224}, {"width": 448, "height": 448}
 replace = msgspec.structs.replace
@@ -83,26 +85,27 @@ CASES = (
     Case("one in four with 2 pictures", "2E2PD", _MIXED, rate=16.0),
     Case("one picture", "1E1P1D", _ONE, rate=9.0),
     Case("one in four with 2 pictures", "1E1P1D", _MIXED, rate=9.0),
+    Case("3 to 8 pictures", "1E1P1D", _MANY, rate=2.5),
 )
 
 
 @dataclass(frozen=True)
 class Host:
     """What single requests to idle servers take beside their passes, in the emulated machines'
-    time: a text, and how much more for a picture of each size; a step. Pictures are prepared in
-    `threads`."""
+    time: a text, and how much more for a picture of each size; a step. One picture is ready after
+    the other: two that were ready at the same moment would share a pass, and real ones never are.
+    """
 
     request_s: float
     small_s: float
     large_s: float
     step_s: float
-    threads: int = os.cpu_count() or 1
 
     def on(self, profile: Profile) -> Profile:
         """The profile with them."""
         patch_s = max(0.0, (self.large_s - self.small_s) / (1024 - 256))
         item_s = max(0.0, self.large_s - 1024 * patch_s)
-        host = HostCosts(workers=self.threads, item_s=item_s, patch_s=patch_s)
+        host = HostCosts(item_s=item_s, patch_s=patch_s)
         return replace(
             profile,
             encoder=replace(profile.encoder, host=host),
@@ -140,9 +143,30 @@ def worked(run: Report) -> dict[str, float]:
     return {kind: run.busy[name] * run.end_s * count for kind, (name, count) in servers.items()}
 
 
-def predict(profile: Profile, case: Case, requests: int) -> tuple[Report, dict[str, float]]:
+class Replayed(Deployment):
+    """Requests go to the servers that real ones were sent to: of equal servers a few milliseconds
+    decide, and all later requests differ."""
+
+    routes: Iterator[str] = iter("")
+
+    def _route(self, servers: list[Server]) -> int:
+        sent = next(self.routes, None) if servers is self.prefills else None
+        return super()._route(servers) if sent is None else int(sent)
+
+
+def predict(
+    profile: Profile, case: Case, requests: int, routes: str = ""
+) -> tuple[Report, dict[str, float]]:
+    """What the simulation says of a load.
+
+    Args:
+        routes: the number of the server of each request, if they are known.
+    """
+    topology = parse(case.topology, policy=POLICY)
     traffic = Traffic(rate=case.rate, requests=requests)
-    run = simulate(profile, case.workload(), parse(case.topology), traffic)
+    deployment = Replayed(profile, case.workload(), topology, traffic)
+    deployment.routes = iter(routes)
+    run = deployment.run()
     return run, figures(run.ttft, run.tpot, run.throughput)
 
 
@@ -150,7 +174,7 @@ def again(one: dict[str, Any]) -> dict[str, Any]:
     """A load that was measured, with what the simulation says of it now."""
     case = next(case for case in CASES if case.told == told(one))
     profile = Host(**one["host"]).on(load(PROFILE, Profile))
-    run, predicted = predict(profile, case, one["requests"])
+    run, predicted = predict(profile, case, one["requests"], one.get("routes", ""))
     return {**one, "predicted": predicted, "predicted_s": worked(run)}
 
 
@@ -174,7 +198,7 @@ def bounds(profile: Profile) -> Slo:
 
 def goodput_again(one: dict[str, Any]) -> dict[str, Any]:
     """A goodput that was measured, with what the simulation says of it now."""
-    topology, requests = parse(one["topology"]), one["requests"]
+    topology, requests = parse(one["topology"], policy=POLICY), one["requests"]
     found = goodput(
         Host(**one["host"]).on(load(PROFILE, Profile)),
         sought(topology.name).workload(), topology, Slo(**one["slo"]),

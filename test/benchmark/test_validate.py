@@ -1,13 +1,18 @@
 """The planner beside emulated servers: what is sent, what is taken for idle, what is within."""
 
 import json
+from collections import Counter
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
+import validate_client as client
 import validate_emulated as validate
 import validate_loads as loads
 import validate_report as report
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from comparison.arms import Place, Running
 
 from sglang_epd.profile import Profile
@@ -37,6 +42,27 @@ def test_topologies_share_the_servers_of_the_largest() -> None:
         ["1E1P1D"],
         ["1E1PD"],
     ]
+
+
+async def test_each_server_has_sent_as_many_pictures_to_one_encoder_as_to_another() -> None:
+    came: Counter[str] = Counter()
+
+    async def answer(request: web.Request) -> web.Response:
+        parts = (await request.json())["messages"][0]["content"]
+        came[str(request.url.origin())] += sum(part["type"] == "image_url" for part in parts)
+        usage = {"prompt_tokens": 9, "completion_tokens": 2}
+        delta = json.dumps({"choices": [{"delta": {"content": "a"}}], "usage": usage})
+        return web.Response(text=f"data: {delta}\n\n")
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(app) as one, TestServer(app) as two, aiohttp.ClientSession() as session:
+        urls = [str(server.make_url("")).rstrip("/") for server in (one, two)]
+        sender = client.Sender(session, "seed")
+        await sender.ask(urls[0], sender.body(9, ["224"] * 4, 2))
+        for _ in range(2):
+            await sender.level(urls, 3)
+        assert came == {urls[0]: 6}
 
 
 def test_what_is_kept_takes_the_place_of_an_earlier_run_of_its_load(tmp_path) -> None:
@@ -107,7 +133,7 @@ def test_the_page_says_how_far_off_each_figure_is() -> None:
     page = report.page({**kept, "goodput": [found]})
     assert "| 5.00, +0% |" in page and "| 5.00, +10% |" in page
     assert "1 of 2, 2 of 2" in page and "in all of\nthem: 1 of 2" in page
-    assert "| 4.0 yes, 6.0 no | 5.0 | 5.5 | +10% |" in page
+    assert "| 300, 30.0 | 4.0 yes, 6.0 no | 5.0 | 5.5 | +10% |" in page
     assert "| +10.0% | +0.0% | +0.0% |" in page
 
 

@@ -218,18 +218,18 @@ class Deployment:
 
     def _handed_over(self, request: Request, server: Server, decode: Server) -> None:
         """The decode server has the KV, which the prefill server sees when it looks."""
-        seconds = server.looks_s()
+        seconds, budget = server.looks_s(), self.budgets[self._prefill_of[request.number]]
         request.passed_on = self.env.now + seconds
         if seconds:
-            self._after(seconds, partial(self._sent, request, server))
+            self._after(seconds, partial(self._sent, request, server, budget))
         else:
-            self._sent(request, server)
+            self._sent(request, server, budget)
         decode.add_prefilled(request)
 
-    def _sent(self, request: Request, server: Server) -> None:
+    def _sent(self, request: Request, server: Server, budget: ReceiveBudget) -> None:
         server.outstanding -= 1
         server.release(request)
-        self.budgets[self._prefill_of[request.number]].release(request)
+        budget.release(request)
 
     def _answered(self, request: Request) -> None:
         """The last token was made; its router may still hold the answer back."""

@@ -26,9 +26,16 @@ if TYPE_CHECKING:  # imports zmq, in processes that need none of this
 
 
 class Installed:
-    """The gate before this process's scheduler; None where it is no language server's."""
+    """Of this process's scheduler.
+
+    Attributes:
+        gate: before its queues; None where it is no language server's, and where the ranks
+            that run a request together are in several stages or on several hosts.
+        releases: whether it gives embeddings back as soon as SGLang is done with them.
+    """
 
     gate: PrefixGate | None = None
+    releases = False
 
 
 class RadixTree:
@@ -157,7 +164,7 @@ def drop(_result: None, mm_inputs: Any) -> None:
     and its scheduler keeps the inputs of the last prefill batch for as long as there is no
     other. Where memory is short the next prefill may be waiting for just that.
     """
-    if Installed.gate is not None:
+    if Installed.releases:
         for item in mm_inputs.mm_items:
             item.precomputed_embeddings = None
 
@@ -165,7 +172,7 @@ def drop(_result: None, mm_inputs: Any) -> None:
 def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options: Any) -> None:
     """After `process_disagg_prefill_inflight_queue`, which returns the requests whose KV has
     been sent: none of them is computed again."""
-    for request in done if Installed.gate is not None else ():
+    for request in done if Installed.releases else ():
         if request.multimodal_inputs is not None and request.session is None:
             request.multimodal_inputs.release_features()
 

@@ -159,7 +159,7 @@ class Topology:
         if kind == "router":
             return self._router()
         encoders = [self.urls[name] for name in self._named("encoder")]
-        bootstrap = str(self.ports[f"{role} bootstrap"])
+        bootstrap = str(self.ports[f"{name} bootstrap"])
         language = ["--language-only", "--encoder-urls", *encoders]
         # A prefill server has another use for the port below.
         registry = bootstrap if kind == "language" else str(free_port())
@@ -238,6 +238,7 @@ _FULL = ("encoder", "language", "prefill", "decode", "router")
 _TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
+_PP2 = "--pp-size 2"
 _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
@@ -271,11 +272,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # One encoder serves all backends.
     "others": lambda: Topology(
         _TINY,
-        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake", "language@stages"),
         flags={
             "encoder": "--encoder-transfer-backend mooncake",
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
             "language@mooncake": "--encoder-transfer-backend mooncake",
+            "language@stages": _PP2,
         },
     ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
@@ -297,6 +299,37 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@zmq_to_tokenizer": f"{_TP2} --encoder-transfer-backend zmq_to_tokenizer",
             "language@replicas": "--dp-size 2",
         },
+    ),
+    "stages": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language": _PP2,
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
+    ),
+    # Three layers; features of the tower's lower layers are added to the first two.
+    "stages_apart": lambda: Topology(
+        "tiny-qwen3-vl",
+        _APART,
+        flags={"prefill": _PP2},
+        own_env={"prefill": {"SGLANG_PP_LAYER_PARTITION": "2,1"}},
+    ),
+    "hosts": lambda: Topology(
+        _TINY,
+        (
+            *("encoder", "language@zmq_to_scheduler", "language@zmq_to_scheduler#1"),
+            *("language@zmq_to_tokenizer", "language@zmq_to_tokenizer#1"),
+        ),
+        flags={
+            "language": f"{_TP2} --watchdog-timeout 20",
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+    ),
+    "hosts_apart": lambda: Topology(
+        _TINY, ("encoder", "prefill", "prefill#1", "decode", "router"), flags={"prefill": _TP2}
     ),
     "ranks_apart": lambda: Topology(_TINY, _APART, flags={"prefill": _TP2, "decode": _TP2}),
     "two_of_each": lambda: Topology(

@@ -70,10 +70,11 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
         architecture = hf_config.architectures[0]
         if family_of(architecture) is not None:
             yield f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
-    if args.encoder_only:
-        yield from _of_encoders(args, hf_config)
-    else:
-        yield from _of_language_servers(args, hf_config)
+    if args.pp_size > 1 and args.language_only:
+        architecture = hf_config.architectures[0]
+        if family_of(architecture) is not None:
+            yield f"--pp-size with --language-only was not tried with {architecture}"
+    yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
             yield f"--encoder-urls: {url!r} is not an http:// or https:// URL"
@@ -81,14 +82,8 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
 
 def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
     """Flags that SGLang's own encoder honours, and ours does not."""
-    sizes = {
-        "--pp-size": args.pp_size,
-        "--nnodes": args.nnodes,
-        "--attn-dp-size": args.attn_dp_size,
-    }
-    for flag, value in sizes.items():
-        if value and value > 1:
-            yield f"{flag} {value} with --encoder-only is not in this version; {_RIVAL}"
+    if args.nnodes > 1:
+        yield f"--nnodes {args.nnodes} with --encoder-only is not in this version; {_RIVAL}"
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}"
     if args.enable_ssl_refresh:
@@ -102,11 +97,8 @@ def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
         yield from _undivided_heads(hf_config, args.tp_size)
 
 
-def _of_language_servers(args: Any, hf_config: Any) -> Iterator[str]:
+def _of_language_servers(args: Any) -> Iterator[str]:
     from sglang.srt.environ import envs
-
-    if args.pp_size > 1 and family_of(architecture := hf_config.architectures[0]) is not None:
-        yield f"--pp-size {args.pp_size} with --language-only was not tried with {architecture}"
 
     mode = envs.SGLANG_ENCODER_MM_RECEIVER_MODE.get()
     if mode != "http":

@@ -109,10 +109,10 @@ def test_the_first_stages_ranks_on_the_first_host_read(sglang, monkeypatch, widt
         ({"tp_size": 2, "dp_size": 2}, False, True),
         ({}, True, False),
         ({"pp_size": 2}, False, False),
-        ({"nnodes": 2, "tp_size": 2}, False, False),
+        ({"nnodes": 2, "tp_size": 2}, False, True),
     ],
 )
-def test_the_prefix_cache_is_asked_where_all_ranks_can_hold_a_request(widths, disabled, asks):
+def test_the_prefix_cache_is_asked_where_there_is_one_stage(widths, disabled, asks):
     assert receiving.asks_prefix(parallel(**widths), disabled) == asks
 
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
     from sglang_epd.language.prefix import PrefixGate
-    from sglang_epd.transfer.arena import Arena
+    from sglang_epd.language.relay import Receive
 
 
 class Installed:
     """Of this process's scheduler.
 
     Attributes:
-        gate: before its queues; None where it is no language server's, and where the ranks
-            that run a request together are in several stages or on several hosts.
+        gate: before its queues; None where it is no language server's, and with several
+            pipeline stages.
         releases: whether it gives embeddings back as soon as SGLang is done with them.
     """
 
@@ -177,15 +177,15 @@ def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options:
             request.multimodal_inputs.release_features()
 
 
-def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> PrefixGate:
+def install(scheduler: Any, leader: Leader | None, receive: Receive) -> PrefixGate:
     """Put a gate before this process's scheduler.
 
     Args:
         leader: None on ranks that do not lead.
-        reader: this process's number among those that read the arena.
+        receive: reads the items of a claim.
     """
     from sglang_epd.language.prefix import PrefixGate
 
     tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)
-    gate = Installed.gate = PrefixGate(tree, queue, leader, arena, reader)
+    gate = Installed.gate = PrefixGate(tree, queue, leader, receive)
     return gate

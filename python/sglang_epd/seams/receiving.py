@@ -78,10 +78,10 @@ def ranks(parallel: Any) -> Ranks:
 def asks_prefix(parallel: Any, disable_radix_cache: bool) -> bool:
     """Whether the prefix cache is asked before embeddings are sent.
 
-    Not where ranks that run a request together are in several pipeline stages or on several
-    hosts: each would have to hold the request back in the same tick.
+    Not with several pipeline stages: the first one only hears what has settled, and all have
+    to schedule the same requests.
     """
-    return not disable_radix_cache and parallel.pp_size == 1 and parallel.nnodes == 1
+    return not disable_radix_cache and parallel.pp_size == 1
 
 
 def start(readers: int) -> None:

@@ -171,8 +171,8 @@ def create_backend(
             # SGLang's Rust server brings a sleeper without one, which wakes once a second.
             if hasattr(scheduler.idle_sleeper, "poller"):
                 scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
-        if parallel.pp_size == parallel.nnodes == 1:
-            gate = prefix.install(scheduler, leader, arena, ranks.reader)
+    if parallel.pp_size == 1:
+        gate = prefix.install(scheduler, leader, receive)
     host = SimpleNamespace(scheduler=scheduler)
     backend = Backend(
         receive,

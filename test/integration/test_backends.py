@@ -37,6 +37,7 @@ ENTRIES = [
             ("stages", "language@zmq_to_tokenizer"),
             ("stages", "language@mooncake"),
             ("stages_apart", "router"),
+            ("stage_a_host", "language@stages"),
             ("hosts", "language@zmq_to_scheduler"),
             ("hosts", "language@zmq_to_tokenizer"),
             ("hosts_apart", "router"),

@@ -328,6 +328,9 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
         },
     ),
+    "stage_a_host": lambda: Topology(
+        _TINY, ("encoder", "language@stages", "language@stages#1"), flags={"language": _PP2}
+    ),
     "hosts_apart": lambda: Topology(
         _TINY, ("encoder", "prefill", "prefill#1", "decode", "router"), flags={"prefill": _TP2}
     ),

@@ -314,8 +314,9 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "stages_apart": lambda: Topology(
         "tiny-qwen3-vl",
         _APART,
-        flags={"prefill": _PP2},
-        own_env={"prefill": {"SGLANG_PP_LAYER_PARTITION": "2,1"}},
+        {"SGLANG_PP_LAYER_PARTITION": "2,1"},
+        # SGLang answers otherwise behind a decode server with one stage, without encoders too.
+        {"prefill": _PP2, "decode": _PP2},
     ),
     "hosts": lambda: Topology(
         _TINY,

@@ -76,12 +76,6 @@ def test_a_backend_that_has_no_handler_takes_tritons():
     assert "    MLA = auto()" in methods
 
 
-def test_rows_are_copied_by_the_function_that_is_set():
-    module = source("sglang.srt.layers.dp_attention")
-    assert "memcpy_func = memcpy_cpu if _is_cpu else memcpy_triton" in module
-    assert "    memcpy_func(dst, src, dim, offset, sz, offset_src)\n" in module
-
-
 def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():
     backend = class_of("sglang.srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend")
     theirs = method(backend, "_run_sdpa_forward_extend").args

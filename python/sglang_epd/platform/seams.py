@@ -61,14 +61,6 @@ def absorb_latents(handlers: ModuleType) -> None:
     handlers.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
 
 
-def copy_rows(dp_attention: Any) -> None:
-    """Put the rows of attention's data-parallel ranks together without Triton's kernel.
-
-    SGLang's own function for that is chosen on its own CPU engine only.
-    """
-    dp_attention.memcpy_func = dp_attention.memcpy_cpu
-
-
 _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
     "sglang.srt.managers.scheduler": idle.install,
@@ -77,7 +69,6 @@ _CHANGES = {
     "sglang.kernels.ops.gemm.fp8_kernel": name_device,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latents,
     "sglang.srt.layers.attention.torch_native_backend": prefix_attention.install,
-    "sglang.srt.layers.dp_attention": copy_rows,
     "sglang.srt.multimodal.processors.qwen_vl": leave_frames,
 }
 _asked = False

@@ -325,7 +325,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             *("language@zmq_to_tokenizer", "language@zmq_to_tokenizer#1"),
         ),
         flags={
-            "language": f"{_TP2} --watchdog-timeout 20",
+            "language": _TP2,
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
         },
     ),

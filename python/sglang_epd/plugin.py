@@ -22,6 +22,7 @@ from sglang_epd.seams import (
     roles,
     rundir,
     server_args,
+    stages,
     staging,
     tracing,
     vision_weights,
@@ -36,6 +37,7 @@ _CONN = "sglang.srt.disaggregation.common.conn"
 _PREFILL = "sglang.srt.disaggregation.prefill"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_STAGES = "sglang.srt.managers.scheduler_pp_mixin"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
@@ -119,6 +121,8 @@ HOOKS = (
     Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),
     Hook(_POLICY, "PrefillAdder.add_one_req", "around", prefix.add_one),
     Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
+    # ... schedulers, --pp-size: embeddings stay with the first stage.
+    Hook(_STAGES, "SchedulerPPMixin._pp_send_pyobj_to_next_stage", "around", stages.send),
     # ... schedulers on an accelerator: embeddings go onto it while it computes.
     Hook(_MULTIMODAL, "get_embedding_chunk", "around", staging.take_rows),
     Hook(_KV_POOL, "mm_runtime_reservation_gb", "around", staging.reserve),

@@ -24,6 +24,7 @@ _READ_LATE = (
     "SGLANG_EPD",
     "SGLANG_VLM_CACHE_SIZE_MB",
     "SGLANG_RADIX_FORCE_MISS",
+    "SGLANG_PP_LAYER_PARTITION",
     fork_server.BREAKS,
     # Another one in each test.
     "PYTEST_CURRENT_TEST",

@@ -19,6 +19,7 @@ _USES = {
     "": "qwen3",
     # Compared with what has been asked of either by now.
     "test_backends": "backends",
+    "test_large": "large",
     "test_chaos": "chaos",
     "test_survival_links": "two_encoders",
     "test_survival": "two_encoders",

@@ -23,6 +23,7 @@ Photographs = list[Image.Image]
 ENTRIES = [
     ("others", "language@zmq_to_tokenizer"),
     ("others", "language@mooncake"),
+    ("others", "language@stages"),
     ("ranks", "language@zmq_to_scheduler"),
     ("ranks", "language@mooncake"),
     *(
@@ -33,6 +34,13 @@ ENTRIES = [
             ("replicas", "language@zmq_to_tokenizer"),
             ("replicas", "language@replicas"),
             ("ranks_apart", "router"),
+            ("stages", "language@zmq_to_tokenizer"),
+            ("stages", "language@mooncake"),
+            ("stages_apart", "router"),
+            ("stage_a_host", "language@stages"),
+            ("hosts", "language@zmq_to_scheduler"),
+            ("hosts", "language@zmq_to_tokenizer"),
+            ("hosts_apart", "router"),
         )
     ),
 ]

@@ -50,7 +50,8 @@ class Topology:
             colocated, caching (one server that does all, and keeps what it can), prefill,
             decode, router. Each may be there several times, told
             apart by what follows an "@"; the language and prefill servers are told of
-            all encoders, and the router of all prefill and decode servers.
+            all encoders, and the router of all prefill and decode servers. What has the name
+            of another and a "#" is the same server on its next host.
         env: added to every server's environment.
         flags: added to the command lines of a role, or of one server.
         own_env: added to one server's environment.
@@ -80,7 +81,8 @@ class Topology:
         for role in self.roles:
             self.ports[role] = free_port()
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
-            self.ports[f"{role} bootstrap"] = free_port()
+            for use in ("bootstrap", "group"):
+                self.ports[f"{role} {use}"] = free_port()
         for role in self.roles:
             self.servers[role] = self._server(role, logs)
             # The mini-lb asks its servers about themselves as it starts.
@@ -152,11 +154,12 @@ class Topology:
 
     def command(self, role: str, path: str) -> list[str]:
         """The command line that a user would type."""
-        kind = role.partition("@")[0]
+        name = role.partition("#")[0]
+        kind = name.partition("@")[0]
         if kind == "router":
             return self._router()
         encoders = [self.urls[name] for name in self._named("encoder")]
-        bootstrap = str(self.ports[f"{role} bootstrap"])
+        bootstrap = str(self.ports[f"{name} bootstrap"])
         language = ["--language-only", "--encoder-urls", *encoders]
         # A prefill server has another use for the port below.
         registry = bootstrap if kind == "language" else str(free_port())
@@ -178,9 +181,20 @@ class Topology:
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", path),
             *("--dtype", "float32", "--port", str(self.ports[role])),
             *own,
+            *self._place(role),
             *shlex.split(self.flags.get(kind, "")),
-            *(shlex.split(self.flags[role]) if role != kind and role in self.flags else ()),
+            *(shlex.split(self.flags[name]) if name != kind and name in self.flags else ()),
         ]
+
+    def _place(self, role: str) -> list[str]:
+        """Which host of a server this is, where it has several."""
+        first = role.partition("#")[0]
+        hosts = [name for name in self.roles if name.partition("#")[0] == first]
+        if hosts == [role]:
+            return []
+        address = f"127.0.0.1:{self.ports[f'{first} group']}"
+        count, rank = str(len(hosts)), str(hosts.index(role))
+        return ["--nnodes", count, "--node-rank", rank, "--dist-init-addr", address]
 
     def _router(self) -> list[str]:
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
@@ -197,7 +211,7 @@ class Topology:
         return "/readiness" if role == "router" and not mini else "/health"
 
     def _named(self, kind: str) -> list[str]:
-        return [role for role in self.roles if role.partition("@")[0] == kind]
+        return [one for one in self.roles if one.partition("@")[0] == kind and "#" not in one]
 
     def stop(self) -> None:
         stop_all(list(self.servers.values()))
@@ -224,6 +238,7 @@ _FULL = ("encoder", "language", "prefill", "decode", "router")
 _TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
+_PP2 = "--pp-size 2"
 _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
@@ -257,11 +272,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # One encoder serves all backends.
     "others": lambda: Topology(
         _TINY,
-        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake", "language@stages"),
         flags={
             "encoder": "--encoder-transfer-backend mooncake",
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
             "language@mooncake": "--encoder-transfer-backend mooncake",
+            "language@stages": _PP2,
         },
     ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
@@ -283,6 +299,41 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@zmq_to_tokenizer": f"{_TP2} --encoder-transfer-backend zmq_to_tokenizer",
             "language@replicas": "--dp-size 2",
         },
+    ),
+    "stages": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language": _PP2,
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
+    ),
+    # Three layers; features of the tower's lower layers are added to the first two.
+    "stages_apart": lambda: Topology(
+        "tiny-qwen3-vl",
+        _APART,
+        {"SGLANG_PP_LAYER_PARTITION": "2,1"},
+        # SGLang answers otherwise behind a decode server with one stage, without encoders too.
+        {"prefill": _PP2, "decode": _PP2},
+    ),
+    "hosts": lambda: Topology(
+        _TINY,
+        (
+            *("encoder", "language@zmq_to_scheduler", "language@zmq_to_scheduler#1"),
+            *("language@zmq_to_tokenizer", "language@zmq_to_tokenizer#1"),
+        ),
+        flags={
+            "language": _TP2,
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+    ),
+    "stage_a_host": lambda: Topology(
+        _TINY, ("encoder", "language@stages", "language@stages#1"), flags={"language": _PP2}
+    ),
+    "hosts_apart": lambda: Topology(
+        _TINY, ("encoder", "prefill", "prefill#1", "decode", "router"), flags={"prefill": _TP2}
     ),
     "ranks_apart": lambda: Topology(_TINY, _APART, flags={"prefill": _TP2, "decode": _TP2}),
     "two_of_each": lambda: Topology(

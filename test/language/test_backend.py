@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from array import array
+from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
+from sglang_epd.language.relay import RelayError
 from sglang_epd.spans import OFF
 from sglang_epd.wire.messages import AskPrefix, Expect, Landed, Layout, Settled, TensorSpec
 from spans import said
@@ -123,7 +125,7 @@ def backend(memory, assembled, gate):
 
     def of_rank(reader: int = 0, span_of=lambda _request: OFF) -> Backend:
         return Backend(
-            memory.rank(reader),
+            partial(memory.rank(reader).receive, reader=reader),
             reader,
             assemble=assemble,
             abortable=lambda r: f"abort {r.rid}",
@@ -392,6 +394,26 @@ def test_what_a_processor_fails_at_fails_that_request_only(
     assert bool(said) == (status == 500)
     error.__traceback__ = None  # it holds the frames that the error came through
     assert [memory.drops(item) for item in items] == [[1, 0, 0]] * 2
+
+
+def test_a_rank_that_cannot_go_on_with_the_others_ends(backend, memory):
+    """It does not drop the one request that the others will run."""
+    rank = backend()
+
+    def receive(_settled):
+        raise RelayError("embeddings do not reach all hosts")
+
+    rank._receive = receive
+    with pytest.raises(RelayError):
+        rank.sort_out([request(carried=settled(memory.land(1.0)))])
+
+
+def test_without_a_gate_requests_go_on_as_they_settle(backend, gate, memory):
+    gate.held = {"rid"}
+    rank = backend()
+    rank._gate = None
+    ready, failed = rank.sort_out([request(carried=settled(memory.land(1.0)))])
+    assert (len(ready), failed) == (1, [])
 
 
 # Requests that the prefix cache is asked about.

@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_epd.errors import DeadlineError
+from sglang_epd.errors import DeadlineError, from_code
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.prefix import PrefixGate, Resting, bare_items, end, mark
+from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.messages import Expect, Landed, Layout, Settled, TensorSpec
 
 ROWS, WIDTH = 2, 4
@@ -89,19 +90,22 @@ class FakeLeader:
         self.forgone.append(rid)
 
 
-class FakeArena:
-    """Reads an embedding full of its slot's number."""
-
-    def read(self, item: Landed, reader: int) -> torch.Tensor:
-        return torch.full((ROWS, WIDTH), float(item.slot))
+def receive(settled: Settled) -> list[ReceivedItem]:
+    """Embeddings full of their slots' numbers."""
+    if settled.code:
+        raise from_code(settled.code, settled.message)
+    return [
+        ReceivedItem(item.key, item.layout, torch.full((ROWS, WIDTH), float(item.slot)))
+        for item in settled.items
+        if item is not None
+    ]
 
 
 class World:
     def __init__(self, leads: bool = True) -> None:
         self.tree, self.scheduler, self.leader = FakeTree(), FakeQueue(), FakeLeader()
         leader: Any = self.leader if leads else None
-        arena: Any = FakeArena()
-        self.gate = PrefixGate(self.tree, self.scheduler, leader, arena, 0)
+        self.gate = PrefixGate(self.tree, self.scheduler, leader, receive)
         self.scheduler.gate = self.gate
 
     def request(self, rid: str, items: int = 2) -> Any:

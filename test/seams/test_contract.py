@@ -107,8 +107,8 @@ plugins.hook_registry
     seams/hooks: HookSource(plugin_name)
     seams/hooks: HookType(REPLACE)
 runtime_context
-    seams/receiving: ParallelContext(tp_rank dp_rank attn_tp_rank attn_cp_rank attn_dp_rank
-        attn_tp_size attn_dp_enabled)
+    seams/receiving: ParallelContext(tp_rank dp_rank pp_rank attn_tp_rank attn_cp_rank
+        attn_dp_rank attn_tp_size attn_dp_enabled)
 server_args
     encoder/model/engine: PortArgs(nccl_port)
 utils.common
@@ -182,6 +182,16 @@ seams/staging: managers.mm_schedule _get_precomputed_embedding
         )[0]
     (t.device for t in precomputed_embeddings if t.is_cuda)
     else torch.concat(precomputed_embeddings)
+# Embeddings are looked at in the first pipeline stage only, which has made its own request of
+# what it sends on.
+seams/stages: managers.mm_utils prepare_mm_inputs
+    language_model.pp_group.is_first_rank:
+seams/stages: managers.scheduler_pp_mixin SchedulerPPMixin.event_loop_pp
+    recv_reqs = self.ingest_requests()
+    self.send_req_work = self._pp_send_pyobj_to_next_stage( recv_reqs,
+seams/stages: managers.scheduler_pp_mixin SchedulerPPMixin.event_loop_pp_disagg_prefill
+    recv_reqs = self.ingest_requests()
+    self.send_req_work = self._pp_send_pyobj_to_next_stage( recv_reqs,
 seams/staging: managers.mm_utils embed_mm_inputs
     embedding, mask, input_ids = get_embedding_and_mask(
     multimodal_model.separate_deepstack_embeds(embedding)
@@ -265,6 +275,7 @@ seams/scheduler: managers.scheduler Scheduler
         hf_config=self.model_config.hf_config, scheduler=self, )
     self.mm_receiver.abort_waiting_requests(recv_req)
 seams/scheduler: managers.scheduler_components.request_receiver SchedulerRequestReceiver._apply_mm_receiver
+    get_parallel().pp_rank == 0
     in ["zmq_to_scheduler", "mooncake"]
     recv_reqs, abort_reqs = self.mm_receiver.process_waiting_requests(recv_reqs)
     for req, error_msg, error_code in abort_reqs:

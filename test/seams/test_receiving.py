@@ -16,15 +16,20 @@ from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.receiver import Receiver
 
+ONE_OF_EACH = ("tp_size", "dp_size", "attn_dp_size", "attn_cp_size", "pp_size", "nnodes")
 
-def parallel(tp_rank: int = 0, dp_rank: int | None = None, **widths: int) -> SimpleNamespace:
+
+def parallel(
+    tp_rank: int = 0, dp_rank: int | None = None, pp_rank: int = 0, **widths: int
+) -> SimpleNamespace:
     """A scheduler's parallel context, its attention ranks derived as SGLang does."""
-    sizes = {"tp_size": 1, "dp_size": 1, "attn_dp_size": 1, "attn_cp_size": 1, **widths}
+    sizes = {**dict.fromkeys(ONE_OF_EACH, 1), **widths}
     attn_tp_size = sizes["tp_size"] // sizes["attn_dp_size"] // sizes["attn_cp_size"]
     return SimpleNamespace(
         **sizes,
         tp_rank=tp_rank,
         dp_rank=dp_rank,
+        pp_rank=pp_rank,
         attn_dp_enabled=sizes["attn_dp_size"] > 1,
         attn_tp_size=attn_tp_size,
         attn_tp_rank=tp_rank % attn_tp_size,
@@ -68,6 +73,47 @@ def test_each_group_has_one_leader_which_claims_for_all_of_it(widths, groups):
     for place in found:
         assert place.first_in_group <= place.reader < place.first_in_group + place.group
         assert place.leads == (place.reader == place.first_in_group)
+
+
+STAGES = {
+    "a stage each on one host": ({"pp_size": 2}, 1),
+    "stages of two ranks": ({"pp_size": 2, "tp_size": 2}, 2),
+    "a stage a host": ({"pp_size": 2, "nnodes": 2, "tp_size": 2}, 2),
+    "two stages a host": ({"pp_size": 4, "nnodes": 2, "tp_size": 2}, 2),
+    "a stage on two hosts": ({"nnodes": 2, "tp_size": 4}, 2),
+    "on two hosts, with cp": ({"nnodes": 2, "tp_size": 4, "attn_cp_size": 2}, 2),
+    "two stages, each on two hosts": ({"pp_size": 2, "nnodes": 4, "tp_size": 4}, 2),
+}
+
+
+@pytest.mark.parametrize(("widths", "here"), STAGES.values(), ids=STAGES)
+def test_the_first_stages_ranks_on_the_first_host_read(sglang, monkeypatch, widths, here):
+    """They are where SGLang starts them; all ranks agree on which are elsewhere."""
+    stages, tp_size = widths.get("pp_size", 1), widths.get("tp_size", 1)
+    engine = importlib.import_module("sglang.srt.entrypoints.engine")
+    monkeypatch.setattr(engine, "get_parallel", lambda: parallel(**widths))
+    first_host = engine._calculate_rank_ranges(0)[:2]
+    for pp_rank in range(stages):
+        for tp_rank in range(tp_size):
+            place = ranks(parallel(tp_rank, None, pp_rank, **widths))
+            with_receiver = pp_rank in first_host[0] and tp_rank in first_host[1]
+            assert place.reads == (pp_rank == 0 and with_receiver)
+            assert place.leads == (pp_rank == tp_rank == 0)
+            assert (place.first_in_group, place.group, place.readers) == (0, here, here)
+            assert [*place.elsewhere] == [*range(here, tp_size)]
+
+
+@pytest.mark.parametrize(
+    ("widths", "disabled", "asks"),
+    [
+        ({"tp_size": 2, "dp_size": 2}, False, True),
+        ({}, True, False),
+        ({"pp_size": 2}, False, False),
+        ({"nnodes": 2, "tp_size": 2}, False, True),
+    ],
+)
+def test_the_prefix_cache_is_asked_where_there_is_one_stage(widths, disabled, asks):
+    assert receiving.asks_prefix(parallel(**widths), disabled) == asks
 
 
 def test_without_a_data_parallel_controller_there_is_no_replica_number():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_epd.plugin import _pull_and_pass_on
-from sglang_epd.seams.scheduler import SchedulerSeam
+from sglang_epd.seams import receiving, scheduler
+from sglang_epd.seams.scheduler import SchedulerSeam, create_backend
 
 
 class FakeLeader:
@@ -74,3 +75,54 @@ def test_an_abort_gives_up_the_requests_that_it_names(seam, leader, rid, abort_a
     leader.waiting = [request("a"), request("ab"), request("b")]
     seam.abort_waiting_requests(SimpleNamespace(rid=rid, abort_all=abort_all))
     assert leader.abandoned == abandoned
+
+
+def place(**more: int) -> dict[str, object]:
+    """A parallel context; one rank of one, unless `more` says otherwise."""
+    sizes = ("tp_size", "dp_size", "pp_size", "nnodes", "attn_tp_size", "attn_cp_size")
+    ranks = ("tp_rank", "dp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank")
+    context = {**dict.fromkeys(sizes, 1), **dict.fromkeys(ranks, 0), "attn_dp_enabled": False}
+    return {**context, **more}
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """The groups of ranks that are made, by this process as rank 3."""
+    made: list[list[int]] = []
+
+    def new_group(ranks, *, backend, timeout):
+        assert (backend, timeout.total_seconds()) == ("gloo", 300.0)
+        made.append(ranks)
+        return "group" if 3 in ranks else scheduler.dist.GroupMember.NON_GROUP_MEMBER
+
+    monkeypatch.setattr(scheduler.dist, "new_group", new_group)
+    return made
+
+
+def test_a_later_stage_takes_part_in_nothing(flags, groups, monkeypatch):
+    """But in the making of groups, which waits for all ranks."""
+    monkeypatch.setattr(receiving, "start", lambda _readers: pytest.fail("a second receiver"))
+    monkeypatch.setattr(scheduler.rundir, "secret", lambda: pytest.fail("a claim"))
+    flags(disagg={"disaggregation_mode": "null"}, device={"watchdog_timeout": 300})
+    for sizes, made in (
+        ({"pp_size": 2, "tp_size": 2}, []),
+        ({"pp_size": 2, "tp_size": 4, "nnodes": 4}, [[0, 2, 3]]),
+    ):
+        flags(parallel=place(pp_rank=1, **sizes))
+        seam = create_backend(None, scheduler=SimpleNamespace())
+        assert groups == made
+        assert seam.waiting_list == []
+        seam.abort_waiting_requests(SimpleNamespace(rid="r", abort_all=True))
+        assert pull(seam, pulled := [request("w")]) is pulled
+
+
+@pytest.mark.parametrize(("elsewhere", "member"), [(range(2, 4), True), (range(4, 8), False)])
+def test_ranks_of_other_hosts_and_the_leading_one_have_a_relay(flags, groups, elsewhere, member):
+    flags(device={"watchdog_timeout": 300})
+    assert (scheduler._relay(elsewhere) is not None) == member
+    assert groups == [[0, *elsewhere]]
+
+
+def test_on_one_host_no_group_is_made(groups):
+    assert scheduler._relay(range(2, 2)) is None
+    assert not groups

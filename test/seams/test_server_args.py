@@ -28,6 +28,7 @@ SERVED = {
     "encoder_urls": ["http://encoder:30000"],
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
+LISTED = SimpleNamespace(architectures=["Qwen2_5_VLForConditionalGeneration"])
 ENCODER = {"encoder_only": True, "language_only": False}
 
 
@@ -56,6 +57,11 @@ def check(sglang, monkeypatch):
         {"encoder_transfer_backend": "zmq_to_tokenizer"},
         {"encoder_transfer_backend": "mooncake"},
         {"tp_size": 4},
+        {"pp_size": 2, "model": LISTED},
+        {"nnodes": 2, "tp_size": 4, "encoder_transfer_backend": "mooncake"},
+        {"pp_size": 2, "model": LISTED, "encoder_transfer_backend": "zmq_to_tokenizer"},
+        {"attn_dp_size": 2, "tp_size": 2},
+        {"nnodes": 2, "attn_dp_size": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"dp_size": 2},
         {"tokenizer_worker_num": 2, "encoder_transfer_backend": "mooncake"},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
@@ -65,6 +71,8 @@ def check(sglang, monkeypatch):
         # Whole images are dealt to the ranks.
         {**ENCODER, "tp_size": 3, "mm_enable_dp_encoder": True},
         {**ENCODER, "tokenizer_worker_num": 4},
+        # As in SGLang's own, which has one stage and no attention of a language model.
+        {**ENCODER, "pp_size": 2, "attn_dp_size": 2, "tp_size": 2},
         {**ENCODER, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "enable_prefix_mm_cache": True},
     ],
@@ -77,15 +85,16 @@ def test_the_flags_that_are_served_pass(check, changes):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"pp_size": 2}, "--pp-size 2 with --language-only"),
-        ({"nnodes": 2}, "--nnodes 2 with --language-only"),
+        (
+            {"pp_size": 2, "attn_dp_size": 2, "model": LISTED},
+            "--pp-size 2 with --enable-dp-attention",
+        ),
+        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --enable-dp-attention"),
         (
             {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
             "--tokenizer-worker-num 2 with --encoder-transfer-backend zmq_to_tokenizer",
         ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
-        ({**ENCODER, "attn_dp_size": 2}, "--attn-dp-size 2 with --encoder-only"),
-        ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
         ({**ENCODER, "enable_mm_global_cache": True}, "--enable-mm-global-cache with --encoder"),
@@ -241,7 +250,7 @@ def test_models_that_sglang_does_not_list_are_served(resolve, role):
             "--enable-adaptive-dispatch-to-encoder is not served with Gemma3",
         ),
         # Ours, after theirs.
-        ({"pp_size": 2}, "--pp-size 2 with --language-only"),
+        ({"pp_size": 2}, "--pp-size with --language-only was not tried with Gemma3"),
     ],
     ids=str,
 )

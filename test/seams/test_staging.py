@@ -102,15 +102,21 @@ def test_items_keep_what_a_request_that_is_retracted_is_prefilled_from(hooked, s
     assert device.rows == 6
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("language_only", [True, False])
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_it_is_for_language_servers_on_a_device(monkeypatch, flags, language_only, name):
+def test_it_is_for_language_servers_on_a_device(monkeypatch, flags, language_only, name, stage):
     devices = {"cpu": Host(), "cuda": Recording()}
-    flags(disagg={"language_only": language_only}, device={"device": name})
+    flags(
+        disagg={"language_only": language_only},
+        device={"device": name},
+        parallel={"pp_rank": stage},
+    )
     monkeypatch.setattr(staging, "device_of", devices.__getitem__)
     staging.stager.cache_clear()
     try:
-        assert (staging.stager() is not None) == (language_only and name == "cuda")
+        first = language_only and stage == 0
+        assert (staging.stager() is not None) == (first and name == "cuda")
         assert staging.stager() is staging.stager()
     finally:
         staging.stager.cache_clear()

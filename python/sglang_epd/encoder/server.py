@@ -67,6 +67,7 @@ def launch(server_args: Any) -> None:
         get_mm,
         get_model,
         get_observability,
+        get_parallel,
         get_serving,
         publish,
     )
@@ -77,7 +78,12 @@ def launch(server_args: Any) -> None:
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
-    announce("encoder", {"--extra-metric-labels": get_observability().extra_metric_labels})
+    flags = {
+        "--extra-metric-labels": get_observability().extra_metric_labels,
+        "--pp-size": get_parallel().pp_size > 1,
+        "--enable-dp-attention": get_parallel().attn_dp_size > 1,
+    }
+    announce("encoder", flags)
     limits = MediaLimits.from_env(
         hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
     )

@@ -27,8 +27,9 @@ import msgspec
 from sglang_epd import logs
 from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
 from sglang_epd.language import manifest
+from sglang_epd.language.relay import Receive, RelayError
 from sglang_epd.spans import OFF, Span
-from sglang_epd.transfer.arena import Arena, ReceivedItem
+from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.transfer.control import GRACE_S, Claims
 from sglang_epd.wire.messages import MAX_HEADER_BYTES, AskPrefix, Expect, Settled, encode_message
 
@@ -230,34 +231,34 @@ class Backend:
     """Turns the leader's requests into requests that can run; one on every rank.
 
     Args:
-        arena: where items landed.
-        reader: this rank's number among those that read the arena.
+        receive: reads the items of a claim.
+        rank: this rank's number, in traces.
         assemble: makes `mm_inputs` of a request and its items.
         abortable: makes the object that the scheduler aborts a request by.
         lay_out: makes `mm_inputs` of a request that the prefix cache is to be asked about.
-        gate: where such requests wait.
+        gate: where such requests wait; None where no prefix cache is asked.
         secret: the key that signs manifests.
         span_of: the span of a request.
     """
 
     def __init__(
         self,
-        arena: Arena,
-        reader: int,
+        receive: Receive,
+        rank: int,
         *,
         assemble: Assemble,
         abortable: Callable[[Any], Any],
         secret: bytes,
         lay_out: LayOut,
-        gate: PrefixGate,
+        gate: PrefixGate | None,
         span_of: Callable[[Any], Span],
     ) -> None:
         self._span_of = span_of
         self._lay_out = lay_out
         self._gate = gate
         self._secret = secret
-        self._arena = arena
-        self._reader = reader
+        self._receive = receive
+        self._rank = rank
         self._assemble = assemble
         self._abortable = abortable
 
@@ -269,10 +270,10 @@ class Backend:
             if not getattr(request, "need_wait_for_mm_inputs", False):
                 ready.append(request)
                 continue
-            if self._gate.holds(request.rid):
-                failure = self._resolve(request)
+            if self._gate is not None and self._gate.holds(request.rid):
+                failure = self._resolve(request, self._gate)
             else:
-                span = self._span_of(request).child("epd_assemble", rank=self._reader)
+                span = self._span_of(request).child("epd_assemble", rank=self._rank)
                 with logs.about(request.rid), span:
                     failure = self._complete(request)
                     if failure is not None:
@@ -283,12 +284,12 @@ class Backend:
                 failed.append(failure)
         return ready, failed
 
-    def _resolve(self, request: Any) -> Failure | None:
+    def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
         try:
             settled = manifest.read_settled(request.encoder_urls, self._secret)
         except EpdError as error:
-            return self._gate.fail(request.rid, error)
-        return self._gate.resolve(request.rid, settled)
+            return gate.fail(request.rid, error)
+        return gate.resolve(request.rid, settled)
 
     def _complete(self, request: Any) -> Failure | None:
         try:
@@ -297,7 +298,7 @@ class Backend:
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 # Dropped at the end of this call unless the request's inputs keep them.
-                items = self._arena.receive(message, self._reader)
+                items = self._receive(message)
                 mm_inputs = self._assemble(request, items)
             else:
                 raise ProtocolError("the request carries something else than an outcome")
@@ -305,6 +306,8 @@ class Backend:
             # Never the error itself: its trace holds the frames that hold the items, and
             # a frame that held it would close the circle.
             return self._failure(request, error)
+        except RelayError:
+            raise
         except Exception:
             # A model's processor that fails on one prompt ends that request only.
             logger.exception("Could not lay out the prompt of %s", request.rid)

@@ -23,12 +23,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from sglang_epd.errors import EpdError, MediaError, from_code
+from sglang_epd.errors import EpdError, MediaError
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader
-from sglang_epd.transfer.arena import Arena
+from sglang_epd.language.relay import Receive
 from sglang_epd.wire.messages import Expect, Settled
 
 logger = logging.getLogger(__name__)
@@ -122,17 +120,14 @@ class PrefixGate:
         tree: this rank's radix tree.
         queue: this rank's scheduler.
         leader: on the rank that leads; None on the others.
-        arena, reader: where items land, and this rank's number among its readers.
+        receive: reads the items of a claim.
     """
 
-    def __init__(
-        self, tree: Tree, queue: Queue, leader: Leader | None, arena: Arena, reader: int
-    ) -> None:
+    def __init__(self, tree: Tree, queue: Queue, leader: Leader | None, receive: Receive) -> None:
         self._tree = tree
         self._queue = queue
         self._leader = leader
-        self._arena = arena
-        self._reader = reader
+        self._receive = receive
         self._locks: dict[str, Any] = {}
         # By id: the request, and whether it had been retracted.
         self._parked: dict[str, tuple[Any, bool]] = {}
@@ -209,12 +204,11 @@ class PrefixGate:
     def resolve(self, rid: str, settled: Settled) -> Failure | None:
         """A request's items have landed, or will not: it goes on, or fails."""
         request, retracted = self._parked.pop(rid)
-        embeddings: list[torch.Tensor | None] = [
-            None if item is None else self._arena.read(item, self._reader) for item in settled.items
-        ]
-        if settled.code:
-            # This frame holds the embeddings.
-            return self._fail(request, from_code(settled.code, settled.message))
+        try:
+            received = iter(self._receive(settled))
+        except EpdError as error:
+            return self._fail(request, error)
+        embeddings = [None if item is None else next(received).embedding for item in settled.items]
         bare = bare_items(request)
         keys = bare[0][1].resting.expect.keys
         landed = zip(settled.items, keys, strict=True)

@@ -80,6 +80,8 @@ managers.scheduler
     seams/prefix: Scheduler.flush_cache(self empty_cache)
 managers.scheduler_components.request_receiver
     plugin: SchedulerRequestReceiver._pull_raw_reqs(self)
+managers.scheduler_pp_mixin
+    seams/stages: SchedulerPPMixin._pp_send_pyobj_to_next_stage(self data async_send)
 managers.tokenizer_manager
     seams/adaptive: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
     seams/adaptive: TokenizerManager._should_dispatch_to_encoder(self obj)

@@ -22,13 +22,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
     from sglang_epd.language.prefix import PrefixGate
-    from sglang_epd.transfer.arena import Arena
+    from sglang_epd.language.relay import Receive
 
 
 class Installed:
-    """The gate before this process's scheduler; None where it is no language server's."""
+    """Of this process's scheduler.
+
+    Attributes:
+        gate: before its queues; None where it is no language server's, and with several
+            pipeline stages.
+        releases: whether it gives embeddings back as soon as SGLang is done with them.
+    """
 
     gate: PrefixGate | None = None
+    releases = False
 
 
 class RadixTree:
@@ -157,7 +164,7 @@ def drop(_result: None, mm_inputs: Any) -> None:
     and its scheduler keeps the inputs of the last prefill batch for as long as there is no
     other. Where memory is short the next prefill may be waiting for just that.
     """
-    if Installed.gate is not None:
+    if Installed.releases:
         for item in mm_inputs.mm_items:
             item.precomputed_embeddings = None
 
@@ -165,20 +172,20 @@ def drop(_result: None, mm_inputs: Any) -> None:
 def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options: Any) -> None:
     """After `process_disagg_prefill_inflight_queue`, which returns the requests whose KV has
     been sent: none of them is computed again."""
-    for request in done if Installed.gate is not None else ():
+    for request in done if Installed.releases else ():
         if request.multimodal_inputs is not None and request.session is None:
             request.multimodal_inputs.release_features()
 
 
-def install(scheduler: Any, leader: Leader | None, arena: Arena, reader: int) -> PrefixGate:
+def install(scheduler: Any, leader: Leader | None, receive: Receive) -> PrefixGate:
     """Put a gate before this process's scheduler.
 
     Args:
         leader: None on ranks that do not lead.
-        reader: this process's number among those that read the arena.
+        receive: reads the items of a claim.
     """
     from sglang_epd.language.prefix import PrefixGate
 
     tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)
-    gate = Installed.gate = PrefixGate(tree, queue, leader, arena, reader)
+    gate = Installed.gate = PrefixGate(tree, queue, leader, receive)
     return gate

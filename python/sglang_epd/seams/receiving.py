@@ -1,6 +1,7 @@
 """Starts this server's receiver, in the process that the transfer backend calls for.
 
-Leans on the rank and width names of `runtime_context`'s parallel context and on
+Leans on the rank and width names of `runtime_context`'s parallel context, on the places that
+`entrypoints.engine._calculate_rank_ranges` gives to ranks, and on
 `utils.network.get_local_ip_auto`. The launcher ends a server at SIGQUIT, which
 `managers.scheduler.run_scheduler_process` sends it when a scheduler fails.
 """
@@ -30,36 +31,57 @@ class Ranks:
     """A scheduler's place among the server's.
 
     Attributes:
-        reader: this process among all of the server's schedulers.
+        reads: whether it reads what arrives: it is in the first pipeline stage, and on the
+            receiver's host.
+        reader: this process among those that read, if it does.
         readers: how many those are.
         leads: whether it takes in the requests of its group, the ranks that run one
             together.
         first_in_group, group: the group's first reader, and how many it has.
+        elsewhere: the first stage's ranks on other hosts, by their ranks in the world.
     """
 
+    reads: bool
     reader: int
     readers: int
     leads: bool
     first_in_group: int
     group: int
+    elsewhere: range
 
 
 def ranks(parallel: Any) -> Ranks:
     """Where this scheduler stands, from SGLang's parallel context.
 
     Data-parallel replicas have each their own tensor-parallel ranks; with data-parallel
-    attention the ranks of one tensor-parallel group are divided among the replicas.
+    attention the ranks of one tensor-parallel group are divided among the replicas. Hosts
+    take whole pipeline stages; only where there are fewer stages than hosts, a stage's
+    tensor-parallel ranks are divided among hosts, in order.
     """
     apart = not parallel.attn_dp_enabled
     first = (parallel.dp_rank or 0) * parallel.tp_size if apart else 0
-    group = parallel.attn_tp_size * parallel.attn_cp_size
+    # Of a stage, on one host.
+    here = parallel.tp_size // max(parallel.nnodes // parallel.pp_size, 1)
+    group = min(parallel.attn_tp_size * parallel.attn_cp_size, here)
+    reads = parallel.pp_rank == 0 and parallel.tp_rank < here
     return Ranks(
+        reads=reads,
         reader=first + parallel.tp_rank,
-        readers=(parallel.dp_size if apart else 1) * parallel.tp_size,
-        leads=parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0,
+        readers=(parallel.dp_size if apart else 1) * here,
+        leads=reads and parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0,
         first_in_group=first + parallel.attn_dp_rank * group,
         group=group,
+        elsewhere=range(here, parallel.tp_size),
     )
+
+
+def asks_prefix(parallel: Any, disable_radix_cache: bool) -> bool:
+    """Whether the prefix cache is asked before embeddings are sent.
+
+    Not with several pipeline stages: the first one only hears what has settled, and all have
+    to schedule the same requests.
+    """
+    return not disable_radix_cache and parallel.pp_size == 1
 
 
 def start(readers: int) -> None:

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 import zmq
 
 from sglang_epd.config import Settings
@@ -25,6 +28,7 @@ from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
+from sglang_epd.language.relay import Receive, Relay
 from sglang_epd.language.uploads import Stager
 from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
@@ -43,7 +47,8 @@ class SchedulerSeam:
     """Stands as `Scheduler.mm_receiver` while this package serves EPD.
 
     Args:
-        backend: makes runnable requests of the leader's.
+        backend: makes runnable requests of the leader's; None in later pipeline stages, which
+            get them made.
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
         stager: on a device, copies embeddings to it.
@@ -54,8 +59,8 @@ class SchedulerSeam:
 
     def __init__(
         self,
-        backend: Backend,
-        leader: Leader | None,
+        backend: Backend | None = None,
+        leader: Leader | None = None,
         gate: PrefixGate | None = None,
         stager: Stager | None = None,
     ) -> None:
@@ -78,12 +83,31 @@ class SchedulerSeam:
             self._gate.tidy()
         if self._stager is not None:
             self._stager.let_go()
+        assert self._backend is not None, "SGLang asks the first pipeline stage alone"
         return self._backend.sort_out(recv_reqs)
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
         """Give up the requests that an `AbortReq` names (all whose id starts with its)."""
         if self._leader is not None:
             self._leader.abandon(lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid))
+
+
+def _relay(elsewhere: range) -> Relay | None:
+    """This rank's way to, or from, ranks on other hosts; None where it has none.
+
+    A group of ranks is made by all of the world, whether they belong to it or not.
+    """
+    if not elsewhere:
+        return None
+    from sglang.srt.runtime_context import get_device
+
+    ranks = [0, *elsewhere]
+    # After as long SGLang ends a server whose forward pass does not end.
+    limit_s = get_device().watchdog_timeout
+    group = dist.new_group(
+        ranks, backend="gloo", timeout=timedelta(seconds=limit_s) if limit_s else None
+    )
+    return None if group == dist.GroupMember.NON_GROUP_MEMBER else Relay(group)
 
 
 def create_backend(
@@ -97,6 +121,11 @@ def create_backend(
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
+    parallel = get_parallel()
+    ranks = receiving.ranks(parallel)
+    relay = _relay(ranks.elsewhere)
+    if parallel.pp_rank:
+        return SchedulerSeam()
     registered = load_processor(server_args, scheduler.model_config)
     processor = lays_out(registered, hf_config.architectures[0])
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
@@ -121,26 +150,36 @@ def create_backend(
         mark(output, rows, Resting(request, expect))
         return output
 
-    ranks = receiving.ranks(get_parallel())
-    if ranks.reader == 0:
-        receiving.start(ranks.readers)
-    claims = Claims(rundir.control_path(), ranks.first_in_group, ranks.group)
-    arena = claims.connect(_CONNECT_S)
-    leader = None
-    if ranks.leads:
-        prefix_cache = not get_memory().disable_radix_cache
-        leader = Leader(claims, rundir.secret(), prefix=prefix_cache, resume=tracing.resume)
-        # SGLang's Rust server brings a sleeper without one, which wakes once a second.
-        if hasattr(scheduler.idle_sleeper, "poller"):
-            scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
-    gate = prefix.install(scheduler, leader, arena, ranks.reader)
+    prefix.Installed.releases = True
+    arena, leader, gate = None, None, None
+    receive: Receive
+    if not ranks.reads:
+        assert relay is not None
+        secret, receive = relay.share(rundir.secret()), relay.receive
+    else:
+        if ranks.reader == 0:
+            receiving.start(ranks.readers)
+        claims = Claims(rundir.control_path(), ranks.first_in_group, ranks.group)
+        arena, secret = claims.connect(_CONNECT_S), rundir.secret()
+        receive = partial(arena.receive, reader=ranks.reader)
+        if relay is not None:
+            relay.share(secret)
+            receive = relay.sending(receive)
+        if ranks.leads:
+            asks = receiving.asks_prefix(parallel, get_memory().disable_radix_cache)
+            leader = Leader(claims, secret, prefix=asks, resume=tracing.resume)
+            # SGLang's Rust server brings a sleeper without one, which wakes once a second.
+            if hasattr(scheduler.idle_sleeper, "poller"):
+                scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
+    if parallel.pp_size == 1:
+        gate = prefix.install(scheduler, leader, receive)
     host = SimpleNamespace(scheduler=scheduler)
     backend = Backend(
-        arena,
+        receive,
         ranks.reader,
         assemble=make_inputs,
         abortable=lambda request: MMReceiverBase.create_req(host, request),
-        secret=rundir.secret(),
+        secret=secret,
         lay_out=make_bare_inputs,
         gate=gate,
         span_of=tracing.span_of,

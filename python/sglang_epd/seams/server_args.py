@@ -66,17 +66,14 @@ def check(server_args: Any) -> None:
 
 
 def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
-    side = "--encoder-only" if args.encoder_only else "--language-only"
-    limits = {"--pp-size": args.pp_size, "--nnodes": args.nnodes}
-    if args.encoder_only:
-        limits["--attn-dp-size"] = args.attn_dp_size
-    for flag, value in limits.items():
-        if value and value > 1:
-            yield f"{flag} {value} with {side} is not in this version; {_RIVAL}"
     if args.enable_adaptive_dispatch_to_encoder:
         architecture = hf_config.architectures[0]
         if family_of(architecture) is not None:
             yield f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
+    if args.pp_size > 1 and args.language_only:
+        architecture = hf_config.architectures[0]
+        if family_of(architecture) is not None:
+            yield f"--pp-size with --language-only was not tried with {architecture}"
     yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
     for url in args.encoder_urls:
         if not url.startswith(("http://", "https://")):
@@ -85,6 +82,8 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
 
 def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
     """Flags that SGLang's own encoder honours, and ours does not."""
+    if args.nnodes > 1:
+        yield f"--nnodes {args.nnodes} with --encoder-only is not in this version; {_RIVAL}"
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}"
     if args.enable_ssl_refresh:
@@ -107,8 +106,17 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is not served by sglang-epd, which asks "
             f"encoders over HTTP; unset it, or {_RIVAL}"
         )
+    to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"
+    if args.attn_dp_size > 1 and not to_tokenizer:
+        for flag, value in {"--pp-size": args.pp_size, "--nnodes": args.nnodes}.items():
+            if value > 1:
+                yield (
+                    f"{flag} {value} with --enable-dp-attention and embeddings that go to the "
+                    "schedulers is not in this version; --encoder-transfer-backend "
+                    f"zmq_to_tokenizer sends them with the requests; or {_RIVAL}"
+                )
     # With one worker the tokenizer is in the launcher.
-    if args.tokenizer_worker_num > 1 and args.encoder_transfer_backend == "zmq_to_tokenizer":
+    if args.tokenizer_worker_num > 1 and to_tokenizer:
         yield (
             f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
             "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "

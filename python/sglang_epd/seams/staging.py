@@ -33,22 +33,23 @@ _PASSES = 2
 @functools.cache
 def stager() -> Stager | None:
     """This process's; None where it does not prefill from embeddings, or on the host."""
-    from sglang.srt.runtime_context import get_device, get_disagg
+    from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
-    if not get_disagg().language_only:
+    if not get_disagg().language_only or get_parallel().pp_rank:
         return None
     device = device_of(get_device().device)
     return Stager(device) if device.queues else None
 
 
-def connect(arena: Arena) -> Stager | None:
+def connect(arena: Arena | None) -> Stager | None:
     """The stager, if there is one, with the arena registered.
 
-    Where the device's driver refuses, the scheduler's thread waits for copies.
+    Without an arena, on another host than the receiver's, and where the device's driver
+    refuses, the scheduler's thread waits for copies.
     """
     ours = stager()
-    if ours is None:
-        return None
+    if ours is None or arena is None:
+        return ours
     begin = time.monotonic()
     try:
         ours.register(arena)

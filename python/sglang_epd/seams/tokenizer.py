@@ -309,7 +309,7 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_memory
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
     settings = Settings.from_env()
     roles.install_logs(settings)
@@ -329,12 +329,13 @@ def create_frontend(
     # hears of a request when its items are there.
     to_scheduler = get_disagg().encoder_transfer_backend != "zmq_to_tokenizer"
     adapts = get_disagg().enable_adaptive_dispatch_to_encoder
+    asks_prefix = receiving.asks_prefix(get_parallel(), get_memory().disable_radix_cache)
     frontend = Frontend(
         dispatcher,
         control,
         timeout_s,
         key=lambda item: content_key(item, identity),
-        ask_prefix=to_scheduler and not adapts and not get_memory().disable_radix_cache,
+        ask_prefix=to_scheduler and not adapts and asks_prefix,
         tally=tally,
     )
     architecture = hf_config.architectures[0]

@@ -18,6 +18,10 @@ HEAD = ["case", "load", "arm", "GPUs", "answered", "mean TTFT (s)", "p50", "p99"
         "prefill", "decode", "overrun"]  # fmt: skip
 RATIOS = ["case", "load", "arm", "mean TTFT: the first's by it", "p50", "TPOT: the first's by it",
           "requests/s: by the first's", "requests/s a GPU: by the first's"]  # fmt: skip
+# Of a picture of a request, from the cheapest; its column's head.
+SOURCES = {"kv": "KV cached", "language_cache": "embedding kept",
+           "encoder_cache": "encoder's cache", "coalesced": "encoded for another",
+           "store": "shared store", "computed": "encoded", "local": "own tower"}  # fmt: skip
 PLOTS = {"ttft": "mean TTFT (s)", "rate": "requests answered a second"}
 
 
@@ -132,6 +136,23 @@ class Page:
             for case, load in self._loads()
         }
 
+    def _sources(self) -> str:
+        """Where what pictures are to the language model came from, in each run that counted it;
+        empty where all of them were encoded.
+        """
+        counted = [(one.run, one.busy.items) for one in self._results.runs if one.busy.items]
+        sources = [name for name in SOURCES if any(items.get(name) for _, items in counted)]
+        if sources in ([], ["computed"]):
+            return ""
+        titles = {arm.name: arm.title for arm in self._arms}
+        rows = [
+            [run.workload, titles[run.arm], f"{sum(items.values())}"]
+            + [f"{items.get(name, 0) / sum(items.values()):.0%}" for name in sources]
+            for run, items in counted
+        ]
+        head = ["case", "arm", "pictures", *(SOURCES[name] for name in sources)]
+        return f"\n## Where pictures came from\n\n{table([head, *rows])}\n"
+
     def _text(self, stem: str) -> str:
         told, results = self._told, self._results
         where = ", ".join(f"{name} {value}" for name, value in results.machine.items() if value)
@@ -176,7 +197,7 @@ here. Passes and arrivals were stretched by a factor of {told.dilation:g}; times
 run of a few percent is faithful.
 
 {plotted}
-
+{self._sources()}
 ## Beside the first arm
 
 {table([RATIOS, *beside])}

@@ -1,6 +1,7 @@
 """Published comparisons on emulated machines: their files, their profiles, their page."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 import reproduce
 from comparison import published_page
-from comparison.arms import Arm
+from comparison.arms import Arm, Place, Running
 from comparison.figures import Limits, Outcome, Run
 from comparison.files import read, read_all
 from comparison.published import Busy, Comparison, Measured, Reproduced, accelerators
@@ -188,6 +189,36 @@ def test_what_accelerators_did_in_a_run_is_the_difference() -> None:
     before = {"encoder": [Counted({"tower": 1.0}, 0.5, 2)], "language": [Counted({}, 0.0, 0)] * 2}
     after = {
         "encoder": [Counted({"tower": 4.0}, 0.75, 9)],
-        "language": [Counted({"prefill": 1.0}, 0.0, 1), Counted({"decode": 2.0}, 0.5, 3)],
+        "language": [
+            Counted({"prefill": 1.0}, 0.0, 1, Counter(kv=3, computed=1)),
+            Counted({"decode": 2.0}, 0.5, 3, Counter(kv=1)),
+        ],
     }
-    assert reproduce.busy(before, after) == Busy(3.0, {"prefill": 1.0, "decode": 2.0}, 0.75)
+    before["language"][0] = Counted({}, 0.0, 0, Counter(kv=2))
+    expected = Busy(3.0, {"prefill": 1.0, "decode": 2.0}, 0.75, {"kv": 2, "computed": 1})
+    assert reproduce.busy(before, after) == expected
+
+
+def test_where_pictures_came_from_is_shown_where_some_were_not_encoded() -> None:
+    for items, shown in (
+        ({"kv": 1, "computed": 3}, "| KV cached | encoded |\n|---|---|---|---|---|\n"
+                                   "| heavy | sglang-epd 2E1P | 4 | 25% | 75% |"),
+        ({"computed": 4}, ""),
+    ):  # fmt: skip
+        results = _blog(4.0)
+        results.runs[1] = replace(results.runs[1], busy=replace(results.runs[1].busy, items=items))
+        page = reproduce.page_of(results, results.comparison)._sources()
+        assert (shown in page) and bool(shown) == bool(page)
+
+
+@pytest.mark.parametrize("name", ["dp4", "epd-1e3pd"])
+def test_a_router_of_whole_servers_is_ready_when_it_knows_them(name: str, tmp_path: Path) -> None:
+    arm = read(reproduce.HERE / "arms" / f"{name}.toml", Arm)
+    running = Running(arm, "model", "", Place(cores=[0]), tmp_path)
+    router, servers = running.servers[-1], running.urls("server") + running.urls("language")
+    first = router.command.index("--worker-urls") + 1
+    assert router.command[first : first + len(servers)] == servers
+    assert [one.ready_url for one in running.servers[-2:]] == [
+        f"{servers[-1]}/health",
+        f"{running.url}/readiness",
+    ]

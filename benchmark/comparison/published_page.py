@@ -14,8 +14,8 @@ from sglang_epd.profile import Profile
 from sglang_epd_plan import plots
 
 HEAD = ["case", "load", "arm", "GPUs", "answered", "mean TTFT (s)", "p50", "p99",
-        "mean TPOT (ms)", "p50", "p99", "requests/s", "encoders busy", "language busy: tower",
-        "prefill", "decode", "overrun"]  # fmt: skip
+        "mean TPOT (ms)", "p50", "p99", "mean time of an answer (s)", "p50", "p99", "requests/s",
+        "encoders busy", "language busy: tower", "prefill", "decode", "overrun"]  # fmt: skip
 RATIOS = ["case", "load", "arm", "mean TTFT: the first's by it", "p50", "TPOT: the first's by it",
           "requests/s: by the first's", "requests/s a GPU: by the first's"]  # fmt: skip
 # Of a picture of a request, from the cheapest; its column's head.
@@ -63,6 +63,9 @@ class Page:
         cells += [f"{value:.2f}" for value in shown]
         shown = [mean(tpots), percentile(tpots, 0.5), percentile(tpots, 0.99)]
         cells += [f"{value:.1f}" for value in shown]
+        answers = self._answers(runs)
+        shown = [mean(answers), percentile(answers, 0.5), percentile(answers, 0.99)]
+        cells += [f"{value:.2f}" for value in shown]
         cells.append(f"{self._rate(runs):.3f}")
         encoder_s = sum(one.busy.encoder_s for one in found)
         kinds = [
@@ -111,6 +114,10 @@ class Page:
         """In milliseconds a published token."""
         by = self._by * self._results.comparison.answer_shrink
         return [ms / by for run in runs for ms in run.tpots_ms()]
+
+    def _answers(self, runs: list[Run]) -> list[float]:
+        """Until the last token, in seconds."""
+        return [ms / self._by / 1e3 for run in runs for ms in run.answers_ms()]
 
     def _rate(self, runs: list[Run]) -> float:
         answered = sum(len(run.outcomes) - len(run.failed) for run in runs)

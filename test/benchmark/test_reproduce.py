@@ -105,11 +105,11 @@ def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: P
     text = (tmp_path / "page.md").read_text()
     one = (
         "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 |"
-        " 25.0 | 25.0 | 25.0 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
+        " 25.0 | 25.0 | 25.0 | 3.55 | 3.55 | 3.55 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
     )
     epd = (
         "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 |"
-        " 25.0 | 25.0 | 25.0 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
+        " 25.0 | 25.0 | 25.0 | 2.05 | 2.05 | 2.05 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
     )
     assert one in text and epd in text
     # 4 GPUs do half of the requests of 6.

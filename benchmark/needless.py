@@ -45,7 +45,7 @@ from make_checkpoint import ensure  # noqa: E402
 ARMS = ("epd-cache", "epd-1e2p-cache")
 CHECKPOINT = "tiny-qwen3-vl"
 # Requests a second, and their number where pictures come again and where none does.
-RATE, MANY, FEW = 4.0, 240, 8
+RATE, MANY, FEW = 4.0, 120, 8
 CONVERSATIONS = 10
 TEXT_FIRST = "zipf-text-first"
 

@@ -1,5 +1,6 @@
 """Published comparisons on emulated machines: their files, their profiles, their page."""
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,12 +14,20 @@ from comparison.arms import Arm, Place, Running
 from comparison.figures import Limits, Outcome, Run
 from comparison.files import read, read_all
 from comparison.published import Busy, Comparison, Measured, Reproduced, accelerators
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import Counter as Metric
 
-from demo_emulated import Counted
+from demo_emulated import Counted, counted
+from make_checkpoint import ensure
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
 NAMES = [path.stem for path in reproduce.HERE.glob("*.toml")]
+# What an arm's servers take from their environment.
+_STRETCHED = (
+    *("SGLANG_EPD_EMULATE", "SGLANG_EPD_EMULATE_DILATE"),
+    "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT",
+)
 replace = msgspec.structs.replace
 
 
@@ -222,3 +231,31 @@ def test_a_router_of_whole_servers_is_ready_when_it_knows_them(name: str, tmp_pa
         f"{servers[-1]}/health",
         f"{running.url}/readiness",
     ]
+
+
+def test_pictures_are_counted_by_where_they_came_from() -> None:
+    registry = CollectorRegistry()
+    items = Metric("sglang:epd_dispatch_items", "Items", ["source"], registry=registry)
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        items.labels("kv").inc(3)
+        before = counted(url)
+        assert before.items == {"kv": 3}
+        items.labels("computed").inc(2)
+        assert counted(url).since(before).items == {"computed": 2}
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_in_tree_health_checks_wait_for_a_stretched_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = _told("vllm-equal-gpus")
+    for name in _STRETCHED:
+        monkeypatch.setenv(name, "0")
+    (arm,) = read_all(reproduce.HERE / "arms", Arm, ["in-tree-1e1p"])
+    reproduce.Measuring(told, arm, tmp_path / "arm", str(ensure(told.checkpoint)))
+    assert float(os.environ["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT"]) == 2 * told.dilation

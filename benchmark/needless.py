@@ -47,6 +47,8 @@ CHECKPOINT = "tiny-qwen3-vl"
 # Requests a second, and their number where pictures come again and where none does.
 RATE, MANY, FEW = 4.0, 120, 8
 CONVERSATIONS = 10
+# There is neither a shared store nor a tower on language servers.
+SHOWN = {name: title for name, title in SOURCES.items() if name not in ("store", "local")}
 TEXT_FIRST = "zipf-text-first"
 
 
@@ -118,7 +120,7 @@ class Counted(msgspec.Struct, frozen=True):
 
     def row(self) -> list[str]:
         total = sum(self.items.values())
-        shares = [f"{self.items.get(source, 0) / total:.0%}" for source in SOURCES]
+        shares = [f"{self.items.get(source, 0) / total:.0%}" for source in SHOWN]
         return [self.workload, self.servers, f"{self.requests}", f"{total}", *shares]
 
 
@@ -147,7 +149,7 @@ def main() -> None:
             print(" | ".join(runs[name, arm.title].row()), flush=True)
             told = {"machine": machine(), "runs": [runs[key] for key in sorted(runs)]}
             options.out.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
-    head = ["workload", "servers", "requests", "pictures", *SOURCES.values()]
+    head = ["workload", "servers", "requests", "pictures", *SHOWN.values()]
     print(table([head, *(runs[key].row() for key in sorted(runs))]))
 
 

@@ -46,7 +46,7 @@ def test_one_in_many_with_pictures_is_sent_as_often_as_others(
 
 def test_shares_are_of_all_pictures() -> None:
     counted = needless.Counted("turns", "1E1P", 4, {"kv": 3, "computed": 1})
-    row = dict(zip(needless.SOURCES, counted.row()[4:], strict=True))
+    row = dict(zip(needless.SHOWN, counted.row()[4:], strict=True))
     assert counted.row()[:4] == ["turns", "1E1P", "4", "4"]
     assert row.pop("kv") == "75%" and row.pop("computed") == "25%"
     assert set(row.values()) == {"0%"}

@@ -1,14 +1,13 @@
 """How often a picture needs no encoder, by workload.
 
-    .venv/bin/python benchmark/needless.py [--arms epd-cache] [--workloads turns window]
+    .venv/bin/python benchmark/needless.py [--workloads turns zipf]
 
-Real servers on the tiny checkpoint: an encoder with a cache, and one language server that keeps
-embeddings, or two behind a router that sends requests in turns. Workloads are those of
-`benchmark/workloads/` at their small scale, pictures that come again by Zipf's law, and the
-window of pictures of `benchmark/reproduce/dynamo-window.toml`. All caches are as large as they
-are by default, so nothing is evicted; no workload has a picture of another. The language servers
-count where the KV or the embedding of each picture came from. Figures go into
-`results/needless_encoding.json`, beside those of other arms and workloads; the table is printed.
+Real servers on the tiny checkpoint: an encoder with a cache, and a language server that keeps
+embeddings. Workloads are those of `benchmark/workloads/` at their small scale, and pictures that
+come again by Zipf's law. All caches are as large as they are by default, so nothing is evicted;
+no workload has a picture of another. The language server counts where the KV or the embedding of
+each picture came from. Figures go into `results/needless_encoding.json`, beside those of other
+workloads; the table is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import tokenizers  # noqa: E402
 from comparison.arms import Arm, Place, Running  # noqa: E402
 from comparison.clients import ClientError, converse  # noqa: E402
 from comparison.files import read, read_all  # noqa: E402
-from comparison.published import Comparison  # noqa: E402
 from comparison.published_page import SOURCES  # noqa: E402
 from comparison.workloads import Images, Repeats, Request, Scale, Size, Workload  # noqa: E402
 from comparison.workloads import requests as requests_of  # noqa: E402
@@ -42,7 +40,7 @@ from reproduce import HERE, RESULTS  # noqa: E402
 from demo_emulated import counted  # noqa: E402
 from make_checkpoint import ensure  # noqa: E402
 
-ARMS = ("epd-cache", "epd-1e2p-cache")
+ARM = "epd-cache"
 CHECKPOINT = "tiny-qwen3-vl"
 # Requests a second, and their number where pictures come again and where none does.
 RATE, MANY, FEW = 4.0, 120, 8
@@ -55,8 +53,6 @@ TEXT_FIRST = "zipf-text-first"
 def workloads() -> dict[str, Workload]:
     """By name."""
     named = {one.name: one for one in read_all(ROOT / "benchmark" / "workloads", Workload)}
-    (window,) = read(HERE / "dynamo-window.toml", Comparison).cases
-    named["window"] = msgspec.structs.replace(window, turns=8).workload()
     scale = Scale(24, 4, [RATE], sizes=[Size(224, 224)], repeats=Repeats(200, 1.1))
     for name in ("zipf", TEXT_FIRST):
         named[name] = Workload(name, "one of 200 pictures", scale, scale, Images())
@@ -98,8 +94,7 @@ def measure(
             outcomes, _ = asyncio.run(converse(running.url, talks, RATE, 0))
             if failed := [one.failure for one in outcomes if one.failure]:
                 raise ClientError(f"{name}: {len(failed)} of {len(outcomes)}: {failed[0]}")
-            urls = running.urls("language")
-            items = sum((counted(url).items for url in urls), Counter[str]())
+            items = counted(running.url).items
             yield name, len(outcomes), items - before
             before = items
     finally:
@@ -107,34 +102,32 @@ def measure(
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """A workload on an arm.
+    """A workload.
 
     Attributes:
         items: pictures by source.
     """
 
     workload: str
-    servers: str
     requests: int
     items: dict[str, int]
 
     def row(self) -> list[str]:
         total = sum(self.items.values())
         shares = [f"{self.items.get(source, 0) / total:.0%}" for source in SHOWN]
-        return [self.workload, self.servers, f"{self.requests}", f"{total}", *shares]
+        return [self.workload, f"{self.requests}", f"{total}", *shares]
 
 
-def kept(path: Path) -> dict[tuple[str, str], Counted]:
-    """What was measured before, by workload and servers."""
+def kept(path: Path) -> dict[str, Counted]:
+    """What was measured before, by workload."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    return {(one.workload, one.servers): one for one in msgspec.convert(runs, list[Counted])}
+    return {one.workload: one for one in msgspec.convert(runs, list[Counted])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--workloads", nargs="+", choices=sorted(workloads()))
     parser.add_argument("--out", type=Path, default=RESULTS / "needless_encoding.json")
     options = parser.parse_args()
@@ -143,13 +136,14 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="sglang-epd-needless-"))
     print("logs:", folder, flush=True)
     runs = kept(options.out)
-    for arm in read_all(HERE / "arms", Arm, list(options.arms)):
-        for name, number, items in measure(arm, chosen, model, folder):
-            runs[name, arm.title] = Counted(name, arm.title, number, dict(items))
-            print(" | ".join(runs[name, arm.title].row()), flush=True)
-            told = {"machine": machine(), "runs": [runs[key] for key in sorted(runs)]}
-            options.out.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
-    head = ["workload", "servers", "requests", "pictures", *SHOWN.values()]
+    for name, number, items in measure(
+        read(HERE / "arms" / f"{ARM}.toml", Arm), chosen, model, folder
+    ):
+        runs[name] = Counted(name, number, dict(items))
+        print(" | ".join(runs[name].row()), flush=True)
+        told = {"machine": machine(), "runs": [runs[key] for key in sorted(runs)]}
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+    head = ["workload", "requests", "pictures", *SHOWN.values()]
     print(table([head, *(runs[key].row() for key in sorted(runs))]))
 
 

@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -73,6 +74,8 @@ class Measuring:
         profile.write_bytes(msgspec.json.encode(told.shrunk(profile_of(told, arm.name))))
         os.environ["SGLANG_EPD_EMULATE"] = str(profile)
         os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{told.dilation:g}"
+        # In-tree encoders answer nobody during a pass, and their servers forget them after this.
+        os.environ["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT"] = f"{2 * told.dilation:g}"
         self._running = Running(arm, model, "", Place(cores=_cores()), folder)
         self._bench = BenchServing(model, folder, _cores())
 
@@ -147,6 +150,7 @@ def busy(before: dict[str, list[Counted]], after: dict[str, list[Counted]]) -> B
         sum(sum(one.seconds.values()) for one in since["encoder"]),
         {kind: sum(one.seconds.get(kind, 0.0) for one in since["language"]) for kind in kinds},
         sum(one.overrun_s for found in since.values() for one in found),
+        dict(sum((one.items for one in since["language"]), Counter[str]())),
     )
 
 

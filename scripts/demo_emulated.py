@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +29,7 @@ _LOAD = shlex.split(
     "--warmup-requests 1 --disable-tqdm"
 )
 _PREFIX = "sglang:epd_emulated_"
+_ITEMS = "sglang:epd_dispatch_items_total"
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,19 @@ class Counted:
 
     Attributes:
         seconds: by tower, prefill and decode.
+        items: media of its requests by where their KV or embedding came from; none of a server
+            that has its own tower.
     """
 
     seconds: dict[str, float]
     overrun_s: float
     passes: float
+    items: Counter[str] = field(default_factory=Counter)
 
     def since(self, before: Counted) -> Counted:
         spent = {kind: s - before.seconds.get(kind, 0.0) for kind, s in self.seconds.items()}
-        return Counted(spent, self.overrun_s - before.overrun_s, self.passes - before.passes)
+        overrun_s, passes = self.overrun_s - before.overrun_s, self.passes - before.passes
+        return Counted(spent, overrun_s, passes, self.items - before.items)
 
 
 def fleet_of(options: argparse.Namespace, checkpoint: Path) -> Fleet:
@@ -86,6 +92,7 @@ def counted(url: str) -> Counted:
     with opener.open(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
     seconds: dict[str, float] = {}
+    items: Counter[str] = Counter()
     other = {"overrun_seconds_total": 0.0, "passes_total": 0.0}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -93,9 +100,11 @@ def counted(url: str) -> Counted:
             if sample.name == f"{_PREFIX}seconds_total":
                 kind = sample.labels["kind"]
                 seconds[kind] = seconds.get(kind, 0.0) + sample.value
+            elif sample.name == _ITEMS:
+                items[sample.labels["source"]] += int(sample.value)
             elif sample.name.startswith(_PREFIX) and name in other:
                 other[name] += sample.value
-    return Counted(seconds, other["overrun_seconds_total"], other["passes_total"])
+    return Counted(seconds, other["overrun_seconds_total"], other["passes_total"], items)
 
 
 def show(fleet: Fleet, options: argparse.Namespace, checkpoint: Path, logs: Path) -> None:

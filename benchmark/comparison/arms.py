@@ -31,7 +31,8 @@ class Server(Data, frozen=True):
 
     Attributes:
         role: "server" does all itself; the language and prefill servers are told of all
-            encoders, the router of all prefill and decode servers.
+            encoders, the router of all prefill and decode servers, or of all servers that
+            clients could ask.
         count: how many of it.
         flags: added to its command line.
         cores, gpus: how many of the arm's each of them has to itself; 0 is all of them,
@@ -76,13 +77,14 @@ class Arm(Data, frozen=True):
             "language": {"encoder"},
             "prefill": {"decode", "router"},
             "decode": {"prefill", "router"},
-            "router": {"prefill", "decode"},
         }
         for role in have:
             if missing := needs.get(role, set()) - have:
                 raise ValueError(f"{role} needs {' and '.join(sorted(missing))}")
         if "encoder" in have and not have & {"language", "prefill"}:
             raise ValueError("nobody asks the encoder")
+        if "router" in have and not have & {"server", "language", "prefill"}:
+            raise ValueError("the router has no servers")
         for server in self.servers:
             shlex.split(server.flags)
 
@@ -203,7 +205,7 @@ class Running:
                 f"{self.arm.name} {server.role}",
                 pinned,
                 log_path=self._logs / f"{self.arm.name}-{number}-{server.role}.log",
-                ready_url=f"http://{HOST}:{port}/health",
+                ready_url=f"http://{HOST}:{port}{_ready_path(server)}",
                 env={**os.environ, **env},
             )
         )
@@ -227,7 +229,10 @@ class Running:
         return command
 
     def _router(self) -> list[str]:
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command = [sys.executable, "-m", "sglang_router.launch_router"]
+        if not self.urls("prefill"):
+            return [*command, "--worker-urls", *self.urls("server"), *self.urls("language")]
+        command += ["--pd-disaggregation"]
         for server, port, bootstrap in self._ports:
             url = f"http://{HOST}:{port}"
             if server.role == "prefill":
@@ -243,3 +248,9 @@ class Running:
             for process in (root, *root.children(recursive=True)):
                 if not set(process.cpu_affinity() or ()) <= allowed:
                     raise ServerError(f"{server.name}: process {process.pid} is not pinned")
+
+
+def _ready_path(server: Server) -> str:
+    # SGLang's router is healthy before it knows its servers; the mini-lb has no /readiness.
+    apart = server.role == "router" and "--mini-lb" not in server.flags
+    return "/readiness" if apart else "/health"

@@ -58,6 +58,14 @@ class Run(msgspec.Struct, frozen=True):
     def tpots_ms(self, kind: str = "") -> list[float]:
         return [o.tpot_ms for o in self.of(kind) if o.tpot_ms is not None]
 
+    def answers_ms(self) -> list[float]:
+        """Until the last token of each."""
+        return [
+            one.ttft_ms + (one.tpot_ms or 0.0) * (one.tokens - 1)
+            for one in self.outcomes
+            if one.ttft_ms is not None
+        ]
+
     def of(self, kind: str) -> list[Outcome]:
         """Of a kind; all if it is empty."""
         return [one for one in self.outcomes if kind in ("", one.kind)]

@@ -164,11 +164,13 @@ class Busy(msgspec.Struct, frozen=True):
         encoder_s: of all encoders.
         language_s: of all others, by kind of pass.
         overrun_s: by how much real passes took longer than their emulated time.
+        items: media by where their KV or embedding came from, of this package's servers.
     """
 
     encoder_s: float
     language_s: dict[str, float]
     overrun_s: float
+    items: dict[str, int] = {}
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -14,10 +14,14 @@ from sglang_epd.profile import Profile
 from sglang_epd_plan import plots
 
 HEAD = ["case", "load", "arm", "GPUs", "answered", "mean TTFT (s)", "p50", "p99",
-        "mean TPOT (ms)", "p50", "p99", "requests/s", "encoders busy", "language busy: tower",
-        "prefill", "decode", "overrun"]  # fmt: skip
+        "mean TPOT (ms)", "p50", "p99", "mean time of an answer (s)", "p50", "p99", "requests/s",
+        "encoders busy", "language busy: tower", "prefill", "decode", "overrun"]  # fmt: skip
 RATIOS = ["case", "load", "arm", "mean TTFT: the first's by it", "p50", "TPOT: the first's by it",
           "requests/s: by the first's", "requests/s a GPU: by the first's"]  # fmt: skip
+# Of a picture of a request, from the cheapest; its column's head.
+SOURCES = {"kv": "KV cached", "language_cache": "embedding kept",
+           "encoder_cache": "encoder's cache", "coalesced": "encoded for another",
+           "store": "shared store", "computed": "encoded", "local": "own tower"}  # fmt: skip
 PLOTS = {"ttft": "mean TTFT (s)", "rate": "requests answered a second"}
 
 
@@ -59,6 +63,9 @@ class Page:
         cells += [f"{value:.2f}" for value in shown]
         shown = [mean(tpots), percentile(tpots, 0.5), percentile(tpots, 0.99)]
         cells += [f"{value:.1f}" for value in shown]
+        answers = self._answers(runs)
+        shown = [mean(answers), percentile(answers, 0.5), percentile(answers, 0.99)]
+        cells += [f"{value:.2f}" for value in shown]
         cells.append(f"{self._rate(runs):.3f}")
         encoder_s = sum(one.busy.encoder_s for one in found)
         kinds = [
@@ -108,6 +115,10 @@ class Page:
         by = self._by * self._results.comparison.answer_shrink
         return [ms / by for run in runs for ms in run.tpots_ms()]
 
+    def _answers(self, runs: list[Run]) -> list[float]:
+        """Until the last token, in seconds."""
+        return [ms / self._by / 1e3 for run in runs for ms in run.answers_ms()]
+
     def _rate(self, runs: list[Run]) -> float:
         answered = sum(len(run.outcomes) - len(run.failed) for run in runs)
         seconds = sum(run.seconds for run in runs)
@@ -131,6 +142,23 @@ class Page:
             }
             for case, load in self._loads()
         }
+
+    def _sources(self) -> str:
+        """Where what pictures are to the language model came from, in each run that counted it;
+        empty where all of them were encoded.
+        """
+        counted = [(one.run, one.busy.items) for one in self._results.runs if one.busy.items]
+        sources = [name for name in SOURCES if any(items.get(name) for _, items in counted)]
+        if sources in ([], ["computed"]):
+            return ""
+        titles = {arm.name: arm.title for arm in self._arms}
+        rows = [
+            [run.workload, titles[run.arm], f"{sum(items.values())}"]
+            + [f"{items.get(name, 0) / sum(items.values()):.0%}" for name in sources]
+            for run, items in counted
+        ]
+        head = ["case", "arm", "pictures", *(SOURCES[name] for name in sources)]
+        return f"\n## Where pictures came from\n\n{table([head, *rows])}\n"
 
     def _text(self, stem: str) -> str:
         told, results = self._told, self._results
@@ -176,7 +204,7 @@ here. Passes and arrivals were stretched by a factor of {told.dilation:g}; times
 run of a few percent is faithful.
 
 {plotted}
-
+{self._sources()}
 ## Beside the first arm
 
 {table([RATIOS, *beside])}

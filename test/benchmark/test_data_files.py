@@ -65,6 +65,7 @@ def test_the_projects_own_are_valid(benchmark_folder: Path) -> None:
         (('role = "encoder"', 'role = "encoder"\nflags = "--a \'"'), "No closing quotation"),
         (('[[servers]]\nrole = "encoder"\n', ""), "language needs encoder"),
         (('role = "language"', 'role = "encoder"'), "the last server"),
+        (('role = "encoder"\n[[servers]]\nrole = "language"', 'role = "router"'), "no servers"),
         (('name = "one"', 'name = "two"'), "its name is 'two'"),
         (("[[servers]]", "[[servers"), "line"),
     ],

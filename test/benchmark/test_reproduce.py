@@ -1,6 +1,8 @@
 """Published comparisons on emulated machines: their files, their profiles, their page."""
 
+import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -8,16 +10,24 @@ import msgspec
 import pytest
 import reproduce
 from comparison import published_page
-from comparison.arms import Arm
+from comparison.arms import Arm, Place, Running
 from comparison.figures import Limits, Outcome, Run
 from comparison.files import read, read_all
 from comparison.published import Busy, Comparison, Measured, Reproduced, accelerators
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import Counter as Metric
 
-from demo_emulated import Counted
+from demo_emulated import Counted, counted
+from make_checkpoint import ensure
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
 NAMES = [path.stem for path in reproduce.HERE.glob("*.toml")]
+# What an arm's servers take from their environment.
+_STRETCHED = (
+    *("SGLANG_EPD_EMULATE", "SGLANG_EPD_EMULATE_DILATE"),
+    "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT",
+)
 replace = msgspec.structs.replace
 
 
@@ -104,11 +114,11 @@ def test_times_are_divided_by_what_passes_and_answers_were_stretched(tmp_path: P
     text = (tmp_path / "page.md").read_text()
     one = (
         "| heavy | 1/s | one server | 4 | 1 of 2 | 2.00 | 2.00 | 2.00 |"
-        " 25.0 | 25.0 | 25.0 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
+        " 25.0 | 25.0 | 25.0 | 3.55 | 3.55 | 3.55 | 0.050 |  | 0% | 25% | 12% | 3.3% |"
     )
     epd = (
         "| heavy | 1/s | sglang-epd 2E1P | 6 | 1 of 2 | 0.50 | 0.50 | 0.50 |"
-        " 25.0 | 25.0 | 25.0 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
+        " 25.0 | 25.0 | 25.0 | 2.05 | 2.05 | 2.05 | 0.100 | 25% | 0% | 50% | 25% | 2.0% |"
     )
     assert one in text and epd in text
     # 4 GPUs do half of the requests of 6.
@@ -188,6 +198,64 @@ def test_what_accelerators_did_in_a_run_is_the_difference() -> None:
     before = {"encoder": [Counted({"tower": 1.0}, 0.5, 2)], "language": [Counted({}, 0.0, 0)] * 2}
     after = {
         "encoder": [Counted({"tower": 4.0}, 0.75, 9)],
-        "language": [Counted({"prefill": 1.0}, 0.0, 1), Counted({"decode": 2.0}, 0.5, 3)],
+        "language": [
+            Counted({"prefill": 1.0}, 0.0, 1, Counter(kv=3, computed=1)),
+            Counted({"decode": 2.0}, 0.5, 3, Counter(kv=1)),
+        ],
     }
-    assert reproduce.busy(before, after) == Busy(3.0, {"prefill": 1.0, "decode": 2.0}, 0.75)
+    before["language"][0] = Counted({}, 0.0, 0, Counter(kv=2))
+    expected = Busy(3.0, {"prefill": 1.0, "decode": 2.0}, 0.75, {"kv": 2, "computed": 1})
+    assert reproduce.busy(before, after) == expected
+
+
+def test_where_pictures_came_from_is_shown_where_some_were_not_encoded() -> None:
+    for items, shown in (
+        ({"kv": 1, "computed": 3}, "| KV cached | encoded |\n|---|---|---|---|---|\n"
+                                   "| heavy | sglang-epd 2E1P | 4 | 25% | 75% |"),
+        ({"computed": 4}, ""),
+    ):  # fmt: skip
+        results = _blog(4.0)
+        results.runs[1] = replace(results.runs[1], busy=replace(results.runs[1].busy, items=items))
+        page = reproduce.page_of(results, results.comparison)._sources()
+        assert (shown in page) and bool(shown) == bool(page)
+
+
+@pytest.mark.parametrize("name", ["dp4", "epd-1e3pd"])
+def test_a_router_of_whole_servers_is_ready_when_it_knows_them(name: str, tmp_path: Path) -> None:
+    arm = read(reproduce.HERE / "arms" / f"{name}.toml", Arm)
+    running = Running(arm, "model", "", Place(cores=[0]), tmp_path)
+    router, servers = running.servers[-1], running.urls("server") + running.urls("language")
+    first = router.command.index("--worker-urls") + 1
+    assert router.command[first : first + len(servers)] == servers
+    assert [one.ready_url for one in running.servers[-2:]] == [
+        f"{servers[-1]}/health",
+        f"{running.url}/readiness",
+    ]
+
+
+def test_pictures_are_counted_by_where_they_came_from() -> None:
+    registry = CollectorRegistry()
+    items = Metric("sglang:epd_dispatch_items", "Items", ["source"], registry=registry)
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        items.labels("kv").inc(3)
+        before = counted(url)
+        assert before.items == {"kv": 3}
+        items.labels("computed").inc(2)
+        assert counted(url).since(before).items == {"computed": 2}
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_in_tree_health_checks_wait_for_a_stretched_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = _told("vllm-equal-gpus")
+    for name in _STRETCHED:
+        monkeypatch.setenv(name, "0")
+    (arm,) = read_all(reproduce.HERE / "arms", Arm, ["in-tree-1e1p"])
+    reproduce.Measuring(told, arm, tmp_path / "arm", str(ensure(told.checkpoint)))
+    assert float(os.environ["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT"]) == 2 * told.dilation

@@ -127,7 +127,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
             arrives.
         store [encoders]: URL of a store of embeddings that they share: `file://` or
-            `mooncake://`.
+            `mooncake://`. Where it is not set, `--enable-mm-global-cache` counts, with SGLang's
+            variables of Mooncake.
         store_timeout_ms [encoders]: How long the store may delay an item.
         fingerprint [encoders, language]: What of each tensor of a tower tells two servers that
             they hold the same: three `samples` of 512 bytes, which is done in milliseconds and

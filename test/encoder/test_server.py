@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_epd.encoder.server import _housekeeping, cache_bytes, checked_url
+from sglang_epd.config import Settings
+from sglang_epd.encoder.server import _housekeeping, _store_url, cache_bytes, checked_url
 from sglang_epd.errors import ConfigError
 
 
@@ -32,6 +33,26 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "-1")
     with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB='-1'"):
         cache_bytes(enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "typed", "used"),
+    [
+        (False, "", ""),
+        (False, "file:///a", "file:///a"),
+        (True, "file:///a", "file:///a"),
+        (True, "", "mooncake://master:1?protocol=tcp&segment_mb=4096"),
+    ],
+)
+def test_the_setting_of_a_store_counts_before_sglangs_flag(monkeypatch, caplog, flag, typed, used):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_mm", lambda: SimpleNamespace(enable_mm_global_cache=flag)
+    )
+    monkeypatch.setenv("MOONCAKE_MASTER", "master:1")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    assert _store_url(Settings(store=typed)) == used
+    assert caplog.text.count("--enable-mm-global-cache") == flag
 
 
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])

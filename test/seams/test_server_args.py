@@ -67,6 +67,7 @@ def check(sglang, monkeypatch):
         {**ENCODER, "tokenizer_worker_num": 4},
         {**ENCODER, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "enable_prefix_mm_cache": True},
+        {**ENCODER, "enable_mm_global_cache": True},
     ],
     ids=str,
 )
@@ -88,7 +89,6 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({**ENCODER, "pp_size": 2}, "--pp-size 2 with --encoder-only"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
-        ({**ENCODER, "enable_mm_global_cache": True}, "--enable-mm-global-cache with --encoder"),
         ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
         ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),

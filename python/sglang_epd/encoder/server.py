@@ -43,7 +43,7 @@ from sglang_epd.namespace import namespace
 from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
-from sglang_epd.store import SharedStore, open_store
+from sglang_epd.store import SharedStore, open_store, store_url
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
@@ -230,17 +230,32 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
 
 def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
-    if not settings.store:
+    typed = _store_url(settings)
+    if not typed:
         return None
     observer = StoreMetrics(metrics.registry)
     store = open_store(
-        settings.store,
+        typed,
         token=settings.token,
         timeout_s=settings.store_timeout_ms / 1e3,
         observer=observer.observe,
     )
     observer.watch(store)
     return store
+
+
+def _store_url(settings: Settings) -> str:
+    """The URL of the shared store; empty for none."""
+    from sglang.srt.runtime_context import get_mm
+
+    if not get_mm().enable_mm_global_cache:
+        return settings.store
+    if settings.store:
+        logger.info("SGLANG_EPD_STORE names the store, --enable-mm-global-cache does not")
+        return settings.store
+    url = store_url(os.environ)
+    logger.info("--enable-mm-global-cache is SGLANG_EPD_STORE=%s", url)
+    return url
 
 
 def _batch(settings: Settings) -> BatchBounds:

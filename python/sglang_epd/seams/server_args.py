@@ -89,11 +89,6 @@ def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
         yield f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}"
     if args.enable_ssl_refresh:
         yield f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}"
-    if args.enable_mm_global_cache:
-        yield (
-            "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
-            f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
-        )
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         yield from _undivided_heads(hf_config, args.tp_size)
 

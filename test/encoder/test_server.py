@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_epd.config import Settings
-from sglang_epd.encoder.server import _housekeeping, _store_url, cache_bytes, checked_url
+from sglang_epd.encoder.server import _Front, _housekeeping, _store_url, cache_bytes, checked_url
 from sglang_epd.errors import ConfigError
+from sglang_epd.trust import Trust
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,32 @@ def test_the_setting_of_a_store_counts_before_sglangs_flag(monkeypatch, caplog, 
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     assert _store_url(Settings(store=typed)) == used
     assert caplog.text.count("--enable-mm-global-cache") == flag
+
+
+@pytest.mark.parametrize(
+    ("grpc_mode", "http_port", "front"),
+    [
+        (False, None, ("https", "https://h:1", 1)),
+        (True, None, ("grpc", "grpc://h:1", None)),
+        (True, 2, ("grpc", "grpc://h:1", 2)),
+    ],
+)
+def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
+    grpc_mode, http_port, front
+):
+    serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
+    settings = Settings(encoder_http_port=http_port)
+    found = _Front.of(settings, Trust(certfile="a"), serving)
+    assert (found.scheme, found.name, found.http_port) == front
+    assert (found.sockets == []) == (found.http_port is None)
+    serving.smg_grpc_mode, serving.grpc_mode = grpc_mode, False
+    assert _Front.of(settings, Trust(certfile="a"), serving) == found
+
+
+def test_a_second_port_without_grpc_is_refused_by_name():
+    serving = SimpleNamespace(host="h", port=1, grpc_mode=False, smg_grpc_mode=False)
+    with pytest.raises(ConfigError, match=r"^SGLANG_EPD_ENCODER_HTTP_PORT .* --grpc-mode"):
+        _Front.of(Settings(encoder_http_port=2), Trust(), serving)
 
 
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])

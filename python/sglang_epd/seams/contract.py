@@ -29,6 +29,8 @@ arg_groups.pd_disaggregation_hook
     plugin: handle_encoder_disaggregation(server_args)
 disaggregation.common.conn
     seams/bootstrap: CommonKVBootstrapServer._setup_routes(self)
+disaggregation.encoder.grpc_server
+    plugin: async serve_grpc_encoder(server_args)
 disaggregation.encoder.http_server
     plugin: launch_server(server_args)
 disaggregation.encoder.preprocessor

@@ -166,6 +166,26 @@ async def test_a_body_that_does_not_end_is_given_up(serve, service, monkeypatch)
     assert not service.status()["bytes"]
 
 
+async def test_a_body_that_says_it_is_too_large_is_not_awaited(serve):
+    url = await serve()
+
+    async def half():
+        yield b"EPD"
+        await asyncio.Event().wait()
+
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        said = [(rpc.LENGTH, str(MAX_BODY + 1))]
+        call = channel.stream_unary(rpc.ENCODE)(half(), metadata=said)
+        async with asyncio.timeout(10):
+            await call
+        assert dict(await call.trailing_metadata())[rpc.CODE] == "413"
+
+
+async def test_a_port_where_nobody_listens_is_said_at_once(client, asking, unused_tcp_port):
+    with pytest.raises(UnavailableError, match="is out of reach"):
+        await client.encode(f"grpc://127.0.0.1:{unused_tcp_port}", asking(b"a"))
+
+
 async def test_what_is_no_request_is_refused(serve, client):
     url = await serve("secret")
     answer = await client._transport(url).post(url, [b"GET / HTTP/1.1"], TOKEN, 5.0)

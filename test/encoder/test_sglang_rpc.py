@@ -235,6 +235,26 @@ async def test_the_text_of_an_error_reaches_its_caller(serve, receiver, fakes, e
     assert await receiver.empty()
 
 
+async def test_embeddings_that_are_held_have_a_bound(serve, receiver, service, fakes):
+    target = await serve()
+    # Two embeddings of 48 bytes.
+    service.admission.max_bytes = 95
+    code, text = await refused(target, asked([b"a", b"b"], receiver.port))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "ask for fewer" in text
+    service.admission.max_bytes = 1 << 20
+    fakes.forwarded.hold()
+    call = asyncio.create_task(refused(target, asked([b"c"], receiver.port, req_id="r2")))
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), 10)
+    service.admission.nbytes += 1 << 20  # of others
+    fakes.forwarded.go_on()
+    code, text = await call
+    assert code is grpc.StatusCode.INTERNAL
+    assert "of media in work, at most" in text
+    assert service.admission.nbytes == 1 << 20
+    assert await receiver.empty()
+
+
 async def test_a_caller_that_leaves_ends_the_work(serve, receiver, service, fakes, count):
     fakes.forwarded.hold()
     async with grpc.aio.insecure_channel(await serve()) as channel:

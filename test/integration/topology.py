@@ -81,6 +81,8 @@ class Topology:
             self.ports[role] = free_port()
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             self.ports[f"{role} bootstrap"] = free_port()
+            if "--grpc-mode" in self._flags(role):
+                self.ports[f"{role} grpc"] = free_port()
         for role in self.roles:
             self.servers[role] = self._server(role, logs)
             # The mini-lb asks its servers about themselves as it starts.
@@ -132,6 +134,7 @@ class Topology:
         self, role: str, logs: Path, more: Mapping[str, str] | None = None, *, typed: bool = True
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
+        by_grpc = f"{role} grpc" in self.ports
         cache = {} if encoder else _NO_IMAGE_CACHE
         forked = self.forks is not None and not (typed and role in self.typed)
         make = partial(ForkedServer, self.forks) if forked else ServerProcess
@@ -146,6 +149,7 @@ class Topology:
                 **_LOOPBACK_MEDIA,
                 **self.env,
                 **self.own_env.get(role, {}),
+                **({"SGLANG_EPD_ENCODER_HTTP_PORT": str(self.ports[role])} if by_grpc else {}),
                 **(more or {}),
             },
         )
@@ -155,7 +159,7 @@ class Topology:
         kind = role.partition("@")[0]
         if kind == "router":
             return self._router()
-        encoders = [self.urls[name] for name in self._named("encoder")]
+        encoders = [self._encoder_url(name) for name in self._named("encoder")]
         bootstrap = str(self.ports[f"{role} bootstrap"])
         language = ["--language-only", "--encoder-urls", *encoders]
         # A prefill server has another use for the port below.
@@ -176,11 +180,19 @@ class Topology:
             own += ["--encoder-register-urls", registry]
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", path),
-            *("--dtype", "float32", "--port", str(self.ports[role])),
+            *("--dtype", "float32"),
+            *("--port", str(self.ports.get(f"{role} grpc", self.ports[role]))),
             *own,
-            *shlex.split(self.flags.get(kind, "")),
-            *(shlex.split(self.flags[role]) if role != kind and role in self.flags else ()),
+            *self._flags(role),
         ]
+
+    def _flags(self, role: str) -> list[str]:
+        kinds = dict.fromkeys((role.partition("@")[0], role))
+        return [flag for kind in kinds for flag in shlex.split(self.flags.get(kind, ""))]
+
+    def _encoder_url(self, role: str) -> str:
+        port = self.ports.get(f"{role} grpc")
+        return f"grpc://127.0.0.1:{port}" if port else self.urls[role]
 
     def _router(self) -> list[str]:
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
@@ -327,6 +339,28 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         },
         {"language": "--enable-metrics", "caching": "--enable-metrics"},
         typed=(*_TOGETHER, "caching"),
+    ),
+    # Language servers of both packages.
+    "grpc": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language", "language@in_tree"),
+        {
+            "SGLANG_EPD_TOKEN": TOKEN,
+            "SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc",
+            "SGLANG_EPD_ENCODER_WAIT_S": "5",
+            "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
+            **_NOTHING_KEPT,
+        },
+        flags={
+            "encoder": "--grpc-mode",
+            "language": _NO_PREFIXES,
+            "language@in_tree": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+        own_env={
+            "encoder": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
+            "encoder@2": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
+            "language@in_tree": {"SGLANG_EPD": "off", "SGLANG_HOST_IP": "127.0.0.1"},
+        },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ipaddress
 import itertools
 import logging
 import os
@@ -26,7 +27,7 @@ from fastapi import FastAPI
 from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
-from sglang_epd.config import Settings, announce
+from sglang_epd.config import PREFIX, Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
@@ -200,13 +201,19 @@ class _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting would have no effect.
+            ConfigError: a setting is no network, or would have no effect.
         """
         place = f"{serving.host}:{serving.port}"
+        for network in settings.encoder_push_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ConfigError(f"SGLANG_EPD_ENCODER_PUSH_NETWORKS: {error}") from None
         if serving.smg_grpc_mode or serving.grpc_mode:
             return cls("grpc", f"grpc://{place}", settings.encoder_http_port)
-        if settings.encoder_http_port is not None:
-            raise ConfigError("SGLANG_EPD_ENCODER_HTTP_PORT is for encoders with --grpc-mode")
+        for name in ("encoder_http_port", "encoder_push_networks"):
+            if getattr(settings, name):
+                raise ConfigError(f"{PREFIX}{name.upper()} is for encoders with --grpc-mode")
         return cls(trust.scheme, f"{trust.scheme}://{place}", serving.port)
 
     @property

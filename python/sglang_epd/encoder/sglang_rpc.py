@@ -37,6 +37,7 @@ from sglang_epd.encoder.service import Room
 from sglang_epd.errors import (
     DeadlineError,
     EpdError,
+    MediaTooLargeError,
     ProtocolError,
     UnavailableError,
     from_code,
@@ -238,7 +239,7 @@ class SglangService:
             items,
             asker=asked.req_id,
         )
-        taken = _Taken(room)
+        taken = _Taken(room, service.admission.max_bytes)
         with self._answering.begin_span(call.headers) as span:
             reply = await service.encode(request, room, span, taken)
         for outcome in reply.outcomes:
@@ -301,13 +302,15 @@ class _Taken:
 
     Args:
         room: of the request, which has the embeddings' bytes as well.
+        most_bytes: of all of them.
 
     Attributes:
         rows: copies of the embeddings, by their items.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, most_bytes: int) -> None:
         self._room = room
+        self._left = most_bytes
         self.rows: dict[int, torch.Tensor] = {}
 
     @asynccontextmanager
@@ -319,6 +322,9 @@ class _Taken:
     async def deliver(
         self, _endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
     ) -> str:
+        self._left -= embedding.nbytes
+        if self._left < 0:
+            raise MediaTooLargeError("the embeddings of one request are too many: ask for fewer")
         self._room.take(embedding.nbytes)
         self.rows[granted.message.item] = await asyncio.to_thread(embedding.clone)
         return "pushed"

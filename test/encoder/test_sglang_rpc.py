@@ -138,7 +138,9 @@ async def test_each_port_is_given_all(serve, receiver):
 
 
 @pytest.mark.parametrize("first", ["encode", "receive_url"])
-async def test_ports_may_be_named_while_it_encodes_or_before(serve, receiver, fakes, first):
+async def test_ports_may_be_named_while_it_encodes_or_before(
+    serve, receiver, fakes, service, first
+):
     from sglang.srt.disaggregation.encoder.receiver import _grpc_scheduler_receive_url
 
     target, other = await serve(), Receiver()
@@ -150,6 +152,7 @@ async def test_ports_may_be_named_while_it_encodes_or_before(serve, receiver, fa
     begun = asyncio.create_task(encode(target, asked([b"four"]))) if first == "encode" else None
     if begun:
         await asyncio.wait_for(fakes.forwarded.entered.wait(), 10)
+        service.admission.max_items = 1  # it is full
     naming = [name(receiver.port), name(other.port)]
     if not begun:
         await asyncio.sleep(0.1)
@@ -179,12 +182,13 @@ async def test_without_a_network_or_the_token_nothing_is_read(serve, fakes, rece
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("127.0.0.1", "does not have it"),
-        ("localhost", "does not have it"),
-        ("::ffff:10.0.0.1", "does not have it"),
-        ("no.such.host.invalid", "no address"),
-        ("10.0.0.1\n", "no address"),
-        ("", "no address"),
+        ("127.0.0.1", "it is not in SGLANG_EPD_ENCODER_PUSH_NETWORKS"),
+        ("::ffff:10.0.0.1", "it is not in SGLANG_EPD_ENCODER_PUSH_NETWORKS"),
+        ("[::1]", "it is not in SGLANG_EPD_ENCODER_PUSH_NETWORKS"),
+        ("localhost", "not to 'localhost'"),
+        ("10.1", "not to '10.1'"),
+        ("10.0.0.1\n", "not to '10.0.0.1"),
+        ("", "not to ''"),
     ],
 )
 async def test_nothing_is_pushed_outside_the_networks(serve, fakes, receiver, host, said):
@@ -198,7 +202,7 @@ async def test_nothing_is_pushed_outside_the_networks(serve, fakes, receiver, ho
         stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
         place = f"{host}:{receiver.port}"
         named = pb.SchedulerReceiveUrlRequest(req_id="r", receive_url=place, receive_count=1)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"receive_url|have it|no address"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"receive_url|it is not in|not to"):
             await stub.SchedulerReceiveUrl(named)
     assert await receiver.empty()
 
@@ -212,6 +216,7 @@ async def test_nothing_is_pushed_outside_the_networks(serve, fakes, receiver, ho
         ({"part_idx": 2}, "part_idx"),
         ({"mm_items": ["ftp://host/a.png"]}, "unknown URL scheme 'ftp'"),
         ({"embedding_port": list(range(1, 100))}, "64 places at most"),
+        ({"embedding_port": [1 << 16]}, "65536 is no port"),
     ],
     ids=str,
 )

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pickle import dumps
@@ -52,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 # SGLang's own, of SGLANG_ENCODER_REQ_TIMEOUT.
 _REQUEST_S = 180.0
-_LOOK_UP_S = 3.0
 # SGLang's own, of SGLANG_ENCODER_SEND_TIMEOUT.
 _PUSH_S = 180.0
 _LOOK_S = 0.002
@@ -93,37 +91,46 @@ class SglangService:
         self._zmq.destroy(linger=0)
 
     def _answered(
-        self, method: Callable[[Call, Room], Awaitable[Any]]
+        self, method: Callable[[Call], Awaitable[Any]]
     ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[bytes]]:
         async def answer(
             messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> bytes:
-            metrics, status = self._answering.metrics, 499
             try:
-                with metrics.request_seconds.time(), self._answering.service.receiving() as room:
-                    async with asyncio.timeout(_REQUEST_S):
-                        answered = await method(Call(messages, context), room)
-                status = 200
+                async with asyncio.timeout(_REQUEST_S):
+                    answered = await method(Call(messages, context))
                 return bytes(answered.SerializeToString())
             except (EpdError, TimeoutError) as error:
                 late = DeadlineError(f"it took longer than {_REQUEST_S:g} s")
                 refusal = error if isinstance(error, EpdError) else late
-                status = refusal.status
                 logger.warning("Refused a request of SGLang's: %s (%s)", refusal, refusal.code)
-                metrics.refusals.labels(refusal.code).inc()
                 # As SGLang's own: the request's fault, or the encoder's.
                 codes = grpc.StatusCode
-                code = codes.INVALID_ARGUMENT if status < 500 else codes.INTERNAL
+                code = codes.INVALID_ARGUMENT if refusal.status < 500 else codes.INTERNAL
                 await context.abort(code, refusal.message)
                 raise  # what `abort` does already
-            finally:
-                metrics.requests.labels(str(status)).inc()
 
         return answer
 
-    async def _encode(self, call: Call, room: Room) -> Any:
+    async def _encode(self, call: Call) -> Any:
+        metrics, status = self._answering.metrics, 499
+        try:
+            with metrics.request_seconds.time(), self._answering.service.receiving() as room:
+                await self._encode_and_push(call, room)
+            status = 200
+        except EpdError as error:
+            status = error.status
+            metrics.refusals.labels(error.code).inc()
+            raise
+        finally:
+            metrics.requests.labels(str(status)).inc()
+        return pb.EncodeResponse()
+
+    async def _encode_and_push(self, call: Call, room: Room) -> None:
         trusted = self._check_caller(call)
-        asked = await self._read(call, room, pb.EncodeRequest)
+        body = await read_body(call, self._answering.max_body_bytes, room)
+        asked = _decoded(body, pb.EncodeRequest)
+        del body
         from sglang.srt.disaggregation.encoder.runtime import validate_encode_request
 
         fields = {
@@ -138,7 +145,7 @@ class SglangService:
         if len(asked.embedding_port) > _MAX_PLACES:
             raise ProtocolError(f"embeddings are pushed to {_MAX_PLACES} places at most")
         host, ports = asked.prefill_host, asked.embedding_port
-        named = [await self._place(host, port, trusted) for port in ports]
+        named = [self._place(host, port, trusted) for port in ports]
         meeting = None if named else self._meet(asked.req_id)
         try:
             with logs.about(asked.req_id):
@@ -148,17 +155,17 @@ class SglangService:
         finally:
             if meeting is not None:
                 del self._meetings[asked.req_id]
-        return pb.EncodeResponse()
 
-    async def _receive_url(self, call: Call, room: Room) -> Any:
+    async def _receive_url(self, call: Call) -> Any:
         trusted = self._check_caller(call)
-        asked = await self._read(call, room, pb.SchedulerReceiveUrlRequest)
+        # A full encoder hears it as well: it may be of a request that is in work.
+        asked = _decoded(await anext(call.pieces(), b""), pb.SchedulerReceiveUrlRequest)
         host, _, port = asked.receive_url.rpartition(":")
         if not host or not port.isdecimal() or not 0 < asked.receive_count <= _MAX_PLACES:
             raise ProtocolError(
                 f"a receive_url is host:port, and a receive_count from 1 to {_MAX_PLACES}"
             )
-        place = await self._place(host, int(port), trusted)
+        place = self._place(host, int(port), trusted)
         # It may come before the encode request that it belongs to.
         meeting = self._meetings.setdefault(asked.req_id, _Meeting())
         try:
@@ -169,7 +176,7 @@ class SglangService:
                 self._meetings.pop(asked.req_id, None)
         return pb.SchedulerReceiveUrlResponse()
 
-    async def _send(self, call: Call, _room: Room) -> Any:
+    async def _send(self, _call: Call) -> Any:
         raise ProtocolError("Mooncake is not served over SGLang's gRPC: use HTTP")
 
     def _check_caller(self, call: Call) -> bool:
@@ -187,33 +194,23 @@ class SglangService:
             )
         return trusted
 
-    async def _read(self, call: Call, room: Room, kind: Any) -> Any:
-        body = await read_body(call, self._answering.max_body_bytes, room)
-        try:
-            return kind.FromString(bytes(body))
-        except DecodeError:
-            raise ProtocolError(f"malformed {kind.DESCRIPTOR.name}") from None
-
-    async def _place(self, host: str, port: int, trusted: bool) -> str:
-        """The address that embeddings are pushed to.
+    def _place(self, host: str, port: int, trusted: bool) -> str:
+        """Where embeddings are pushed to. No name is looked up: SGLang's servers give addresses.
 
         Raises:
-            ProtocolError: it is none, or may not be.
+            ProtocolError: it is no address and port, or may not be pushed to.
         """
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_LOOK_UP_S):
-                found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError, UnicodeError, OverflowError):
-            raise ProtocolError(f"no address to push to: {host!r}") from None
-        addresses = [str(one[4][0]).partition("%")[0] for one in found]
-        # By the address: a name may have another when it is looked up again.
-        for address in addresses:
-            if trusted or any(ipaddress.ip_address(address) in net for net in self._networks):
-                return f"tcp://{host_port(address, port)}"
-        raise ProtocolError(
-            f"nothing is pushed to {host!r}: SGLANG_EPD_ENCODER_PUSH_NETWORKS does not have it"
-        )
+            address = ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            raise ProtocolError(f"embeddings are pushed to addresses, not to {host!r}") from None
+        if not 0 < port < 1 << 16:
+            raise ProtocolError(f"{port} is no port")
+        if not trusted and not any(address in network for network in self._networks):
+            raise ProtocolError(
+                f"nothing is pushed to {address}: it is not in SGLANG_EPD_ENCODER_PUSH_NETWORKS"
+            )
+        return f"tcp://{host_port(str(address), port)}"
 
     def _meet(self, req_id: str) -> _Meeting:
         meeting = self._meetings.setdefault(req_id, _Meeting())
@@ -328,6 +325,13 @@ class _Taken:
         self._room.take(embedding.nbytes)
         self.rows[granted.message.item] = await asyncio.to_thread(embedding.clone)
         return "pushed"
+
+
+def _decoded(body: bytes | bytearray, kind: Any) -> Any:
+    try:
+        return kind.FromString(bytes(body))
+    except DecodeError:
+        raise ProtocolError(f"malformed {kind.DESCRIPTOR.name}") from None
 
 
 def _sources(items: Iterable[str]) -> list[MediaSource]:

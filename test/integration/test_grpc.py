@@ -25,6 +25,8 @@ from integration.counters import delivered, total
 from integration.listener import Site
 from integration.topology import START_TIMEOUT_S, Machine, Topology
 
+# What test/encoder shows in one process, with four servers.
+pytestmark = pytest.mark.extended
 ENCODERS = ("encoder", "encoder@2")
 
 

@@ -359,7 +359,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         own_env={
             "encoder": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
             "encoder@2": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
-            "language@in_tree": {"SGLANG_EPD": "off", "SGLANG_HOST_IP": "127.0.0.1"},
+            "language@in_tree": {
+                "SGLANG_EPD": "off",
+                "SGLANG_HOST_IP": "127.0.0.1",
+                # It asks over HTTP, and drops whatever does not answer.
+                "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": "0",
+            },
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),

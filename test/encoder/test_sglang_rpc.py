@@ -9,6 +9,7 @@ import importlib
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -126,6 +127,29 @@ async def test_embeddings_are_pushed_as_sglang_reads_them(serve, service, receiv
     # What the fake tower makes of them, in their order.
     assert rows[:, 0].tolist() == [4.0] * 3 + [6.0] * 3
     assert not service.status()["bytes"]
+
+
+async def test_sglangs_own_receiver_takes_them(serve):
+    """All of its way, from a request to the call of its processor."""
+    from sglang.srt.disaggregation.encoder.receiver import MMReceiverGrpc
+
+    receiver = object.__new__(MMReceiverGrpc)
+    receiver.host, receiver.recv_timeout, receiver.model_type = "127.0.0.1", 20.0, "qwen2_5_vl"
+    receiver.encode_urls = [f"grpc://{await serve()}"]
+    receiver.context = zmq.asyncio.Context()
+    urls = [base64.b64encode(one).decode() for one in (b"four", b"sixsix")]
+    request = SimpleNamespace(
+        image_data=urls, video_data=None, audio_data=None, mm_content_hashes=None
+    )
+    processor = SimpleNamespace(
+        get_validated_mm_data=lambda prompt, rows, **beside: (prompt, rows, beside)
+    )
+    prompt, rows, beside = await receiver.recv_mm_data(request, processor, "a prompt")
+    receiver.context.destroy(linger=0)
+    assert prompt == "a prompt"
+    (embedding,) = rows.values()
+    assert embedding[:, 0].tolist() == [4.0] * 3 + [6.0] * 3
+    assert beside["img_grid_thw"].tolist() == [[1, 2, 6], [1, 2, 6]]
 
 
 async def test_each_port_is_given_all(serve, receiver):

@@ -1,4 +1,4 @@
-"""Two encoders that speak gRPC, for this package's language server and for SGLang's own."""
+"""Two encoders that speak gRPC, and a language server that asks them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from integration.counters import delivered, total
 from integration.listener import Site
 from integration.topology import START_TIMEOUT_S, Machine, Topology
 
-# What test/encoder shows in one process, with four servers.
+# What test/encoder shows in one process, with three servers.
 pytestmark = pytest.mark.extended
 ENCODERS = ("encoder", "encoder@2")
 
@@ -78,15 +78,6 @@ def test_a_client_that_leaves_ends_the_work(topology: Topology, site: Site) -> N
         )
     until(lambda: cancelled() > before)
     assert site.asked
-
-
-def test_sglangs_own_language_server_is_answered(
-    machine: Machine, topology: Topology, photographs: list[Image.Image]
-) -> None:
-    in_tree = topology.client("language@in_tree")
-    pictures = [image_part(data_url(photo.resize((224, 168)))) for photo in photographs]
-    machine.check(in_tree, topology.model, [user(*pictures, text_part("What?"))])
-    assert "transport_mode=grpc" in topology.log("language@in_tree")
 
 
 def test_an_encoder_that_is_killed_costs_no_request(

@@ -340,10 +340,9 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         {"language": "--enable-metrics", "caching": "--enable-metrics"},
         typed=(*_TOGETHER, "caching"),
     ),
-    # Language servers of both packages.
     "grpc": lambda: Topology(
         _TINY,
-        ("encoder", "encoder@2", "language", "language@in_tree"),
+        ("encoder", "encoder@2", "language"),
         {
             "SGLANG_EPD_TOKEN": TOKEN,
             "SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc",
@@ -354,17 +353,6 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         flags={
             "encoder": "--grpc-mode",
             "language": _NO_PREFIXES,
-            "language@in_tree": "--encoder-transfer-backend zmq_to_tokenizer",
-        },
-        own_env={
-            "encoder": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
-            "encoder@2": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
-            "language@in_tree": {
-                "SGLANG_EPD": "off",
-                "SGLANG_HOST_IP": "127.0.0.1",
-                # It asks over HTTP, and drops whatever does not answer.
-                "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": "0",
-            },
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),

@@ -94,6 +94,7 @@ async def _serve(pipe: Connection, width: int) -> None:
 
     from sglang_epd.cache import EmbeddingCache, UrlMemory
     from sglang_epd.encoder.admission import Admission
+    from sglang_epd.encoder.answering import Answering
     from sglang_epd.encoder.app import create_app
     from sglang_epd.encoder.pipeline.computations import Computations
     from sglang_epd.encoder.pipeline.scheduling import BatchBounds
@@ -117,7 +118,7 @@ async def _serve(pipe: Connection, width: int) -> None:
         namespace=_NAMESPACE,
         name="encoder",
     )
-    app = create_app(service, metrics, {}, trust=Trust(), max_body_bytes=1 << 30)
+    app = create_app(Answering(service, metrics, Trust(), 1 << 30), {})
     listening = socket.create_server((HOST, 0))
     server = uvicorn.Server(
         uvicorn.Config(

@@ -71,12 +71,12 @@ def _running(command: list[str], port: int, log: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def mooncake_master(folder: Path) -> Iterator[Server]:
+def mooncake_master(folder: Path, *flags: str) -> Iterator[Server]:
     """A Mooncake master; nothing can be stored before there is a node."""
     port, metrics = free_port(), free_port()
     command = [str(folder_of("mooncake") / "mooncake_master")]
     command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}"]
-    command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
+    command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}", *flags]
     with _running(command, port, folder / "master.log") as server:
         yield server
 

@@ -48,6 +48,7 @@ LogFormat = Annotated[Literal["text", "json"], Meta(title="text, json")]
 Fingerprint = Annotated[Literal["samples", "full"], Meta(title="samples, full")]
 Whole = Annotated[int, Meta(title="whole number", ge=0)]
 Count = Annotated[int, Meta(title="whole number", ge=1)]
+Port = Annotated[int, Meta(title="a port", ge=1, lt=65_536)]
 Number = Annotated[float, Meta(title="number", gt=0, lt=1e12)]
 Mebibytes = Annotated[float, Meta(title="a number of MiB", gt=0, lt=1e12)]
 Seconds = Annotated[float, Meta(title="a number of seconds", gt=0, lt=1e12)]
@@ -70,7 +71,7 @@ UNREAD: dict[str, dict[str, str]] = {
     },
     "language": {
         "SGLANG_ENCODER_HTTP_TIMEOUT": "SGLANG_EPD_ENCODER_TIMEOUT_S",
-        "SGLANG_ENCODER_GRPC_TIMEOUT_SECS": "nothing: encoders are asked over HTTP",
+        "SGLANG_ENCODER_GRPC_TIMEOUT_SECS": "SGLANG_EPD_ENCODER_TIMEOUT_S",
         "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": _PROBES,
         "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT": _PROBES,
         "SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL": _PROBES,
@@ -122,6 +123,10 @@ class Settings(Struct, frozen=True, kw_only=True):
             given.
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach
             it; its host and port unless given.
+        encoder_http_port [encoders with `--grpc-mode`]: A second port, with the routes over HTTP
+            (`/metrics`, `/health`, `/v1/status`). None unless given.
+        encoder_push_networks [encoders with `--grpc-mode`]: Networks that embeddings may be pushed
+            into for SGLang's own language servers, which have no token. None unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
             it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
@@ -129,7 +134,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
             arrives.
         store [encoders]: URL of a store of embeddings that they share: `file://` or
-            `mooncake://`.
+            `mooncake://`. Where it is not set, `--enable-mm-global-cache` counts, with SGLang's
+            variables of Mooncake.
         store_timeout_ms [encoders]: How long the store may delay an item.
         fingerprint [encoders, language]: What of each tensor of a tower tells two servers that
             they hold the same: three `samples` of 512 bytes, which is done in milliseconds and
@@ -182,6 +188,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_batch_patches: Count | None = None
     encoder_batch_items: Count | None = None
     encoder_advertise_url: Text = ""
+    encoder_http_port: Port | None = None
+    encoder_push_networks: Networks = ()
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
     checksum: Switch = False

@@ -9,7 +9,8 @@ nothing. The servers without such a flag that it serves are the decode server
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sglang_epd.seams import (
@@ -54,6 +55,12 @@ def _launch_encoder(args: Any) -> None:
     launch(args)
 
 
+def _serve_grpc_encoder(args: Any) -> Coroutine[Any, Any, None]:
+    """SGLang runs what this returns; the encoder, which has a loop of its own, has ended then."""
+    _launch_encoder(args)
+    return asyncio.sleep(0)
+
+
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:
     if scheduler is None:
         from sglang_epd.seams.tokenizer import create_frontend
@@ -86,6 +93,7 @@ HOOKS = (
     *GUARDS,
     # --encoder-only: our server instead of the in-tree one.
     Hook(f"{_ENCODER}.http_server", "launch_server", "replace", _launch_encoder),
+    Hook(f"{_ENCODER}.grpc_server", "serve_grpc_encoder", "replace", _serve_grpc_encoder),
     # --language-only: our dispatcher (tokenizer process) and receiver (scheduler).
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.

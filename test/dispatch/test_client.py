@@ -85,7 +85,7 @@ async def test_a_reply_that_comes_in_pieces_is_read_to_its_end(start, client):
 
 
 async def test_an_endless_reply_is_not_read_to_its_end(start, client, monkeypatch):
-    monkeypatch.setattr(client_module, "_MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(client_module, "MAX_REPLY_BYTES", 1000)
     encoder = await start()
 
     class Endless(web.StreamResponse):

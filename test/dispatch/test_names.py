@@ -45,6 +45,12 @@ async def test_a_name_with_several_addresses_is_as_many_encoders(pool):
     assert resolver.asked == [("encoders", 30000)]
 
 
+async def test_a_name_of_grpc_encoders_is_looked_up_as_well(pool):
+    names = Names(pool, ["grpc://encoders:30000/"], Resolver("10.0.0.1", "fd00::1", "10.0.0.2"))
+    await names.refresh()
+    assert known(pool) == {"grpc://10.0.0.1:30000", "grpc://10.0.0.2:30000"}
+
+
 async def test_encoders_come_and_go_with_their_addresses(pool):
     resolver = Resolver("10.0.0.1", "10.0.0.2")
     names = Names(pool, [URL], resolver)

@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.encoder import app as app_module
+from sglang_epd.encoder import answering
 from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.intake import Intake
 from sglang_epd.errors import (
@@ -46,9 +47,7 @@ async def serve(service, metrics) -> AsyncIterator[Serve]:
 
     async def start(*tokens: str, **options: Any) -> str:
         info = {"model_path": "model", "namespace": service.namespace}
-        app = create_app(
-            service, metrics, info, trust=Trust(tokens), max_body_bytes=MAX_BODY, **options
-        )
+        app = create_app(Answering(service, metrics, Trust(tokens), MAX_BODY, **options), info)
         config = uvicorn.Config(
             app,
             ws="none",
@@ -307,8 +306,8 @@ async def test_a_body_that_does_not_come_gives_its_bytes_back(
     serve, service, monkeypatch, silence_s, body_s
 ):
     """Its asker was stopped, or sends next to nothing: the connection tells neither."""
-    monkeypatch.setattr(app_module, "_SILENCE_S", silence_s)
-    monkeypatch.setattr(app_module, "_BODY_S", body_s)
+    monkeypatch.setattr(answering, "_SILENCE_S", silence_s)
+    monkeypatch.setattr(answering, "_BODY_S", body_s)
     async with sending(await serve(), b"Content-Length: 100000\r\n\r\nEPD") as (reader, writer):
         answer = asyncio.create_task(reader.readline())
         async with asyncio.timeout(PATIENCE_S):

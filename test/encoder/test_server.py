@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_epd.encoder.server import _housekeeping, cache_bytes, checked_url
+from sglang_epd.config import Settings
+from sglang_epd.encoder.server import _Front, _housekeeping, _store_url, cache_bytes, checked_url
 from sglang_epd.errors import ConfigError
+from sglang_epd.trust import Trust
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,60 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "-1")
     with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB='-1'"):
         cache_bytes(enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "typed", "used"),
+    [
+        (False, "", ""),
+        (False, "file:///a", "file:///a"),
+        (True, "file:///a", "file:///a"),
+        (True, "", "mooncake://master:1?protocol=tcp&segment_mb=4096"),
+    ],
+)
+def test_the_setting_of_a_store_counts_before_sglangs_flag(monkeypatch, caplog, flag, typed, used):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_mm", lambda: SimpleNamespace(enable_mm_global_cache=flag)
+    )
+    monkeypatch.setenv("MOONCAKE_MASTER", "master:1")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    assert _store_url(Settings(store=typed)) == used
+    assert caplog.text.count("--enable-mm-global-cache") == flag
+
+
+@pytest.mark.parametrize(
+    ("grpc_mode", "http_port", "front"),
+    [
+        (False, None, ("https", "https://h:1", 1)),
+        (True, None, ("grpc", "grpc://h:1", None)),
+        (True, 2, ("grpc", "grpc://h:1", 2)),
+    ],
+)
+def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
+    grpc_mode, http_port, front
+):
+    serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
+    settings = Settings(encoder_http_port=http_port)
+    found = _Front.of(settings, Trust(certfile="a"), serving)
+    assert (found.scheme, found.name, found.http_port) == front
+    assert (found.sockets == []) == (found.http_port is None)
+    serving.smg_grpc_mode, serving.grpc_mode = grpc_mode, False
+    assert _Front.of(settings, Trust(certfile="a"), serving) == found
+
+
+@pytest.mark.parametrize(
+    ("grpc_mode", "settings", "said"),
+    [
+        (False, {"encoder_http_port": 2}, "_HTTP_PORT is for encoders with --grpc-mode"),
+        (False, {"encoder_push_networks": ("::/0",)}, "_PUSH_NETWORKS is for encoders with"),
+        (True, {"encoder_push_networks": ("10.0.0.1/8",)}, "_PUSH_NETWORKS: 10.0.0.1/8 has host"),
+    ],
+)
+def test_what_grpc_cannot_be_given_is_refused_by_name(grpc_mode, settings, said):
+    serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
+    with pytest.raises(ConfigError, match=f"^SGLANG_EPD_ENCODER{said}"):
+        _Front.of(Settings(**settings), Trust(), serving)
 
 
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])

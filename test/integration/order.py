@@ -15,6 +15,7 @@ _USES = {
     "test_budget": "small_budget",
     "test_rival": "in_tree",
     "test_emulation": "emulated",
+    "test_grpc": "grpc",
     "test_store": "store",
     "": "qwen3",
     # Compared with what has been asked of either by now.

@@ -209,10 +209,15 @@ def damage(files: list[Path]) -> None:
 
 
 @pytest.mark.extended
-def test_mooncake(case: Case, tmp_path: Path, resources: ExitStack) -> None:
+def test_mooncake_by_sglangs_flag(
+    case: Case, tmp_path: Path, resources: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     master = resources.enter_context(mooncake_master(tmp_path))
     resources.enter_context(mooncake_node(tmp_path, master, 64 << 20))
-    fill_and_start_anew(case, f"mooncake://127.0.0.1:{master.port}?max_item_mb=16")
+    monkeypatch.setitem(case.topology.flags, "encoder", "--enable-mm-global-cache")
+    address, size = f"127.0.0.1:{master.port}", "MOONCAKE_GLOBAL_SEGMENT_SIZE"
+    env = {"MOONCAKE_MASTER": address, "MOONCAKE_PROTOCOL": "tcp", size: "0"}
+    fill_and_start_anew(case, "", **env)
     load_with_a_fault(case, STORED, master.kill)
     assert is_left_alone(case)
     master.start()

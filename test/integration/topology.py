@@ -83,6 +83,8 @@ class Topology:
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             for use in ("bootstrap", "group"):
                 self.ports[f"{role} {use}"] = free_port()
+            if "--grpc-mode" in self._flags(role):
+                self.ports[f"{role} grpc"] = free_port()
         for role in self.roles:
             self.servers[role] = self._server(role, logs)
             # The mini-lb asks its servers about themselves as it starts.
@@ -134,6 +136,7 @@ class Topology:
         self, role: str, logs: Path, more: Mapping[str, str] | None = None, *, typed: bool = True
     ) -> ServerProcess:
         encoder = role.startswith(("encoder", "registering"))
+        by_grpc = f"{role} grpc" in self.ports
         cache = {} if encoder else _NO_IMAGE_CACHE
         forked = self.forks is not None and not (typed and role in self.typed)
         make = partial(ForkedServer, self.forks) if forked else ServerProcess
@@ -148,6 +151,7 @@ class Topology:
                 **_LOOPBACK_MEDIA,
                 **self.env,
                 **self.own_env.get(role, {}),
+                **({"SGLANG_EPD_ENCODER_HTTP_PORT": str(self.ports[role])} if by_grpc else {}),
                 **(more or {}),
             },
         )
@@ -158,7 +162,7 @@ class Topology:
         kind = name.partition("@")[0]
         if kind == "router":
             return self._router()
-        encoders = [self.urls[name] for name in self._named("encoder")]
+        encoders = [self._encoder_url(name) for name in self._named("encoder")]
         bootstrap = str(self.ports[f"{name} bootstrap"])
         language = ["--language-only", "--encoder-urls", *encoders]
         # A prefill server has another use for the port below.
@@ -179,11 +183,11 @@ class Topology:
             own += ["--encoder-register-urls", registry]
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", path),
-            *("--dtype", "float32", "--port", str(self.ports[role])),
+            *("--dtype", "float32"),
+            *("--port", str(self.ports.get(f"{role} grpc", self.ports[role]))),
             *own,
             *self._place(role),
-            *shlex.split(self.flags.get(kind, "")),
-            *(shlex.split(self.flags[name]) if name != kind and name in self.flags else ()),
+            *self._flags(role),
         ]
 
     def _place(self, role: str) -> list[str]:
@@ -195,6 +199,15 @@ class Topology:
         address = f"127.0.0.1:{self.ports[f'{first} group']}"
         count, rank = str(len(hosts)), str(hosts.index(role))
         return ["--nnodes", count, "--node-rank", rank, "--dist-init-addr", address]
+
+    def _flags(self, role: str) -> list[str]:
+        name = role.partition("#")[0]
+        kinds = dict.fromkeys((name.partition("@")[0], name))
+        return [flag for kind in kinds for flag in shlex.split(self.flags.get(kind, ""))]
+
+    def _encoder_url(self, role: str) -> str:
+        port = self.ports.get(f"{role} grpc")
+        return f"grpc://127.0.0.1:{port}" if port else self.urls[role]
 
     def _router(self) -> list[str]:
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
@@ -378,6 +391,21 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         },
         {"language": "--enable-metrics", "caching": "--enable-metrics"},
         typed=(*_TOGETHER, "caching"),
+    ),
+    "grpc": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language"),
+        {
+            "SGLANG_EPD_TOKEN": TOKEN,
+            "SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc",
+            "SGLANG_EPD_ENCODER_WAIT_S": "5",
+            "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
+            **_NOTHING_KEPT,
+        },
+        flags={
+            "encoder": "--grpc-mode",
+            "language": _NO_PREFIXES,
+        },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ SERVED = {
     "smg_grpc_mode": False,
     "enable_adaptive_dispatch_to_encoder": False,
     "enable_ssl_refresh": False,
+    "ssl_certfile": None,
     "enable_mm_global_cache": False,
     "encoder_urls": ["http://encoder:30000"],
 }
@@ -75,6 +77,10 @@ def check(sglang, monkeypatch):
         {**ENCODER, "pp_size": 2, "attn_dp_size": 2, "tp_size": 2},
         {**ENCODER, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "enable_prefix_mm_cache": True},
+        {**ENCODER, "enable_mm_global_cache": True},
+        {**ENCODER, "grpc_mode": True},
+        {**ENCODER, "smg_grpc_mode": True},
+        {**ENCODER, "ssl_certfile": "a"},
     ],
     ids=str,
 )
@@ -97,10 +103,10 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
-        ({**ENCODER, "enable_mm_global_cache": True}, "--enable-mm-global-cache with --encoder"),
-        ({**ENCODER, "grpc_mode": True}, "--grpc-mode"),
-        ({**ENCODER, "smg_grpc_mode": True}, "--grpc-mode"),
+        ({**ENCODER, "grpc_mode": True, "ssl_certfile": "a"}, "--ssl-certfile with --encoder-only"),
+        ({"smg_grpc_mode": True}, "--grpc-mode with --language-only"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),
+        ({"encoder_urls": ["grpc://encoder:30000"]}, "SGLANG_ENCODER_MM_RECEIVER_MODE=http"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(check, changes, named):
@@ -110,23 +116,27 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
 
 
 @pytest.mark.parametrize(
-    ("server", "name", "value", "passes"),
+    ("server", "mode", "refused"),
     [
-        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "grpc", False),
-        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "carrier", False),
-        ({}, "SGLANG_ENCODER_MM_RECEIVER_MODE", "http", True),
+        ({}, "http", None),
+        ({"encoder_urls": ["https://encoder"]}, "http", None),
+        ({"encoder_urls": ["grpc://encoder:1"]}, "http", "'grpc://encoder:1' is no http or https"),
+        ({"encoder_urls": ["grpc://encoder:1", "grpc://[::1]:1/"]}, "grpc", None),
+        ({"encoder_urls": []}, "grpc", None),
+        ({"encoder_urls": ["grpc://encoder:1", "http://a:1"]}, "grpc", "'http://a:1' is no grpc"),
+        ({"encoder_urls": ["grpc://encoder"]}, "grpc", "'grpc://encoder' is not grpc://host:port"),
+        ({"encoder_urls": ["grpcs://encoder:1"]}, "grpc", "'grpcs://encoder:1' is no grpc URL"),
+        ({}, "carrier", "SGLANG_ENCODER_MM_RECEIVER_MODE=carrier is neither http nor grpc"),
         # It is not an encoder's to read; the environment is often one for all servers.
-        (ENCODER, "SGLANG_ENCODER_MM_RECEIVER_MODE", "grpc", True),
+        (ENCODER, "grpc", None),
     ],
 )
-def test_variables_that_would_be_missed_are_refused_by_name(
-    check, monkeypatch, server, name, value, passes
-):
-    monkeypatch.setenv(name, value)
-    if passes:
+def test_encoders_urls_are_of_sglangs_mode(check, monkeypatch, server, mode, refused):
+    monkeypatch.setenv("SGLANG_ENCODER_MM_RECEIVER_MODE", mode)
+    if refused is None:
         check(**server)
     else:
-        with pytest.raises(ConfigError, match=rf"^{name}\b.*SGLANG_EPD=off"):
+        with pytest.raises(ConfigError, match=re.escape(refused)):
             check(**server)
 
 

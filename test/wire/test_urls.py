@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import ProtocolError
-from sglang_epd.wire.urls import host_port, server_url
+from sglang_epd.wire.urls import ENCODERS, host_port, server_url
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,16 @@ from sglang_epd.wire.urls import host_port, server_url
 def test_a_servers_url_has_one_form(raw, url):
     assert server_url(raw) == url
     assert server_url(url) == url
+
+
+def test_an_encoders_url_may_be_of_grpc_with_a_port():
+    assert server_url("grpc://Encoder:30000/", ENCODERS) == "grpc://encoder:30000"
+    assert server_url("https://encoder", ENCODERS) == "https://encoder"
+    for raw in ("grpc://encoder", "grpcs://encoder:1", "grpc://a@encoder:1"):
+        with pytest.raises(ProtocolError):
+            server_url(raw, ENCODERS)
+    with pytest.raises(ProtocolError, match="http:// or https://"):
+        server_url("grpc://encoder:1")
 
 
 @pytest.mark.parametrize(

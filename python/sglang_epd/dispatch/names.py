@@ -83,7 +83,7 @@ class Names:
 
 
 def _is_name(url: URL) -> bool:
-    if url.scheme != "http" or not url.host:
+    if url.scheme not in ("http", "grpc") or not url.host:
         return False
     try:
         ipaddress.ip_address(url.host)

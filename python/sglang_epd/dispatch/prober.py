@@ -11,12 +11,18 @@ import math
 import random
 import ssl
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
 
 from sglang_epd.dispatch.pool import Health, Pool, Report
+from sglang_epd.errors import UnavailableError
+from sglang_epd.wire import rpc
 from sglang_epd.wire.http import read_body
+
+if TYPE_CHECKING:
+    from sglang_epd.dispatch.rpc import Rpc
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +88,7 @@ class Prober:
         self._pace = pace
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
+        self._rpc: Rpc | None = None
 
     def doubt(self, url: str) -> None:
         """Ask this encoder now; from now on, if it was not asked before."""
@@ -99,6 +106,8 @@ class Prober:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._rpc is not None:
+            await self._rpc.close()
 
     def _ended(self, url: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(url) is task:
@@ -137,7 +146,7 @@ class Prober:
                 report = await self._ask(url)
         except TimeoutError:
             self._pool.failed(url, f"no answer within {limit_s:g} s")
-        except _BadStatusError as error:
+        except (_BadStatusError, UnavailableError) as error:
             self._pool.failed(url, str(error))
         except aiohttp.ClientConnectorDNSError:
             self._pool.failed(url, "its name has no address")
@@ -150,6 +159,12 @@ class Prober:
 
     async def _ask(self, url: str) -> Report:
         # Without the token, which is for encode requests.
+        if url.startswith(rpc.SCHEME):
+            if self._rpc is None:
+                from sglang_epd.dispatch.rpc import Rpc
+
+                self._rpc = Rpc()
+            return read_status(await self._rpc.status(url))
         async with self._session.get(
             f"{url}/v1/status", allow_redirects=False, ssl=self._tls
         ) as response:

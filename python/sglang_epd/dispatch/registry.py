@@ -30,7 +30,7 @@ from aiohttp import web
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.errors import NamespaceError, ProtocolError
 from sglang_epd.trust import Trust
-from sglang_epd.wire.urls import server_url
+from sglang_epd.wire.urls import ENCODERS, server_url
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Registry:
     async def _register(self, request: web.Request) -> web.Response:
         try:
             asked = await self._read(request)
-            url = server_url(asked.url)
+            url = server_url(asked.url, ENCODERS)
             lease_s = _lease_s(asked)
         except ProtocolError as error:
             return _error(400, error.message)
@@ -128,7 +128,7 @@ class Registry:
 
     async def _unregister(self, request: web.Request) -> web.Response:
         try:
-            url = server_url((await self._read(request)).url)
+            url = server_url((await self._read(request)).url, ENCODERS)
         except ProtocolError as error:
             return _error(400, error.message)
         if url in self._pool.urls(LEASE):

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ipaddress
 import itertools
 import logging
 import os
 import resource
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,8 +27,9 @@ from fastapi import FastAPI
 from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import served
-from sglang_epd.config import Settings, announce
+from sglang_epd.config import PREFIX, Settings, announce
 from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
 from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations
@@ -43,13 +47,16 @@ from sglang_epd.namespace import namespace
 from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
-from sglang_epd.store import SharedStore, open_store
+from sglang_epd.store import SharedStore, open_store, store_url
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
-from sglang_epd.wire.urls import server_url
+from sglang_epd.wire.urls import ENCODERS, HTTP, host_port, server_url
+
+if TYPE_CHECKING:
+    from sglang_epd.encoder.rpc import RpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +74,6 @@ def launch(server_args: Any) -> None:
         get_mm,
         get_model,
         get_observability,
-        get_parallel,
         get_serving,
         publish,
     )
@@ -78,12 +84,7 @@ def launch(server_args: Any) -> None:
     settings = Settings.from_env()
     _configure_logs(server_args, settings)
     publish(server_args, role="encoder")
-    flags = {
-        "--extra-metric-labels": get_observability().extra_metric_labels,
-        "--pp-size": get_parallel().pp_size > 1,
-        "--enable-dp-attention": get_parallel().attn_dp_size > 1,
-    }
-    announce("encoder", flags)
+    _announce_unread()
     limits = MediaLimits.from_env(
         hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
     )
@@ -93,10 +94,10 @@ def launch(server_args: Any) -> None:
     # Before the towers, which take long: unusable settings are reported now.
     trust.server_ssl()
     tls = trust.client_ssl()
-    own_url = advertised_url(settings.encoder_advertise_url, trust.scheme)
+    front = _Front.of(settings, trust, serving)
+    own_url = advertised_url(settings.encoder_advertise_url, front.scheme)
     typed = get_disagg().encoder_register_urls
     registries = [checked_url("--encoder-register-urls", url) for url in typed]
-    name = f"{trust.scheme}://{serving.host}:{serving.port}"
     metrics = _metrics()
     begin_span = _spans()
     store = _open_store(settings, metrics)
@@ -136,7 +137,7 @@ def launch(server_args: Any) -> None:
                 admission=Admission(settings.encoder_max_items, queue_mb << 20),
                 metrics=metrics,
                 namespace=identity,
-                name=name,
+                name=front.name,
             )
             info = {
                 "model_path": get_model().model_path,
@@ -147,19 +148,13 @@ def launch(server_args: Any) -> None:
                 "encoder_only": True,
                 **emulated.mark(),
             }
-            app = create_app(
-                service,
-                metrics,
-                info,
-                trust=trust,
-                max_body_bytes=settings.max_body_mb << 20,
-                lifespan=_housekeeping(service, sender, towers, metrics),
-                begin_span=begin_span,
-            )
+            answering = Answering(service, metrics, trust, settings.max_body_mb << 20, begin_span)
+            rpc_server = front.rpc_server(answering, settings)
+            house = _housekeeping(service, sender, towers, metrics, rpc_server)
             config = uvicorn.Config(
-                app,
+                create_app(answering, info, lifespan=house),
                 host=serving.host,
-                port=serving.port,
+                port=front.http_port or 0,
                 log_level=(get_observability().log_level_http or "warning"),
                 access_log=False,
                 loop="uvloop",
@@ -173,7 +168,7 @@ def launch(server_args: Any) -> None:
                 "Encoder ready in %.1f s at %s: namespace %s, up to %d MiB of media and %d MiB of "
                 "embeddings in work",
                 time.monotonic() - started,
-                name,
+                front.name,
                 identity,
                 queue_mb,
                 half_mb,
@@ -182,9 +177,62 @@ def launch(server_args: Any) -> None:
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls
             )
             server = DrainingServer(config, service, registration)
-            await server.serve()
+            await server.serve(front.sockets)
 
     run(serve())
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What listens.
+
+    Attributes:
+        scheme: of `--port`.
+        name: of the server, its URL.
+        http_port: None where nothing listens for HTTP.
+    """
+
+    scheme: str
+    name: str
+    http_port: int | None
+
+    @classmethod
+    def of(cls, settings: Settings, trust: Trust, serving: Any) -> _Front:
+        """By the flags.
+
+        Raises:
+            ConfigError: a setting is no network, or would have no effect.
+        """
+        place = f"{serving.host}:{serving.port}"
+        for network in settings.encoder_push_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ConfigError(f"SGLANG_EPD_ENCODER_PUSH_NETWORKS: {error}") from None
+        if serving.smg_grpc_mode or serving.grpc_mode:
+            return cls("grpc", f"grpc://{place}", settings.encoder_http_port)
+        for name in ("encoder_http_port", "encoder_push_networks"):
+            if getattr(settings, name):
+                raise ConfigError(f"{PREFIX}{name.upper()} is for encoders with --grpc-mode")
+        return cls(trust.scheme, f"{trust.scheme}://{place}", serving.port)
+
+    @property
+    def sockets(self) -> list[socket.socket] | None:
+        """Uvicorn's, beside the port: without one it is there for signals and the lifespan."""
+        return [] if self.http_port is None else None
+
+    def rpc_server(self, answering: Answering, settings: Settings) -> RpcServer | None:
+        if self.scheme != "grpc":
+            return None
+        from sglang.srt.runtime_context import get_serving
+
+        # gRPC is imported where a flag asks for it.
+        from sglang_epd.encoder.rpc import RpcServer
+        from sglang_epd.encoder.sglang_rpc import SglangService
+
+        address = host_port(get_serving().host, get_serving().port)
+        sglangs = SglangService(answering, settings.encoder_push_networks)
+        return RpcServer(answering, address, sglangs)
 
 
 def _metrics() -> EncoderMetrics:
@@ -201,6 +249,19 @@ def _allow_descriptors() -> None:
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _announce_unread() -> None:
+    """Flags of SGLang's that mean nothing here are named at start-up."""
+    from sglang.srt.runtime_context import get_observability, get_parallel
+
+    parallel = get_parallel()
+    flags = {
+        "--extra-metric-labels": get_observability().extra_metric_labels,
+        "--pp-size": parallel.pp_size > 1,
+        "--enable-dp-attention": parallel.attn_dp_size > 1,
+    }
+    announce("encoder", flags)
 
 
 def _configure_logs(server_args: Any, settings: Settings) -> None:
@@ -236,17 +297,32 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
 
 
 def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:
-    if not settings.store:
+    typed = _store_url(settings)
+    if not typed:
         return None
     observer = StoreMetrics(metrics.registry)
     store = open_store(
-        settings.store,
+        typed,
         token=settings.token,
         timeout_s=settings.store_timeout_ms / 1e3,
         observer=observer.observe,
     )
     observer.watch(store)
     return store
+
+
+def _store_url(settings: Settings) -> str:
+    """The URL of the shared store; empty for none."""
+    from sglang.srt.runtime_context import get_mm
+
+    if not get_mm().enable_mm_global_cache:
+        return settings.store
+    if settings.store:
+        logger.info("SGLANG_EPD_STORE names the store, --enable-mm-global-cache does not")
+        return settings.store
+    url = store_url(os.environ)
+    logger.info("--enable-mm-global-cache is SGLANG_EPD_STORE=%s", url)
+    return url
 
 
 def _batch(settings: Settings) -> BatchBounds:
@@ -262,14 +338,17 @@ def _batch(settings: Settings) -> BatchBounds:
     )
 
 
-def checked_url(flag: str, typed: str) -> str:
+def checked_url(flag: str, typed: str, *schemes: str) -> str:
     """A server's URL that was typed.
+
+    Args:
+        schemes: that it may have, in place of HTTP's.
 
     Raises:
         ConfigError: it is none.
     """
     try:
-        return server_url(typed)
+        return server_url(typed, schemes or HTTP)
     except ProtocolError as error:
         raise ConfigError(f"{flag} {typed!r}: {error}") from None
 
@@ -279,7 +358,7 @@ def advertised_url(typed: str, scheme: str) -> str:
 
     Args:
         typed: `SGLANG_EPD_ENCODER_ADVERTISE_URL`; empty where it is not set.
-        scheme: `http` or `https`.
+        scheme: `http`, `https` or `grpc`.
 
     Raises:
         ConfigError: the flag is no server's URL.
@@ -288,7 +367,7 @@ def advertised_url(typed: str, scheme: str) -> str:
     from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
     if typed:
-        return checked_url("SGLANG_EPD_ENCODER_ADVERTISE_URL", typed)
+        return checked_url("SGLANG_EPD_ENCODER_ADVERTISE_URL", typed, *ENCODERS)
     host, port = get_serving().host, get_serving().port
     if not host or host in ("0.0.0.0", "::"):
         host = get_local_ip_auto(host)
@@ -327,6 +406,7 @@ def _housekeeping(
     sender: Sender,
     towers: Sequence[Tower],
     metrics: EncoderMetrics,
+    rpc_server: RpcServer | None = None,
 ) -> Any:
     from sglang.srt.runtime_context import get_device
 
@@ -351,9 +431,13 @@ def _housekeeping(
         task = asyncio.create_task(keep_house())
         lag = LoopLag(metrics.loop_lag_seconds.observe)
         lag.start()
+        if rpc_server is not None:
+            await rpc_server.start()
         try:
             yield
         finally:
+            if rpc_server is not None:
+                await rpc_server.stop(CLOSE_S)
             lag.stop()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -6,6 +6,7 @@ SGLang calls while it resolves the flags.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,13 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.families import family_of
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, identities, roles
+from sglang_epd.wire.urls import ENCODERS, HTTP
 
 # The families' names for the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
 _RIVAL = "set SGLANG_EPD=off to use SGLang's own EPD"
+# Of encoders' URLs, by SGLang's mode.
+_SCHEMES = {"http": HTTP, "grpc": ("grpc",)}
 _NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
 
 
@@ -75,24 +79,16 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
         if family_of(architecture) is not None:
             yield f"--pp-size with --language-only was not tried with {architecture}"
     yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
-    for url in args.encoder_urls:
-        if not url.startswith(("http://", "https://")):
-            yield f"--encoder-urls: {url!r} is not an http:// or https:// URL"
 
 
 def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
     """Flags that SGLang's own encoder honours, and ours does not."""
     if args.nnodes > 1:
         yield f"--nnodes {args.nnodes} with --encoder-only is not in this version; {_RIVAL}"
-    if args.grpc_mode or args.smg_grpc_mode:
-        yield f"--grpc-mode with --encoder-only is not served by sglang-epd; {_RIVAL}"
+    if (args.grpc_mode or args.smg_grpc_mode) and args.ssl_certfile:
+        yield f"--ssl-certfile with --encoder-only and --grpc-mode is not served; {_RIVAL}"
     if args.enable_ssl_refresh:
         yield f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}"
-    if args.enable_mm_global_cache:
-        yield (
-            "--enable-mm-global-cache with --encoder-only is not read by sglang-epd: "
-            f"SGLANG_EPD_STORE names a store that encoders share; or {_RIVAL}"
-        )
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         yield from _undivided_heads(hf_config, args.tp_size)
 
@@ -101,11 +97,19 @@ def _of_language_servers(args: Any) -> Iterator[str]:
     from sglang.srt.environ import envs
 
     mode = envs.SGLANG_ENCODER_MM_RECEIVER_MODE.get()
-    if mode != "http":
-        yield (
-            f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is not served by sglang-epd, which asks "
-            f"encoders over HTTP; unset it, or {_RIVAL}"
-        )
+    schemes = _SCHEMES.get(mode)
+    if schemes is None:
+        yield f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode} is neither http nor grpc"
+    for url in args.encoder_urls:
+        if not url.startswith(tuple(f"{scheme}://" for scheme in schemes or ENCODERS)):
+            yield (
+                f"--encoder-urls: {url!r} is no {' or '.join(schemes or ENCODERS)} URL, with "
+                f"SGLANG_ENCODER_MM_RECEIVER_MODE={mode}"
+            )
+        elif url.startswith("grpc://") and not re.fullmatch(r"grpc://[^/?#@]+:\d+/?", url):
+            yield f"--encoder-urls: {url!r} is not grpc://host:port"
+    if args.grpc_mode or args.smg_grpc_mode:
+        yield f"--grpc-mode with --language-only is not served; {_RIVAL}"
     to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"
     if args.attn_dp_size > 1 and not to_tokenizer:
         for flag, value in {"--pp-size": args.pp_size, "--nnodes": args.nnodes}.items():

@@ -43,7 +43,7 @@ class MooncakeStore:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError(
-                'SGLANG_EPD_STORE names a Mooncake master: pip install ".[mooncake]" in a clone '
+                'The store is a Mooncake Store: pip install ".[mooncake]" in a clone '
                 "of sglang-epd (mooncake-cpu without CUDA)"
             ) from error
         self._make = MooncakeDistributedStore
@@ -112,6 +112,7 @@ class MooncakeStore:
             options.protocol,
             options.device,
             host_port(url.host, url.port),
+            **({"tenant_id": options.tenant} if options.tenant else {}),
         )
         if code:
             raise StoreError(f"Mooncake's setup answers {code}")

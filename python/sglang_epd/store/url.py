@@ -52,6 +52,7 @@ class MooncakeOptions(Bounds, frozen=True):
     device: str = ""
     host: str = ""
     metadata: str = "P2PHANDSHAKE"
+    tenant: str = ""
     segment_mb: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] = 0
 
 

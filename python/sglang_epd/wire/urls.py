@@ -14,10 +14,18 @@ _PLAIN = re.compile(r"[!-~]+")
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?")
 
 
-def server_url(raw: str) -> str:
-    """`raw` in its one form: `http://host:port` or `https://host:port`, in small letters.
+# The schemes of servers' URLs, and those of encoders.
+HTTP = ("http", "https")
+ENCODERS = (*HTTP, "grpc")
 
-    The port is left out where it was.
+
+def server_url(raw: str, schemes: tuple[str, ...] = HTTP) -> str:
+    """`raw` in its one form: `http://host:port` or the like, in small letters.
+
+    The port is left out where it was; gRPC has none to leave out.
+
+    Args:
+        schemes: that it may have.
 
     Raises:
         ProtocolError: it is no such URL, or has credentials, a path, a query, or an address
@@ -30,14 +38,15 @@ def server_url(raw: str) -> str:
         port = parts.port
     except ValueError:
         raise ProtocolError("a server's URL has a bad host or port") from None
-    if parts.scheme not in ("http", "https"):
-        raise ProtocolError("a server's URL begins with http:// or https://")
+    if parts.scheme not in schemes:
+        begins = " or ".join(f"{scheme}://" for scheme in schemes)
+        raise ProtocolError(f"a server's URL begins with {begins}")
     if "@" in parts.netloc:
         raise ProtocolError("a server's URL has no credentials")
     if parts.path not in ("", "/") or "?" in raw or "#" in raw or "\\" in raw:
         raise ProtocolError("a server's URL is a scheme, a host and a port, nothing more")
     host = _host(parts.hostname or "", in_brackets="[" in parts.netloc)
-    if port == 0:
+    if port == 0 or (port is None and parts.scheme == "grpc"):
         raise ProtocolError("a server's URL has a bad host or port")
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
 

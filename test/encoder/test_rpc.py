@@ -1,0 +1,252 @@
+"""The encoder's gRPC server, and the client of this package's language servers, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from sglang_epd.dispatch.client import EncoderClient
+from sglang_epd.dispatch.pool import Health, Pool
+from sglang_epd.dispatch.prober import Prober
+from sglang_epd.encoder import answering as answering_module
+from sglang_epd.encoder.answering import Answering
+from sglang_epd.encoder.rpc import RpcServer
+from sglang_epd.errors import (
+    ConfigError,
+    DeadlineError,
+    EncoderLostError,
+    MediaTooLargeError,
+    NamespaceError,
+    OverloadedError,
+    UnavailableError,
+)
+from sglang_epd.spans import begin
+from sglang_epd.trust import Trust
+from sglang_epd.wire import rpc
+from sglang_epd.wire.http import ErrorReply, body_pieces, decode_body, open_session
+from waiting import until
+
+MAX_BODY = 1 << 20
+TOKEN = {"Authorization": "Bearer secret"}
+Serve = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def serve(service, metrics) -> AsyncIterator[Serve]:
+    """Starts the encoder's server; its URL."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*tokens: str, **options) -> str:
+            answering = Answering(service, metrics, Trust(tokens), MAX_BODY, **options)
+            server = RpcServer(answering, "127.0.0.1:0")
+            await server.start()
+            start.stop = server.stop
+            stack.push_async_callback(server.stop, 0)
+            return f"grpc://127.0.0.1:{server.port}"
+
+        yield start
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EncoderClient]:
+    async with EncoderClient("secret") as client:
+        yield client
+
+
+async def test_items_are_encoded_and_large_media_arrive_as_they_were(
+    serve, client, service, fakes, asking
+):
+    url = await serve("secret")
+    media = os.urandom(400_000), b"small", os.urandom(300_000)
+    for number in range(2):
+        reply = await client.encode(url, asking(*media, request_id=f"r{number}"))
+        assert [outcome.state for outcome in reply.outcomes] == ["delivered"] * 3
+    assert fakes.acquire.calls == [*media, *media]
+    assert not service.status()["bytes"]
+
+
+async def test_without_the_token_nothing_is_read(serve, service, fakes, asking, count):
+    url = await serve("secret", "api-key")
+    async with EncoderClient() as stranger, EncoderClient("wrong") as other:
+        for one in (stranger, other):
+            with pytest.raises(UnavailableError, match="refused this server's SGLANG_EPD_TOKEN"):
+                await one.encode(url, asking(b"a"))
+    async with EncoderClient("api-key") as known:
+        await known.encode(url, asking(b"a"))
+    assert len(fakes.acquire.calls) == 1
+    assert count("requests_total", status="401") == 2
+    assert count("requests_total", status="200") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said_of_it"),
+    [
+        ({"namespace": "other"}, NamespaceError, "encoder identity differs"),
+        ({"full": True}, OverloadedError, "8 items in work, at most 8"),
+        ({"draining": True}, UnavailableError, "shutting down"),
+        ({"large": True}, MediaTooLargeError, f"over {MAX_BODY} bytes"),
+    ],
+)
+async def test_a_refusal_keeps_its_class_and_text(
+    serve, client, service, asking, changes, error, said_of_it
+):
+    url = await serve("secret")
+    service.admission.items = 8 if changes.pop("full", False) else 0
+    if changes.pop("draining", False):
+        service.drain()
+    media = os.urandom(MAX_BODY) if changes.pop("large", False) else b"a"
+    with pytest.raises(error, match=f"encoder {url}: .*{said_of_it}") as raised:
+        await client.encode(url, asking(media, **changes))
+    assert type(raised.value) is error
+    assert (raised.value.retry_after_s is None) == (
+        error not in (OverloadedError, UnavailableError)
+    )
+
+
+async def test_a_call_that_is_cancelled_ends_the_work(serve, client, service, fakes, asking, count):
+    url = await serve("secret")
+    fakes.forwarded.hold()
+    call = asyncio.create_task(client.encode(url, asking(b"a")))
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), 5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: not service.status()["requests"])
+    await until(lambda: count("requests_total", status="499") == 1)
+    assert count("items_total", modality="IMAGE", outcome="cancelled") == 1
+
+
+async def test_a_deadline_ends_the_call_and_the_work(serve, client, service, fakes, asking):
+    url = await serve("secret")
+    fakes.forwarded.hold()
+    # The encoder's own is later.
+    body = body_pieces(asking(b"a", ttl_s=30.0))
+    with pytest.raises(DeadlineError, match=f"encoder {url} did not answer"):
+        await client._transport(url).post(url, body, TOKEN, 0.5)
+    assert fakes.forwarded.calls
+    await until(lambda: not service.status()["requests"])
+
+
+async def test_an_encoder_that_ends_has_lost_the_request(serve, client, fakes, asking):
+    url = await serve("secret")
+    fakes.forwarded.hold()
+    call = asyncio.create_task(client.encode(url, asking(b"a")))
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), 5)
+    await serve.stop(0)
+    with pytest.raises(EncoderLostError, match=f"encoder {url} went away"):
+        await call
+    # And nobody is there now, which is said at once, and again.
+    for _ in range(2):
+        async with asyncio.timeout(4):
+            with pytest.raises(UnavailableError, match=f"encoder {url}"):
+                await client.encode(url, asking(b"a"))
+
+
+async def test_a_body_that_does_not_end_is_given_up(serve, service, monkeypatch):
+    monkeypatch.setattr(answering_module, "_SILENCE_S", 0.1)
+    url = await serve()
+
+    async def half():
+        yield b"EPD"
+        await asyncio.Event().wait()
+
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        call = channel.stream_unary(rpc.ENCODE)(half())
+        answer = await call
+        assert dict(await call.trailing_metadata())[rpc.CODE] == "503"
+    assert b"did not come" in answer
+    assert not service.status()["bytes"]
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_awaited(serve):
+    url = await serve()
+
+    async def half():
+        yield b"EPD"
+        await asyncio.Event().wait()
+
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        said = [(rpc.LENGTH, str(MAX_BODY + 1))]
+        call = channel.stream_unary(rpc.ENCODE)(half(), metadata=said)
+        async with asyncio.timeout(10):
+            await call
+        assert dict(await call.trailing_metadata())[rpc.CODE] == "413"
+
+
+async def test_a_port_where_nobody_listens_is_said_at_once(client, asking, unused_tcp_port):
+    with pytest.raises(UnavailableError, match="is out of reach"):
+        await client.encode(f"grpc://127.0.0.1:{unused_tcp_port}", asking(b"a"))
+
+
+async def test_what_is_no_request_is_refused(serve, client):
+    url = await serve("secret")
+    answer = await client._transport(url).post(url, [b"GET / HTTP/1.1"], TOKEN, 5.0)
+    assert answer.status == 400
+    assert decode_body(answer.body, ErrorReply, MAX_BODY).code == "ProtocolError"
+
+
+async def test_a_server_that_is_no_encoder_of_ours_is_named(client, asking):
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        with pytest.raises(UnavailableError, match=r"UNIMPLEMENTED: is it a sglang-epd encoder\?"):
+            await client.encode(f"grpc://127.0.0.1:{port}", asking(b"a"))
+    finally:
+        await server.stop(0)
+
+
+async def test_the_trace_of_the_asker_goes_on(serve, client, asking, recorded):
+    url = await serve("secret", begin_span=partial(begin, "epd_encode"))
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    await client.encode(url, asking(b"a"), headers)
+    assert {f"{one.context.trace_id:032x}" for one in recorded.ended} == {trace}
+
+
+async def test_the_prober_hears_of_it(serve, service):
+    url = await serve("secret")
+    pool = Pool(service.namespace)
+    async with open_session() as session:
+        prober = Prober(pool, session, Trust().client_ssl())
+        pool.listen(prober.doubt)
+        pool.add(url, "static")
+        await until(lambda: pool.state(url) is Health.READY)
+        service.drain()
+        await until(lambda: pool.state(url) is Health.DRAINING)
+        await serve.stop(0)
+        await until(lambda: pool.state(url) is Health.OPEN)
+        assert "gRPC" not in str(pool.describe())
+        await prober.close()
+
+
+async def test_health_and_names_are_asked_for_as_of_any_grpc_server(serve, service):
+    url = await serve("secret")
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest(service="sglang.grpc.encoder.SglangEncoder")
+        assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+        service.drain()
+        assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watched = [one.status async for one in health.Watch(asked)]
+        assert watched == [health_pb2.HealthCheckResponse.NOT_SERVING]
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        names = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for answer in stub.ServerReflectionInfo(iter([names])):
+            found = {one.name for one in answer.list_services_response.service}
+        assert {"sglang_epd.Encoder", "grpc.health.v1.Health"} < found
+
+
+async def test_a_port_that_is_taken_is_an_error(serve, service, metrics):
+    url = await serve()
+    answering = Answering(service, metrics, Trust(), MAX_BODY)
+    with pytest.raises(ConfigError, match=r"--port: cannot listen at 127\.0\.0\.1"):
+        RpcServer(answering, url.removeprefix(rpc.SCHEME))

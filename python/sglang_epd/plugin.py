@@ -37,6 +37,7 @@ _PREFILL = "sglang.srt.disaggregation.prefill"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+_OUTPUTS = "sglang.srt.managers.scheduler_components.output_streamer"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _MULTIMODAL = "sglang.srt.managers.mm_schedule"
@@ -106,10 +107,12 @@ HOOKS = (
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
     _manager("_init_req_state", "after", requests.after("adaptive.noted")),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
-    _manager(
-        "_handle_epd_disaggregation_encode_request", "around", requests.around("adaptive.handle")
-    ),
     _manager("_tokenize_one_request", "around", requests.around("adaptive.tokenize")),
+    # ... tokenizer process: requests for embeddings wait for encoders, too.
+    _manager(
+        "_handle_epd_disaggregation_encode_request", "around", requests.around("begin_to_encode")
+    ),
+    _manager("_create_tokenized_object", "around", requests.around("carry")),
     # ... schedulers: requests whose items have not landed stay with the leading rank.
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
     # ... schedulers: no vision weights in memory.
@@ -129,6 +132,12 @@ HOOKS = (
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
         "after",
         prefix.release_sent,
+    ),
+    Hook(
+        _OUTPUTS,
+        "SchedulerOutputStreamer._stream_output_embedding",
+        "after",
+        prefix.release_embedded,
     ),
     # --language-only prefill, tokenizer process: layouts, for the decode servers.
     Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd.encoder.tower import Prepared, TowerBrokenError
-from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, TowerBrokenError
+from sglang_epd.errors import EncodeError, MediaError, ProtocolError
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class FakeEngine:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._traces: Path | None = None
 
     async def warm_up(self) -> None:
         pass
@@ -67,6 +68,15 @@ class FakeEngine:
 
     def discard(self, prepared: Prepared) -> None:
         pass
+
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        """Leaves a file, and refuses to end what was not begun."""
+        if asked is not None:
+            self._traces = Path(asked.output_dir or "") / f"{asked.profile_prefix}{self._rank}"
+        elif self._traces is None:
+            raise ProtocolError("profiling not running")
+        else:
+            self._traces.touch()
 
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         made = []

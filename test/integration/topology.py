@@ -228,6 +228,8 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 _NO_PREFIXES = "--disable-radix-cache"
+_EMBEDDING = "--is-embedding"
+_MOONCAKE = "--encoder-transfer-backend mooncake"
 _BFLOAT16 = "--dtype bfloat16"
 # Triton's kernels run as Python where there is no driver for them.
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -302,6 +304,22 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "encoder@ranks": "--tp-size 2",
             "language": _NO_PREFIXES,
         },
+    ),
+    # As a model of embeddings. The encoder is told so, too.
+    "embeddings": lambda: Topology(
+        _TINY,
+        ("encoder", "language", "language@zmq_to_tokenizer"),
+        flags={
+            "encoder": _EMBEDDING,
+            "language": f"{_EMBEDDING} --enable-metrics",
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+    ),
+    "embeddings_mooncake": lambda: Topology(
+        _TINY, _TOGETHER, flags=_backend("mooncake") | {"language": f"{_EMBEDDING} {_MOONCAKE}"}
+    ),
+    f"{_TINY}, embeddings, one server": lambda: Topology(
+        _TINY, ("colocated",), flags={"colocated": _EMBEDDING}
     ),
     "adaptive": lambda: Topology(
         _TINY,

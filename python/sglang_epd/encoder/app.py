@@ -10,9 +10,10 @@ GET /v1/urls               the URLs whose content is known, JSON
 DELETE /v1/urls[/{name}]   forget all of them, or one
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
+/start_profile, /stop_profile: see `encoder.profiling`
 
-Everything under /v1/encode, /v1/cache and /v1/urls wants the shared token, or SGLang's
-`--api-key`, when one is set.
+Everything under /v1/encode, /v1/cache and /v1/urls, and the profiler, wants the shared token, or
+SGLang's `--api-key`, when one is set.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -31,7 +32,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
 from sglang_epd import logs
+from sglang_epd.encoder import profiling
 from sglang_epd.encoder.service import EncoderService, Room
+from sglang_epd.encoder.tower import Tower
 from sglang_epd.errors import EpdError, MediaTooLargeError, OverloadedError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
@@ -64,6 +67,7 @@ def create_app(
     *,
     trust: Trust,
     max_body_bytes: int,
+    towers: Sequence[Tower] = (),
     lifespan: Any = None,
     begin_span: Callable[[Mapping[str, str]], Span] = lambda _headers: OFF,
 ) -> FastAPI:
@@ -73,6 +77,7 @@ def create_app(
         info: the answer of /v1/info.
         trust: accepted tokens; without one all requests are.
         max_body_bytes: larger encode requests are refused with 413.
+        towers: are profiled.
         begin_span: begins the span of an encode request, by its headers.
     """
     app = FastAPI(
@@ -162,6 +167,7 @@ def create_app(
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    guarded.include_router(profiling.routes(towers))
     app.include_router(guarded)
     return app
 

@@ -147,6 +147,7 @@ def launch(server_args: Any) -> None:
                 info,
                 trust=trust,
                 max_body_bytes=settings.max_body_mb << 20,
+                towers=towers,
                 lifespan=_housekeeping(service, sender, towers, metrics),
                 begin_span=begin_span,
             )

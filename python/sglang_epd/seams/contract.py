@@ -46,6 +46,9 @@ disaggregation.encoder.receiver
     seams/scheduler: MMReceiverBase.create_req(self recv_req)
     seams/scheduler: _select_mm_processor_prompt(recv_req mm_processor)
 disaggregation.encoder.server
+    encoder/model/engine: EncoderProfiler.start(self obj)
+    encoder/model/engine: EncoderProfiler.step(self)
+    encoder/model/engine: EncoderProfiler.stop(self)
     encoder/model/engine: MMEncoder.__init__(self server_args schedule_path dist_init_method rank
         gpu_id)
     encoder/model/preparing: MMEncoder._build_model_mm_items(self mm_feature preprocess_result
@@ -78,13 +81,17 @@ managers.scheduler
     seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
     seams/prefix: Scheduler._release_aborted_request(self req)
     seams/prefix: Scheduler.flush_cache(self empty_cache)
+managers.scheduler_components.output_streamer
+    seams/prefix: SchedulerOutputStreamer._stream_output_embedding(self reqs)
 managers.scheduler_components.request_receiver
     plugin: SchedulerRequestReceiver._pull_raw_reqs(self)
 managers.tokenizer_manager
-    seams/adaptive: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
     seams/adaptive: TokenizerManager._should_dispatch_to_encoder(self obj)
     seams/adaptive: async TokenizerManager._tokenize_one_request(self obj)
     seams/adaptive: TokenizerManager._init_req_state(self obj request)
+    seams/embeddings: TokenizerManager._create_tokenized_object(self obj input_text input_ids
+        input_embeds mm_inputs token_type_ids)
+    seams/embeddings: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
     seams/requests: TokenizerManager.init_disaggregation(self start_pd_bootstrap_service)
     seams/tokenizer: async TokenizerManager._handle_abort_finish_reason(self out state is_stream)
     seams/tokenizer: TokenizerManager._release_req_states_on_failure(self request_states)

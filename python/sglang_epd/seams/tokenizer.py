@@ -44,7 +44,15 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.language import DispatchTally
-from sglang_epd.seams import adaptive, bootstrap, receiving, roles, rundir, tracing
+from sglang_epd.seams import (
+    adaptive,
+    bootstrap,
+    embeddings,
+    receiving,
+    roles,
+    rundir,
+    tracing,
+)
 from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.prompt import lays_out
@@ -114,6 +122,22 @@ class TokenizerSeam:
         """
         self.lag.start()
         self.turns.end()
+
+    def begin_to_encode(self, original: Any, manager: Any, obj: Any) -> None:
+        """Around `_handle_epd_disaggregation_encode_request`, which knows generation only.
+
+        Raises:
+            ValueError: as of `send_encode_request`.
+        """
+        asks_embedding = embeddings.asks(obj)
+        begin = partial(embeddings.begin, self.send_encode_request) if asks_embedding else original
+        if self.adaptive is not None:
+            self.adaptive.handle(begin, manager, obj)
+        else:
+            begin(manager, obj)
+
+    # Around `_create_tokenized_object`.
+    carry = staticmethod(embeddings.carry)
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -252,8 +276,13 @@ class TokenizerSeam:
         """
         status = out["meta_info"]["finish_reason"].get("status_code")
         unborn = is_stream and not out["meta_info"].get("completion_tokens")
-        waited = state.obj.need_wait_for_mm_inputs
-        if unborn and waited and status is not None and 400 <= status < 500:
+        # A stream is a generation.
+        if (
+            unborn
+            and state.obj.need_wait_for_mm_inputs
+            and status is not None
+            and 400 <= status < 500
+        ):
             out["meta_info"]["finish_reason"]["status_code"] = 400
             return await original(manager, out, state, False)
         return await original(manager, out, state, is_stream)
@@ -300,9 +329,11 @@ class TokenizerSeam:
         return self._plan(prompt) if decided is None else decided
 
     def _slot(self, prompt: Any) -> Slot | None:
-        if self.layouts is None or not isinstance(prompt.bootstrap_room, int):
+        # Embeddings are not asked for across servers.
+        room = getattr(prompt, "bootstrap_room", None)
+        if self.layouts is None or not isinstance(room, int):
             return None
-        return self.layouts.open(prompt.bootstrap_room, self._timeout_s)
+        return self.layouts.open(room, self._timeout_s)
 
 
 def create_frontend(
@@ -313,6 +344,7 @@ def create_frontend(
 
     settings = Settings.from_env()
     roles.install_logs(settings)
+    embeddings.give_fields()
     checkpoint = served(whole=settings.fingerprint == "full")
     identity = namespace(hf_config, checkpoint, str(dtype).removeprefix("torch."))
     logger.info(

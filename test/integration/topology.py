@@ -228,7 +228,8 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 _NO_PREFIXES = "--disable-radix-cache"
-_EMBEDDING = "--is-embedding"
+# Pictures of these tests are larger.
+_EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
 _MOONCAKE = "--encoder-transfer-backend mooncake"
 _BFLOAT16 = "--dtype bfloat16"
 # Triton's kernels run as Python where there is no driver for them.

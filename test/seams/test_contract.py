@@ -36,7 +36,7 @@ arg_groups.fields.disagg
 arg_groups.fields.memory
     flags: Memory(disable_radix_cache)
 arg_groups.fields.mm
-    flags: Mm(enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains)
+    flags: Mm(enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains mm_process_config)
 arg_groups.fields.model
     flags: Model(model_path revision load_format download_dir quantization is_embedding)
 arg_groups.fields.observability
@@ -214,6 +214,13 @@ seams/adaptive: utils.common load_image
 encoder/model/preparing: disaggregation.encoder.preprocessor EncoderPreprocessor._load_mm_processor
     _audio_proc = AutoProcessor.from_pretrained(
     self.audio_processor = _audio_proc
+encoder/model/preparing: disaggregation.encoder.preprocessor EncoderPreprocessor
+    mm_process_config.get("vision_config", {})
+    image_config = self.vision_config.get("image", {})
+encoder/model/preparing: multimodal.processors.base_processor BaseMultimodalProcessor
+    self.image_config = mm_process_config.get("image", {})
+    self.video_config = mm_process_config.get("video", {})
+    self.audio_config = mm_process_config.get("audio", {})
 encoder/model/preparing: multimodal.processors.qwen_vl _get_processor_video_config
     if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS
 seams/bootstrap: disaggregation.common.conn CommonKVBootstrapServer.__init__

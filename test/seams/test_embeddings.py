@@ -16,6 +16,7 @@ from seams.test_tokenizer import FakeCollector, FakeFrontend, attach
 from sglang_epd.errors import MediaError, from_code
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
+from sglang_epd.language.layouts import Board
 from sglang_epd.seams import embeddings, prefix, rundir
 from sglang_epd.seams.scheduler import SchedulerSeam
 from sglang_epd.seams.tokenizer import TokenizerSeam
@@ -342,3 +343,53 @@ async def test_the_tokenizer_process_gives_a_prompts_inputs(manager, disagg, ask
             seam.recv_mm_data(obj[0], None, "a", obj[0].need_wait_for_mm_inputs), 10
         )
     assert started(manager) == ["a"]
+
+
+ROWS = {"format": "processor_output", "precomputed_embeddings": torch.zeros(4, 8)}
+PIXELS = {"format": "processor_output", "pixel_values": torch.zeros(4, 8)}
+
+
+@pytest.fixture
+def generation(sglang, manager) -> Callable[..., Any]:
+    def ask(**values: Any) -> Any:
+        obj = sglang("managers.io_struct").GenerateReqInput(**values)
+        obj.normalize_batch_and_arguments()
+        manager._handle_epd_disaggregation_encode_request(obj)
+        return obj
+
+    return ask
+
+
+@pytest.mark.parametrize("backend", ["zmq_to_scheduler", "zmq_to_tokenizer"])
+async def test_no_encoder_is_asked_for_what_is_an_embedding(manager, disagg, generation, backend):
+    disagg(backend)
+    one = generation(input_ids=[1, 2], image_data=[ROWS], rid="a", need_wait_for_mm_inputs=True)
+    assert one.need_wait_for_mm_inputs is False
+    batch = generation(input_ids=[[1], [2]], image_data=[[ROWS], None], rid=["b", "c"])
+    assert not started(manager)
+    for prompt in (one, batch[0]):
+        assert not prompt.need_wait_for_mm_inputs
+        # SGLang then processes it itself.
+        assert await manager.mm_receiver.recv_mm_data(prompt, None, [1], None) is None
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ([[PIXELS]], "holds no tower"),
+        # As JSON has it.
+        ([[{**ROWS, "precomputed_embeddings": [[0.5]]}]], "holds no tower"),
+        ([[{"format": "precomputed_embedding", "feature": [[0.5]]}]], "holds no tower"),
+        ([[ROWS, b"1"]], "and not both"),
+        ([[ROWS], [b"1"]], "and not both"),
+    ],
+    ids=str,
+)
+def test_what_only_one_server_takes_is_a_clear_error(manager, generation, images, said):
+    manager.mm_receiver.layouts = board = Board()
+    rooms = list(range(len(images)))
+    with pytest.raises(ValueError, match=said):
+        generation(input_ids=[[1]] * len(images), image_data=images, bootstrap_room=rooms)
+    assert not started(manager)
+    # A decode server does not wait for them.
+    assert all(board.look(room).settled for room in rooms)

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 
 from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
-from sglang_epd.checkpoint import served
+from sglang_epd.checkpoint import processing, served
 from sglang_epd.config import Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.app import create_app
@@ -97,9 +97,10 @@ def launch(server_args: Any) -> None:
 
     async def serve() -> None:
         memory_mb = settings.decode_mb or decode_mb()
+        options = processing()
         towers, hf_config = await start_towers(server_args, limits, memory_mb)
         checkpoint = served(whole=settings.fingerprint == "full")
-        identity = namespace(hf_config, checkpoint, towers[0].dtype)
+        identity = namespace(hf_config, checkpoint, towers[0].dtype, options)
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingProcess(limits))
             urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)

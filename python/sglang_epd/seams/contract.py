@@ -119,6 +119,7 @@ multimodal.processors.base_processor
     families/adapter: BaseMultimodalProcessor.compute_mrope_positions(self input_ids mm_items)
     families/adapter: async BaseMultimodalProcessor.process_mm_data_async(self image_data audio_data
         input_text request_obj kwargs)
+    seams/precomputed: BaseMultimodalProcessor._get_preprocessed_input_format(data)
     language/assembly: BaseMultimodalProcessor.get_validated_mm_data(self prompt embeddings kwargs)
     seams/prompt: BaseMultimodalProcessor.build_input_ids(self prompt img_grid_thw video_grid_thw
         audio_seq_lens)

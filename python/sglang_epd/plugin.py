@@ -43,6 +43,7 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _MULTIMODAL = "sglang.srt.managers.mm_schedule"
 _KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor.model_runner"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _STATS = "sglang.srt.observability.req_time_stats"
 _TRACE = "sglang.srt.observability.trace"
 
@@ -117,6 +118,7 @@ HOOKS = (
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
     # ... schedulers: no vision weights in memory.
     Hook(_RUNNER, "ModelRunner.load_model", "around", vision_weights.load),
+    Hook(_UPDATER, "_model_load_weights_direct", "around", vision_weights.load_direct),
     # ... schedulers: the prefix cache is asked before a request is queued.
     Hook(_SCHEDULER, "Scheduler._add_request_to_queue", "around", prefix.add_request),
     Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),

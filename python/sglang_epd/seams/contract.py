@@ -109,6 +109,8 @@ mem_cache.unified_radix_cache
     seams/prefix: UnifiedRadixCache.unlock(self lock)
 model_executor.model_runner
     plugin: ModelRunner.load_model(self)
+model_executor.model_runner_components.weight_updater
+    seams/vision_weights: _model_load_weights_direct(model named_tensors)
 model_loader
     encoder/model/loading: get_model(model_config load_config device_config)
 model_loader.loader

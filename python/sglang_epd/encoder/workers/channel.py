@@ -9,7 +9,7 @@
       | <--- Embedding (tensor) ---- |  one an item
       | <--- Done, or Failed ------- |
       | ---- Discard ------------->  |
-      | ---- Profile ------------->  |
+      | ---- ProfileTower -------->  |
       | <--- Done, or Failed ------- |
       | ---- Ping ---------------->  |
       | <--- Pong ------------------ |
@@ -69,7 +69,7 @@ class Discard(msgspec.Struct, frozen=True, tag="discard"):
     item: int
 
 
-class Profile(msgspec.Struct, frozen=True, tag="profile"):
+class ProfileTower(msgspec.Struct, frozen=True, tag="profile"):
     """Front: begin to profile, or end it."""
 
     call: int
@@ -130,7 +130,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Worker: I am."""
 
 
-ToWorker = Start | Prepare | Forward | Discard | Profile | Ping
+ToWorker = Start | Prepare | Forward | Discard | ProfileTower | Ping
 ToFront = Ready | Laid | Embedding | Done | Failed | Pong
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 TO_FRONT: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

@@ -40,7 +40,7 @@ from sglang_epd.encoder.workers.channel import (
     Laid,
     Ping,
     Prepare,
-    Profile,
+    ProfileTower,
     Ready,
     Start,
     read_tensor,
@@ -364,7 +364,7 @@ class _Crew:
         """Begin to profile on all ranks, or end it."""
         number = next(self._numbers)
         call = _Call(self._loop.create_future())
-        await self._ask(call, number, Profile(number, asked))
+        await self._ask(call, number, ProfileTower(number, asked))
         if call.failures:
             raise from_code(call.failures[0].code, call.failures[0].message)
 

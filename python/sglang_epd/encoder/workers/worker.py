@@ -34,7 +34,7 @@ from sglang_epd.encoder.workers.channel import (
     Ping,
     Pong,
     Prepare,
-    Profile,
+    ProfileTower,
     Ready,
     Start,
     write_tensor,
@@ -80,7 +80,7 @@ class Worker:
         close_all(fds)
         if isinstance(message, Forward):
             self._run(self._forward(message))
-        elif isinstance(message, Profile):
+        elif isinstance(message, ProfileTower):
             self._run(self._profile(message))
         elif isinstance(message, Discard):
             self._items.pop(message.item, None)
@@ -94,7 +94,7 @@ class Worker:
         self._running.add(running)
         running.add_done_callback(self._running.discard)
 
-    async def _profile(self, message: Profile) -> None:
+    async def _profile(self, message: ProfileTower) -> None:
         try:
             await self._engine.profile(message.asked)
         except Exception as error:

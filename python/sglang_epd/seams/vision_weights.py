@@ -109,7 +109,7 @@ def release(model: nn.Module) -> set[str]:
     return released
 
 
-def leave_out(model: nn.Module, released: set[str]) -> None:
+def leave_out(model: Any, released: set[str]) -> None:
     """Have a model's weights updated without those of modules that it has no more.
 
     Args:

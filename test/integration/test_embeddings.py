@@ -31,8 +31,10 @@ MODEL = "tiny-qwen2_5-vl, embeddings"
     scope="module",
     params=[
         ("embeddings", "language"),
-        ("embeddings", "language@zmq_to_tokenizer"),
-        pytest.param(("embeddings_mooncake", "language"), marks=pytest.mark.extended),
+        *(
+            pytest.param(("embeddings_others", role), marks=pytest.mark.extended)
+            for role in ("language@zmq_to_tokenizer", "language@mooncake")
+        ),
     ],
     ids="-".join,
 )

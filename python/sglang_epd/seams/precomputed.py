@@ -3,7 +3,8 @@
 A caller of `Engine` may hand SGLang what a processor or a tower has made elsewhere, as Dynamo's
 encode workers do: `{"format": "processor_output", "precomputed_embeddings": rows, ...}` in place
 of a picture. A language server takes it as one server does. It has no tower for pixels that are
-preprocessed only, and a body of JSON has no tensors, of which SGLang's scheduler would end.
+preprocessed only, and SGLang's scheduler would end at lists of numbers in place of tensors.
+SGLang's HTTP server takes neither.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`, which names the formats
 and makes items of such entries, one of a kind in each prompt.

@@ -12,8 +12,6 @@ from pathlib import Path
 _USES = {
     "test_reuse": "qwen2_5",
     "test_embeddings": "embeddings",
-    "test_reranking": "reranking",
-    "test_engine": "engine",
     "test_adaptive": "adaptive",
     "test_budget": "small_budget",
     "test_rival": "in_tree",

@@ -182,32 +182,25 @@ def fit() -> None:
 # A large fleet
 
 
-def scale(cells: int, jobs: int) -> dict[str, Any]:
+def scale(cells: int) -> dict[str, Any]:
     """Ten minutes of so many cells of 25 encoders; 400 are 10,000 encoders."""
     profile = h20(0.3, 0.75)
     workload = load(HERE / "video.json", Workload)
     topology = parse("25E25PD", cells=cells)
     rate = 0.6 * _most(profile, workload) * 25 * cells
     begin, load_average = time.perf_counter(), os.getloadavg()[0]
-    worked = _processor_s()
-    run = simulate(profile, workload, topology, Traffic(rate=rate, seconds=600), jobs=jobs)
+    worked = time.process_time()
+    run = simulate(profile, workload, topology, Traffic(rate=rate, seconds=600))
     seconds = time.perf_counter() - begin
     return {
-        "jobs": jobs,
         "rate": rate,
         "seconds": seconds,
-        "processor_s": _processor_s() - worked,
+        "processor_s": time.process_time() - worked,
         "cells": cells,
         "load": load_average,
         "requests": run.counted,
         "summary": run.summary(),
     }
-
-
-def _processor_s() -> float:
-    """Of this process and those that it has started and seen end."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def _most(profile: Profile, workload: Workload) -> float:
@@ -348,18 +341,17 @@ def _reckoned_image_s() -> float:
 def _scale_page(runs: dict[str, dict[str, Any]]) -> str:
     rows = [
         [
-            "encoders", "requests", "seconds", "processes", "requests/s", "processor time (s)",
+            "encoders", "requests", "seconds", "requests/s", "processor time (s)",
             "load average", "TTFT p50 (s)", "p99", "encoders busy",
         ]
     ]  # fmt: skip
     for one in sorted(runs.values(), key=lambda one: one["cells"]):
         ttft = one["summary"]["ttft_ms"]
-        worked = one.get("processor_s")
         rows.append(
             [
                 f"{25 * one['cells']:,}", f"{one['requests']:,}", f"{one['seconds']:.0f}",
-                str(one["jobs"]), f"{one['requests'] / one['seconds']:.0f}",
-                "not taken" if worked is None else f"{worked:.0f}", f"{one['load']:.1f}",
+                f"{one['requests'] / one['seconds']:.0f}",
+                f"{one['processor_s']:.0f}", f"{one['load']:.1f}",
                 f"{ttft['p50'] / 1000:.1f}", f"{ttft['p99'] / 1000:.1f}",
                 f"{one['summary']['busy']['encode']:.0%}",
             ]
@@ -367,9 +359,9 @@ def _scale_page(runs: dict[str, dict[str, Any]]) -> str:
     return f"""## 10,000 encoders
 
 Cells of 25 encoders and 25 servers that prefill and decode, `affinity`, ten minutes of videos of
-64 frames of 720p at 60% of what they can do; `scale --jobs 1`: 400 cells, one after the other, and
-`--cells 40`. The load average is that of the {os.cpu_count()} cores when a run began: what else
-they had to do.
+64 frames of 720p at 60% of what they can do; `scale`: 400 cells, one after the other in one
+process, and `--cells 40`. The load average is that of the {os.cpu_count()} cores when a run began:
+what else they had to do.
 
 {table(rows)}
 
@@ -382,13 +374,10 @@ def _scale_aim(runs: dict[str, dict[str, Any]]) -> str:
     if whole is None:
         return "The aim for 10,000 encoders is five minutes; this was not run."
     judged = "met" if whole["seconds"] < 300 else "missed"
-    jobs = "one process" if whole["jobs"] == 1 else f"{whole['jobs']} processes"
-    worked = whole.get("processor_s")
     return (
         f"The aim for 10,000 encoders is five minutes: {judged}, with {whole['seconds']:.0f} s "
-        f"of {jobs}"
-        + (f" ({worked:.0f} s of processor time)" if worked is not None else "")
-        + f" at a load average of {whole['load']:.1f} as it began."
+        f"({whole['processor_s']:.0f} s of processor time) at a load average of "
+        f"{whole['load']:.1f} as it began."
     )
 
 
@@ -465,7 +454,6 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="sglang|vllm|scale")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--cells", type=int, default=400, help="of scale")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=RESULTS / "simulator.md")
     options = parser.parse_args()
     unknown = set(options.parts) - {"sglang", "vllm", "scale"}
@@ -477,7 +465,7 @@ def main() -> None:
     kept = options.out.with_suffix(".json")
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     makers: dict[str, Callable[[], dict[str, Any]]] = {
-        "sglang": sglang, "vllm": vllm, "scale": lambda: scale(options.cells, options.jobs),
+        "sglang": sglang, "vllm": vllm, "scale": lambda: scale(options.cells),
     }  # fmt: skip
     for part in options.parts:
         figures[part] = makers[part]()

@@ -37,7 +37,6 @@ def simulated(
     topologies: Sequence[str],
     failures: Sequence[str],
     *,
-    jobs: int,
     plots_to: Path | None,
 ) -> list[Answer]:
     """The results of each topology at the rate.
@@ -52,7 +51,7 @@ def simulated(
     reports = {
         one.name: simulate(
             question.profile, question.workload, one, traffic,
-            seed=question.seed, failures=ends, jobs=jobs,
+            seed=question.seed, failures=ends,
         )
         for one in parsed
     }  # fmt: skip

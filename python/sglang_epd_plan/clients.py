@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any
 
 import simpy
@@ -124,30 +123,29 @@ class Clients:
         self._traffic = traffic
         self._send = send
         self._all_sent = all_sent
-        # Of closed loops: users that still ask, and the events that wake them.
+        # Processes that may still send, and the events that wake them.
+        self._sending = 0
         self._answered: dict[int, simpy.Event] = {}
-        self._users = 0
-        # Of open arrivals: turns to come, and whether the last new request has arrived.
-        self._turns = 0
-        self._no_more = False
         arrival = demand.workload.arrival
         if isinstance(arrival, Closed):
-            self._users = arrival.users
             for _ in range(arrival.users):
-                env.process(self._user(arrival.think_s))
+                self._start(self._user(arrival.think_s))
         else:
-            env.process(self._arrivals(intervals(arrival, traffic.rate, rng)))
+            self._start(self._arrivals(intervals(arrival, traffic.rate, rng)))
 
     def ended(self, request: Request) -> None:
         """A request has ended: its next turn follows, or its user goes on."""
         waiting = self._answered.pop(request.number, None)
         if waiting is not None:
             waiting.succeed()
-        elif self._has_next_turn(request):
-            self._turns += 1
-            pause = self._env.timeout(self._demand.think_s(request))
-            pause.callbacks.append(partial(self._send_turn, request))
-        elif self._no_more and not self._turns:
+
+    def _start(self, steps: Generator[simpy.Event, Any, None]) -> None:
+        self._sending += 1
+        self._env.process(steps).callbacks.append(self._over)
+
+    def _over(self, _process: simpy.Event) -> None:
+        self._sending -= 1
+        if not self._sending:
             self._all_sent()
 
     def _has_next_turn(self, request: Request) -> bool:
@@ -159,10 +157,6 @@ class Clients:
             and not self._enough(self._env.now)
         )
 
-    def _send_turn(self, request: Request, _event: simpy.Event) -> None:
-        self._turns -= 1
-        self._send(self._demand.next_turn(request, self._env.now))
-
     def _enough(self, now: float) -> bool:
         return self._demand.count >= self._traffic.requests or now >= self._traffic.seconds
 
@@ -171,24 +165,25 @@ class Clients:
             if self._enough(self._env.now + gap):
                 break
             yield self._env.timeout(gap)
-            self._send(self._demand.next(self._env.now))
-        self._no_more = True
-        if not self._turns:
-            self._all_sent()
+            request = self._demand.next(self._env.now)
+            if request.conversation is None:
+                self._send(request)
+            else:
+                self._start(self._talk(request))
 
     def _user(self, think_s: float) -> Generator[simpy.Event, Any, None]:
         while not self._enough(self._env.now):
-            request = self._demand.next(self._env.now)
-            while True:
-                answered = self._answered[request.number] = self._env.event()
-                self._send(request)
-                yield answered
-                if not self._has_next_turn(request):
-                    break
-                yield self._env.timeout(self._demand.think_s(request))
-                request = self._demand.next_turn(request, self._env.now)
+            yield from self._talk(self._demand.next(self._env.now))
             if think_s:
                 yield self._env.timeout(think_s)
-        self._users -= 1
-        if not self._users:
-            self._all_sent()
+
+    def _talk(self, request: Request) -> Generator[simpy.Event, Any, None]:
+        """Send a request, and the later turns of its conversation as they are answered."""
+        while True:
+            answered = self._answered[request.number] = self._env.event()
+            self._send(request)
+            yield answered
+            if not self._has_next_turn(request):
+                break
+            yield self._env.timeout(self._demand.think_s(request))
+            request = self._demand.next_turn(request, self._env.now)

@@ -42,7 +42,6 @@ def plan(
     cells: Annotated[int, typer.Option(help="Independent deployments that share the rate.")] = 1,
     requests: Annotated[int, typer.Option(help="Requests of each run, in each cell.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
-    jobs: Annotated[int, typer.Option(help="With --topology: processes that run cells.")] = 1,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for plots (SVG).", file_okay=False)
     ] = None,
@@ -71,7 +70,7 @@ def plan(
         load_profile(profile), load(workload, Workload), slo, rate, policy, cells, requests, seed
     )
     if topology:
-        found = answers.simulated(question, topology, failure or (), jobs=jobs, plots_to=plots)
+        found = answers.simulated(question, topology, failure or (), plots_to=plots)
     else:
         found = answers.planned(question, shape, plots_to=plots)
     if as_json:

@@ -31,7 +31,7 @@ class Encoder:
         queued: patches of those items that are not encoded yet.
         rate: patches a second, a running mean of its batches; 0 before the first.
         alive: whether it answers.
-        busy_s, encoded: time and patches of its tower.
+        busy_s: time of its tower.
         hits, shared, refused: items from the cache, items that joined the same item in work,
             and items refused because the encoder was full.
 
@@ -54,7 +54,7 @@ class Encoder:
         self.url = url
         self.outward = Port()
         self.rate = 0.0
-        self.busy_s = self.encoded = 0.0
+        self.busy_s = 0.0
         self.hits = self.shared = self.refused = 0
         self._env = env
         self._costs = profile.encoder
@@ -176,7 +176,6 @@ class Encoder:
         self._batches.popleft()
         patches = sum(job.cost for job in batch)
         self.busy_s += seconds
-        self.encoded += patches
         self.queued -= patches
         if seconds > 0:
             rate = patches / seconds

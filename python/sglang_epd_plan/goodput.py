@@ -13,6 +13,9 @@ from sglang_epd_plan.report import Report, Slo
 from sglang_epd_plan.topology import Topology
 from sglang_epd_plan.workload import Closed, Traffic, Workload
 
+# Between the highest rate that holds and the lowest that does not.
+_TOLERANCE = 0.02
+
 
 class Missed:
     """Ends a run as soon as too many requests have missed the SLO.
@@ -90,7 +93,6 @@ def goodput(
     least_requests: int = 500,
     most_requests: int = 20_000,
     seed: int = 0,
-    tolerance: float = 0.02,
     start: float = 1.0,
 ) -> Goodput:
     """Search the highest rate at which the SLO holds, by bisection.
@@ -99,16 +101,13 @@ def goodput(
         topology: of one cell.
         seconds: how long each rate is held, so that a slowly growing queue shows; within the
             bounds on requests.
-        tolerance: between the highest rate that holds and the lowest that does not.
         start: the first rate.
 
     Raises:
-        ConfigError: the workload is a closed loop, which has no rate; or a number is out of range.
+        ConfigError: the workload is a closed loop, which has no rate.
     """
     if isinstance(workload.arrival, Closed):
         raise ConfigError("a closed loop has no rate to look for")
-    if start <= 0 or not 0 < tolerance < 1:
-        raise ConfigError("start has to be positive and tolerance between 0 and 1")
     trials: list[Trial] = []
 
     def holds(rate: float) -> bool:
@@ -125,7 +124,7 @@ def goodput(
             high, rate = rate, rate / 2
         if high < start / 1000 or low > start * 1e6:
             break
-    while low and (high - low) / high > tolerance:
+    while low and (high - low) / high > _TOLERANCE:
         middle = (low * high) ** 0.5
         if holds(middle):
             low = middle

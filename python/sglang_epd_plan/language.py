@@ -57,6 +57,9 @@ class Server:
         self._idle = True
         # With overlapped scheduling: prompts of the pass after the one that runs now.
         self._next: Pass | None = None
+        # When the pass that was begun last ends; and when its launch did, if the server had not
+        # decided on it before.
+        self._pass_end = self._launched = 0.0
         # The end of many decode steps, which an arrival may bring forward; and their begin.
         self._steps_end: simpy.Timeout | None = None
         self._steps_begin = 0.0
@@ -86,9 +89,11 @@ class Server:
         self._wake(self._may_prefill())
 
     def looks_s(self) -> float:
-        """Seconds until the scheduler looks for new requests: at the end of the running step."""
+        """Seconds until the scheduler looks at what has come: the running pass or step ends. It
+        also looks when it has launched a pass and waits for no other."""
         if self._steps_end is None:
-            return 0.0
+            launching = self.env.now <= self._launched
+            return max(0.0, (self._launched if launching else self._pass_end) - self.env.now)
         steps = self._batch.steps_begun(self.env.now - self._steps_begin)
         return max(0.0, self._steps_begin + self._batch.seconds(steps) - self.env.now)
 
@@ -130,10 +135,13 @@ class Server:
         decided = self.costs.overlap and (self._next is not None or len(self._batch) > 0)
         self._take_arrived(at_once=not decided)
         taken, self._next = self._next, None
+        ahead = taken is not None
         if taken is None and not decided and self._may_prefill():
             taken = self._take(len(self._batch))
         if taken is not None:
             self._prefill(taken)
+            if self.costs.overlap and not ahead:
+                self._launched = self.env.now + self.costs.prefill_launch_s
         elif len(self._batch):
             self._decode()
         else:
@@ -144,7 +152,7 @@ class Server:
         while self._may_join():
             request = self._arrived.popleft()
             self.prompts.kv_tokens += self.prompts.needs(request)
-            request.first = self.env.now
+            request.first = max(self.env.now, request.passed_on)
             if at_once or request.output == 1:
                 self._answer(request)
             else:
@@ -171,6 +179,7 @@ class Server:
         self.decode_s += step
         taken.advance()
         self._decide(sequences + len(taken.parts))
+        self._pass_end = self.env.now + encode + prefill + step
         self._after(encode + prefill + step, partial(self._passed, taken, mixed))
 
     def _passed(self, taken: Pass, mixed: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,15 +36,13 @@ def simulate(
     seed: int = 0,
     failures: tuple[Failure, ...] = (),
     stop: StopWhen | None = None,
-    jobs: int = 1,
 ) -> Report:
-    """Run a deployment. The same arguments give the same report, for any `jobs`.
+    """Run a deployment, one cell after the other. The same arguments give the same report.
 
     Args:
         traffic: of all cells together; each gets its share.
         failures: in each cell.
         stop: may end a run early; for one cell only.
-        jobs: processes that run cells.
 
     Raises:
         ConfigError: the arguments do not go together.
@@ -57,21 +54,10 @@ def simulate(
     assert stop is None
     one = msgspec.structs.replace(topology, cells=1)
     share = replace(traffic, rate=traffic.rate / cells, requests=traffic.requests / cells)
-    run = partial(_run_cell, partial(make, one, share))
-    seeds = [seed * 1_000_003 + cell for cell in range(cells)]
     whole = Report(profile, topology)
-    if jobs == 1:
-        for report in map(run, seeds):
-            whole.merge(report)
-        return whole
-    with ProcessPoolExecutor(jobs) as pool:
-        for report in pool.map(run, seeds):
-            whole.merge(report)
+    for cell in range(cells):
+        whole.merge(make(one, share, seed=seed * 1_000_003 + cell).run())
     return whole
-
-
-def _run_cell(make: Callable[..., Deployment], seed: int) -> Report:
-    return make(seed=seed).run()
 
 
 class Deployment:
@@ -169,7 +155,6 @@ class Deployment:
 
     def _arrive(self, request: Request) -> None:
         self.live += 1
-        self.report.arrived += 1
         if self._wake_prober is not None and not self._wake_prober.triggered:
             self._wake_prober.succeed()
         number = self._prefill_of[request.number] = self._route(self.prefills)
@@ -232,13 +217,27 @@ class Deployment:
         self._after(end - self.env.now, partial(self._handed_over, request, server, decode))
 
     def _handed_over(self, request: Request, server: Server, decode: Server) -> None:
-        server.outstanding -= 1
-        server.release(request)
-        self.budgets[self._prefill_of[request.number]].release(request)
+        """The decode server has the KV, which the prefill server sees when it looks."""
+        seconds, budget = server.looks_s(), self.budgets[self._prefill_of[request.number]]
+        request.passed_on = self.env.now + seconds
+        if seconds:
+            self._after(seconds, partial(self._sent, request, server, budget))
+        else:
+            self._sent(request, server, budget)
         decode.add_prefilled(request)
 
+    def _sent(self, request: Request, server: Server, budget: ReceiveBudget) -> None:
+        server.outstanding -= 1
+        server.release(request)
+        budget.release(request)
+
     def _answered(self, request: Request) -> None:
-        self._finish(request, Outcome.DONE)
+        """The last token was made; its router may still hold the answer back."""
+        if request.first > self.env.now:
+            end = partial(self._finish, request, Outcome.DONE)
+            self._after(request.first - self.env.now, end)
+        else:
+            self._finish(request, Outcome.DONE)
 
     def _expire(self, request: Request) -> None:
         if request.items_left and request.outcome is None:

@@ -23,7 +23,8 @@ def sweep(path: Path, sweeps: Mapping[str, Sweep], slo: Slo) -> None:
         path: ending in .svg or .png.
     """
     figure, axes = _figure(3)
-    for (label, points), colour in zip(sweeps.items(), _colours(), strict=False):
+    for number, (label, points) in enumerate(sweeps.items()):
+        colour = f"C{number}"
         rates = [rate for rate, _ in points]
         for axis, name in zip(axes, ("ttft", "tpot"), strict=False):
             for share, style in ((0.5, "--"), (0.99, "-")):
@@ -59,10 +60,10 @@ def bars(path: Path, groups: Mapping[str, Mapping[str, float]], ylabel: str) -> 
     figure, (axis,) = _figure(1, wide=True)
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
-    for number, (name, colour) in enumerate(zip(names, _colours(), strict=False)):
+    for number, name in enumerate(names):
         places = [place + number * width for place in range(len(groups))]
         values = [group.get(name, 0.0) for group in groups.values()]
-        drawn = axis.bar(places, values, width, label=name, color=colour)
+        drawn = axis.bar(places, values, width, label=name)
         axis.bar_label(drawn, fmt="%.3g", fontsize=7)
     axis.set_xticks([place + 0.4 - width / 2 for place in range(len(groups))], list(groups))
     _label(axis, "", ylabel)
@@ -92,10 +93,6 @@ def _figure(columns: int, wide: bool = False) -> tuple[Figure, Sequence[Axes]]:
     figure = Figure(figsize=(width, 3.2), layout="constrained")
     axes: Any = figure.subplots(1, columns, squeeze=False)[0]
     return figure, list(axes)
-
-
-def _colours() -> list[str]:
-    return [f"C{number}" for number in range(10)]
 
 
 def _label(axis: Axes, x: str, y: str) -> None:

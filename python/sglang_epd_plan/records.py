@@ -72,6 +72,8 @@ class Request:
         encoded: first items that a server with a tower has encoded or found in its prefix cache.
         prefilled: prompt tokens in the KV cache, the cached ones included.
         room: when a decode server has made room for it.
+        passed_on: when its prefill server has seen that the KV has arrived, before which no router
+            passes the answer on.
         complete, prefill_begun, prefill_ended, first, ended: when nothing of the prompt was
             missing, the prefill began and ended, and the first and the last token left.
     """
@@ -93,6 +95,7 @@ class Request:
     encoded: int = 0
     prefilled: int = 0
     room: float = 0.0
+    passed_on: float = 0.0
     complete: float = 0.0
     prefill_begun: float = 0.0
     prefill_ended: float = 0.0

@@ -54,7 +54,6 @@ class Report:
     """Requests that have ended, and the work of the servers.
 
     Attributes:
-        arrived: requests, whether they have ended or not.
         outcomes: requests that have ended, by outcome.
         ttft, tpot, total: seconds of each request that was answered; tpot only of answers with
             more than one token.
@@ -65,13 +64,11 @@ class Report:
         first_s, end_s: the first arrival, and the end of the last answer.
         busy: the share of time that servers worked: encode, prefill, decode, and the busiest
             network port.
-        encoded: patches of each encoder.
         items: how often items were found in a cache, shared, refused and sent again.
     """
 
     profile: Profile
     topology: Topology
-    arrived: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     ttft: array[float] = field(default_factory=lambda: array("d"))
     tpot: array[float] = field(default_factory=lambda: array("d"))
@@ -85,7 +82,6 @@ class Report:
     first_s: float = float("inf")
     end_s: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
-    encoded: list[float] = field(default_factory=list)
     items: Counter[str] = field(default_factory=Counter)
 
     def add(self, request: Request) -> None:
@@ -122,7 +118,6 @@ class Report:
             "network": max(port.busy_s for port in ports) / now,
         }
         for encoder in encoders:
-            self.encoded.append(encoder.encoded)
             self.items["found"] += encoder.hits
             self.items["shared"] += encoder.shared
             self.items["refused"] += encoder.refused
@@ -131,7 +126,6 @@ class Report:
     def merge(self, other: Report) -> None:
         """Add another cell's report."""
         cells = self.topology.cells
-        self.arrived += other.arrived
         self.outcomes += other.outcomes
         for name in ("ttft", "tpot", "total"):
             getattr(self, name).extend(getattr(other, name))
@@ -144,7 +138,6 @@ class Report:
         self.end_s = max(self.end_s, other.end_s)
         for name, share in other.busy.items():
             self.busy[name] = self.busy.get(name, 0.0) + share / cells
-        self.encoded += other.encoded
         self.items += other.items
 
     @property

@@ -13,14 +13,10 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile
 from sglang_epd.schema import Cost, Count, Data, Positive, Rate, convert
 
+# Servers without encoders of their own encode, too.
 _NOTATION = re.compile(
-    r"(?P<alone>[1-9]\d*)EPD"
-    r"|(?P<encoders>[1-9]\d*)E(?P<language>[1-9]\d*)PD"
-    r"|(?P<apart>[1-9]\d*)E(?P<prefills>[1-9]\d*)P(?P<decodes>[1-9]\d*)D"
-    r"|(?P<own>[1-9]\d*)EP(?P<behind>[1-9]\d*)D"
+    r"(?:(?P<encoders>[1-9]\d*)E)?(?P<prefills>[1-9]\d*)(?(encoders)|E)P(?P<decodes>[1-9]\d*)?D"
 )
-
-
 _FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>\d+\.?\d*)\+(?P<down_s>\d+\.?\d*)")
 
 
@@ -52,11 +48,9 @@ class Topology(Data, frozen=True):
 
     @property
     def name(self) -> str:
-        if self.language:
-            one = f"{self.encoders}E{self.language}PD" if self.encoders else f"{self.language}EPD"
-        else:
-            begin = f"{self.encoders}E{self.prefills}P" if self.encoders else f"{self.prefills}EP"
-            one = f"{begin}{self.decodes}D"
+        prefills = self.language or self.prefills
+        begin = f"{self.encoders}E{prefills}P" if self.encoders else f"{prefills}EP"
+        one = f"{begin}{self.decodes or ''}D"
         return f"{self.cells} x {one}" if self.cells > 1 else one
 
     def gpus(self, profile: Profile) -> float:
@@ -78,14 +72,10 @@ def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
     found = _NOTATION.fullmatch(text.strip().upper())
     if found is None:
         raise ConfigError(f"{text!r} is no topology: write 4EPD, 1E3PD, 2E1P1D or 1EP1D")
-    counts = {name: int(value or 0) for name, value in found.groupdict().items()}
-    values = {
-        "encoders": counts["encoders"] + counts["apart"],
-        "language": counts["alone"] + counts["language"],
-        "prefills": counts["prefills"] + counts["own"],
-        "decodes": counts["decodes"] + counts["behind"],
-    }
-    return convert({**values, "policy": policy, "cells": cells}, Topology, text)
+    counts = {name: int(count) for name, count in found.groupdict().items() if count}
+    if not found["decodes"]:
+        counts["language"] = counts.pop("prefills")
+    return convert({**counts, "policy": policy, "cells": cells}, Topology, text)
 
 
 class Failure(Data, frozen=True):

@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
-    *("reproduce", "validate_report", "validate_emulated"),
+    *("reproduce", "validate_report", "validate_loads", "validate_client", "validate_emulated"),
     *("hostile_media", "hostile_attacks", "hostile_report"),
 )
 

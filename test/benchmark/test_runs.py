@@ -17,7 +17,7 @@ NAMES = sorted(
 # `OUT` is a folder that has what is named behind it from results/, if anything.
 SMALL = {
     "zipf": ("zipf.py", "--requests", "40", "--seeds", "1", "--out", "OUT/dispatch.md"),
-    "scale": ("simulator.py", "scale", "--cells", "1", "--jobs", "1", "--out", "OUT/simulator.md"),
+    "scale": ("simulator.py", "scale", "--cells", "1", "--out", "OUT/simulator.md"),
     "adaptive": ("adaptive.py", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "restarts": ("mechanisms.py", "restarts", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "dry run": ("compare.py", "--dry-run"),

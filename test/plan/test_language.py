@@ -101,6 +101,18 @@ def test_a_decode_server_makes_room_when_it_looks(profile, workload):
     assert queue[int(0.9 * len(queue))] < 0.0201
 
 
+def test_an_answer_begins_when_the_prefill_server_has_seen_that_its_kv_arrived(profile, workload):
+    """Three requests come every 50 ms, and are prefilled in 210 ms each. When the first has ended
+    at 260 ms, the server launches the next, and looks. It has decided on the third before the
+    second ends, so it looks no more until the third has ended at 680 ms."""
+    machine = profile(language={"chunk_tokens": 2000, "prefill_launch_s": 0.01})
+    asked = workload("constant", items=0, pictures=[], text_tokens=2000, output_tokens=3)
+    run = simulate(machine, asked, parse("1EP1D"), Traffic(rate=20, requests=3))
+    ends = (0.27 - 0.05, 0.68 - 0.15, 0.68 - 0.10)
+    assert sorted(run.ttft) == pytest.approx(ends, abs=1e-4)
+    assert sorted(run.steps["hand over"]) == pytest.approx([0.0, 0.01, 0.21], abs=1e-4)
+
+
 def test_a_tower_encodes_the_pictures_whose_tokens_a_chunk_begins(profile):
     queue = PrefillQueue(profile().language, encodes=True, decodes=True)
     request = Request(0, 0, 0.0, 99.0, 1124, 2)

@@ -13,7 +13,7 @@ from plan.machines import KIND, PROFILE
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile, load_profile
 from sglang_epd.schema import convert, load
-from sglang_epd_plan.model import simulate
+from sglang_epd_plan.model import Deployment, simulate
 from sglang_epd_plan.records import Outcome, Request
 from sglang_epd_plan.report import Slo
 from sglang_epd_plan.topology import Failure, Topology, parse
@@ -38,7 +38,7 @@ def test_every_request_ends_once(shape, rate, items, catalogue, output, policy, 
     asked = convert({"name": "w", "kinds": [kind], "deadline_s": 5}, Workload, "workload")
     topology = parse(shape, policy=policy)
     run = simulate(machine, asked, topology, Traffic(rate=rate, requests=60), seed=seed)
-    assert run.arrived == run.counted == 60
+    assert run.counted == 60
     assert len(run.ttft) == run.outcomes["done"]
     assert all(
         sum(steps) == pytest.approx(ttft)
@@ -66,14 +66,13 @@ def test_the_same_seed_gives_the_same_report(profile, workload):
     assert runs[0].ttft == runs[1].ttft
 
 
-def test_cells_give_the_same_report_on_any_number_of_processes(profile, workload):
+def test_cells_share_the_requests_and_the_rate(profile, workload):
     topology = parse("2E1PD", cells=3)
-    reports = [
-        simulate(profile(), workload(), topology, Traffic(rate=12, requests=300), seed=3, jobs=jobs)
-        for jobs in (1, 2)
-    ]
-    assert reports[0].summary() == reports[1].summary()
-    assert reports[0].counted == 300 and len(reports[0].encoded) == 6
+    run = simulate(profile(), workload(), topology, Traffic(rate=12, requests=300), seed=3)
+    one = simulate(profile(), workload(), parse("2E1PD"), Traffic(rate=4, requests=100), seed=3)
+    assert run.counted == len(run.ttft) == 300 and len(set(run.ttft)) > 200
+    assert run.busy["encode"] == pytest.approx(one.busy["encode"], rel=0.3)
+    assert run.throughput == pytest.approx(3 * one.throughput, rel=0.3)
 
 
 @pytest.mark.parametrize("shapes", [("1E2PD", "2E2PD", "4E2PD"), ("1EPD", "2EPD", "4EPD")])
@@ -111,9 +110,11 @@ def test_policies_balance_as_they_do_in_the_package(profile, workload):
     assert found["affinity"] > 1.2 * found["shuffle"]
     for name in ("least_loaded", "shuffle"):
         mixed = workload(pictures=[{"width": 224, "height": 224}, {"width": 896, "height": 896}])
-        run = simulate(profile(), mixed, parse("4E2PD", policy=name), Traffic(rate=8, requests=800))
-        spread[name] = statistics.fmean(run.steps["encoder queue"])
-        assert max(run.encoded) < 1.1 * statistics.fmean(run.encoded)
+        traffic = Traffic(rate=8, requests=800)
+        deployment = Deployment(profile(), mixed, parse("4E2PD", policy=name), traffic)
+        spread[name] = statistics.fmean(deployment.run().steps["encoder queue"])
+        busy = [encoder.busy_s for encoder in deployment.encoders]
+        assert max(busy) < 1.1 * statistics.fmean(busy)
     assert spread["least_loaded"] < 0.7 * spread["shuffle"]
 
 

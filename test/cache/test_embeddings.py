@@ -95,6 +95,9 @@ class CacheMachine(RuleBasedStateMachine):
             CAPACITY_ROWS * WIDTH_BYTES, lambda entry: self.evicted.append(entry.key)
         )
         self.rows: dict[Entry, int] = {}
+        # That each keeps, with its rows: its own, named by the entry, or its batch's.
+        self.memory: dict[Entry, tuple[object, int]] = {}
+        self.batches: list[torch.Tensor | None] = []  # so that no other has their name
         # One for each pin.
         self.pinned: list[Entry] = []
         self.idle: list[Entry] = []
@@ -102,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def make_room(self) -> None:
         expected = []
-        while self.idle and sum(self.rows[e] for e in self.held) > CAPACITY_ROWS:
+        while self.idle and self.kept_rows(self.held) > CAPACITY_ROWS:
             gone = self.idle.pop(0)
             del self.found[gone.key]
             expected.append(gone.key)
@@ -113,14 +116,30 @@ class CacheMachine(RuleBasedStateMachine):
     def held(self) -> set[Entry]:
         return {*self.pinned, *self.idle}
 
+    def kept_rows(self, entries: set[Entry]) -> int:
+        return sum(dict(self.memory[entry] for entry in entries).values())
+
     @rule(key=st.sampled_from(KEYS), rows=st.integers(0, CAPACITY_ROWS + 1))
     def add(self, key, rows):
         if key in self.found:
             with pytest.raises(ValueError, match="there already"):
                 add(self.cache, key, rows)
             return
-        entry = self.found[key] = add(self.cache, key, rows)
-        self.rows[entry] = rows
+        self.added(add(self.cache, key, rows), None)
+
+    @rule(sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 3), min_size=2, max_size=3))
+    def add_batch(self, sizes):
+        """What is there already leaves its rows unused."""
+        whole = embedding(sum(sizes.values()))
+        for (key, rows), part in zip(sizes.items(), whole.split([*sizes.values()]), strict=True):
+            if key not in self.found:
+                self.added(self.cache.add(key, layout(rows), part), whole)
+
+    def added(self, entry: Entry, batch: torch.Tensor | None) -> None:
+        rows = self.rows[entry] = len(entry.embedding)
+        self.memory[entry] = (entry, rows) if batch is None else (id(batch), len(batch))
+        self.batches.append(batch)
+        self.found[entry.key] = entry
         self.pinned.append(entry)
         self.make_room()
 
@@ -140,7 +159,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(entry)
         if entry not in self.pinned and self.found.get(entry.key) is entry:
             self.idle.append(entry)
+            self.memory[entry] = entry, self.rows[entry]
             self.make_room()
+
+    @precondition(lambda self: self.pinned)
+    @rule(index=st.integers(0))
+    def own(self, index):
+        entry = self.pinned[index % len(self.pinned)]
+        self.cache.own(entry)
+        self.memory[entry] = entry, self.rows[entry]
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key):
@@ -160,12 +187,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         assert not self.evicted
         assert len(self.cache) == len(self.found)
-        assert self.cache.nbytes == WIDTH_BYTES * sum(self.rows[e] for e in self.held)
-        pinned = {*self.pinned}
-        assert self.cache.pinned_bytes == WIDTH_BYTES * sum(self.rows[e] for e in pinned)
+        assert self.cache.nbytes == WIDTH_BYTES * self.kept_rows(self.held)
+        assert self.cache.pinned_bytes == WIDTH_BYTES * self.kept_rows({*self.pinned})
         *_, last = [None, *self.cache.entries()]
         assert not self.idle or last is self.idle[-1]
         assert {*self.cache.entries()} == {*self.found.values()}
+        for entry in self.held:
+            kept = entry.embedding.untyped_storage().nbytes()
+            assert kept == WIDTH_BYTES * self.memory[entry][1]
 
 
 TestCache = CacheMachine.TestCase

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from encoder.towers import until
+from encoder.towers import settle, until
 from sglang_epd.encoder import service as service_module
+from sglang_epd.encoder.pipeline import computations as computations_module
 from sglang_epd.errors import (
     MediaError,
     NamespaceError,
@@ -276,6 +277,33 @@ async def test_an_item_that_is_lost_to_another_encoder_is_declined(service, fake
     assert (outcome.layout, outcome.key) == (fakes.offers[1].layout, fakes.offers[1].key)
     assert [offer.renewal for offer in fakes.offers] == [False, True]
     assert not fakes.payloads
+
+
+async def test_a_receiver_that_is_slow_to_answer_costs_no_more_memory_than_is_kept_for_all(
+    service, fakes, asking, monkeypatch
+):
+    """A hundred requests are encoded before it answers one. Ten embeddings are kept; the others
+    are made again when they are granted."""
+    kept, nbytes = 10, 48
+    monkeypatch.setattr(computations_module, "_KEPT_BYTES", kept * nbytes)
+    service.admission.max_items = 100
+    cache, held = service.computations.cache, []
+    add = cache.add
+    monkeypatch.setattr(cache, "add", lambda *one: (add(*one), held.append(cache.nbytes))[0])
+    fakes.offered.hold()
+    names = [b"%03d" % number for number in range(100)]
+    asked = [asking(name, request_id=name.decode()) for name in names]
+    works = [asyncio.create_task(service.encode(each)) for each in asked]
+    await until(lambda: len(held) == 100)
+    await settle()
+    assert cache.nbytes == kept * nbytes
+    # One that has just been made, beside them.
+    assert max(held) == (kept + 1) * nbytes
+    assert not any(service.status()["queue"][state] for state in ("running", "ready", "waiting"))
+    fakes.offered.go_on()
+    replies = await asyncio.gather(*works)
+    assert {said(reply)[0] for reply in replies} == {("delivered", "")}
+    assert len(fakes.batches) == 100 + 100 - kept
 
 
 # Deadlines and cancellation

@@ -5,6 +5,8 @@ bad, broken     prepare raises MediaError, RuntimeError
 stuck           prepare never ends
 kept            a row more where the worker's objects are kept out of collections
 slow=S          forward takes S seconds
+begins=FILE     forward makes this file when it is the item's turn
+lands=FILE      the rows land once there is this file
 fails, refused  forward raises RuntimeError, EncodeError
 breaks          forward finds the engine broken
 fails@R         the same on rank R only; the other ranks meet it in vain and hang
@@ -20,6 +22,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,7 @@ WIDTH = 64
 
 class FakeEngine:
     preparers = 4
+    depth = 2
     dtype = "float32"
     modalities = ("IMAGE", "VIDEO")
     weights_bytes = 1000
@@ -42,6 +46,7 @@ class FakeEngine:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._traces: Path | None = None
+        self._tower = ThreadPoolExecutor(1)
 
     async def warm_up(self) -> None:
         pass
@@ -49,7 +54,7 @@ class FakeEngine:
     async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
         wishes = dict(
             (wish.partition("=")[0], wish.partition("=")[2])
-            for wish in data[:64].decode().strip().split(",")
+            for wish in data[:256].decode().strip().split(",")
         )
         if "bad" in wishes:
             raise MediaError("cannot be decoded: it is bad")
@@ -64,7 +69,11 @@ class FakeEngine:
         return Prepared(layout, 4 * rows, (modality, WIDTH), (wishes, len(data)))
 
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        return await asyncio.to_thread(self._forward, batch)
+        made = await asyncio.get_running_loop().run_in_executor(self._tower, self._forward, batch)
+        for prepared in batch:
+            while "lands" in (wishes := prepared.content[0]) and not Path(wishes["lands"]).exists():
+                await asyncio.sleep(0.001)
+        return made
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -82,6 +91,8 @@ class FakeEngine:
         made = []
         for prepared in batch:
             wishes, length = prepared.content
+            if "begins" in wishes:
+                Path(wishes["begins"]).touch()
             time.sleep(float(wishes.get("slow", "0")))
             if "breaks" in wishes:
                 raise TowerBrokenError("it fails at everything")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import resource
 import subprocess
@@ -79,6 +80,29 @@ def test_a_place_that_was_prepared_is_written_to_without_page_faults(touched, wr
     assert faults_in(lambda: writer.write(prepared, payload)) < pages // 20
     assert faults_in(lambda: writer.write(other, payload)) >= pages // 2
     assert arena.data.all()
+
+
+def test_a_place_is_prepared_once_until_its_memory_has_gone_back(writer, monkeypatch):
+    pages = 1024
+    arena = Arena.create(pages * ALIGNMENT, readers=1)
+    monkeypatch.setattr(arena_module, "_made_here", {})  # the encoder's map is another
+    place = landing_in(arena.address, arena.data_offset)
+    payload = np.ones(pages * ALIGNMENT, dtype=np.uint8)
+
+    def faults() -> int:
+        if not writer.prepared(place, payload.nbytes):
+            writer.prepare(place, payload.nbytes)
+        return faults_in(lambda: writer.write(place, payload))
+
+    assert faults() < pages // 20
+    # Behind its back, to see whether it asks for the pages again.
+    writer._arena(place)._map.madvise(mmap.MADV_DONTNEED)
+    assert faults() >= pages // 2, "pages that are there are not asked for"
+    arena.give_back([(0, payload.nbytes)])
+    assert not arena.data.any()
+    assert faults() < pages // 20
+    assert arena.data.all()
+    arena.close()
 
 
 def test_what_cannot_be_prepared_is_left_to_the_write(arena, writer):

@@ -9,7 +9,7 @@ embedding at the same time still share it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from sglang_epd.wire.messages import Layout
+from sglang_epd.wire.tensors import alone
 
 MAX_ENTRIES = 65_536
 # A long video's layout has thousands of timestamps.
@@ -60,6 +61,8 @@ class EmbeddingCache:
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()
         # Pinned, but not to be found any more: they were dropped while in use.
         self._dropped: set[Entry] = set()
+        # Entries in each memory that is a batch's, by its address.
+        self._sharers: Counter[int] = Counter()
         self._bytes = 0
         self._idle_bytes = 0
 
@@ -101,9 +104,9 @@ class EmbeddingCache:
         """
         if key in self._entries:
             raise ValueError("an embedding of that key is there already")
-        nbytes = embedding.numel() * embedding.element_size()
-        entry = self._entries[key] = Entry(key, layout, embedding, nbytes, pins=1)
-        self._bytes += nbytes
+        entry = Entry(key, layout, embedding, embedding.nbytes, pins=1)
+        self._entries[key] = entry
+        self._count(embedding, 1)
         self._make_room()
         return entry
 
@@ -120,11 +123,19 @@ class EmbeddingCache:
             return
         if entry in self._dropped:
             self._dropped.remove(entry)
-            self._bytes -= entry.nbytes
+            self._count(entry.embedding, -1)
             return
+        if self.capacity_bytes:
+            self.own(entry)
         self._idle[entry.key] = entry
         self._idle_bytes += entry.nbytes
         self._make_room()
+
+    def own(self, entry: Entry) -> None:
+        """Have a pinned entry lie in memory of its own, as what is kept for long has to."""
+        self._count(entry.embedding, -1)
+        entry.embedding = alone(entry.embedding)
+        self._count(entry.embedding, 1)
 
     def drop(self, key: bytes) -> bool:
         """Drop one entry, once it is idle; False if there is none."""
@@ -147,7 +158,12 @@ class EmbeddingCache:
     def check_integrity(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself."""
         held = [*self._entries.values(), *self._dropped]
-        assert self._bytes == sum(entry.nbytes for entry in held)
+        sizes: dict[object, int] = {}
+        for entry in held:
+            memory = entry.embedding.untyped_storage()
+            shared = memory.nbytes() > entry.nbytes
+            sizes[memory.data_ptr() if shared else entry] = memory.nbytes()
+        assert self._bytes == sum(sizes.values())
         assert self._idle_bytes == sum(entry.nbytes for entry in self._idle.values())
         assert all(entry.pins > 0 for entry in self._dropped)
         assert self._idle.keys() == {key for key, e in self._entries.items() if not e.pins}
@@ -171,7 +187,19 @@ class EmbeddingCache:
     def _forget_idle(self, entry: Entry) -> None:
         del self._idle[entry.key]
         self._idle_bytes -= entry.nbytes
-        self._bytes -= entry.nbytes
+        self._count(entry.embedding, -1)
+
+    def _count(self, embedding: torch.Tensor, change: int) -> None:
+        """Count its memory, when an entry begins to keep it (1) or keeps it no more (-1)."""
+        memory = embedding.untyped_storage()
+        if memory.nbytes() > embedding.nbytes:
+            address = memory.data_ptr()
+            self._sharers[address] += change
+            if self._sharers[address] > max(change, 0):
+                return  # others keep it
+            if change < 0:
+                del self._sharers[address]
+        self._bytes += change * memory.nbytes()
 
 
 class LayoutCache:

@@ -114,8 +114,8 @@ class Tower(Protocol):
     async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         """Run a batch of one group; each item's embedding [tokens, width] on the host.
 
-        Called for `depth` batches at a time at most, and not cancelled. No embedding shares
-        memory with another. The items are the tower's no more when
+        Called for `depth` batches at a time at most, and not cancelled. Embeddings may lie in
+        one memory, which stays as long as one of them. The items are the tower's no more when
         it returns; when it raises, they may be run again, and have to be discarded.
 
         Args:

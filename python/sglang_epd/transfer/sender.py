@@ -477,7 +477,9 @@ class Sender:
     def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
         """Have the place of a payload mapped by the time that the payload is there."""
         landing = grant.landing
-        if isinstance(landing, wire.Shared) and peer.shares and nbytes is not None:
+        if not isinstance(landing, wire.Shared) or not peer.shares or nbytes is None:
+            return
+        if not self._shared.prepared(landing, nbytes):
             self._sharing.submit(self._shared.prepare, landing, nbytes)
 
     async def _close_peer(self, endpoint: str) -> None:

@@ -40,6 +40,11 @@ class SharedWriter:
             arena = self._arena(landing)
             arena.populate(landing.offset - arena.data_offset, nbytes)
 
+    def prepared(self, landing: wire.Shared, nbytes: int) -> bool:
+        """Whether they are, so that `prepare` need not be called."""
+        arena = self._arenas.get(landing.seal)
+        return arena is not None and arena.populated(landing.offset - arena.data_offset, nbytes)
+
     def write(self, landing: wire.Shared, payload: np.ndarray) -> None:
         """Copy the payload to its place.
 

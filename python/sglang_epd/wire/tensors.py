@@ -54,6 +54,12 @@ def tensor_frame(tensor: torch.Tensor) -> memoryview:
     return view
 
 
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it keeps more memory than its own."""
+    whole: int = tensor.untyped_storage().nbytes()
+    return tensor if whole == tensor.nbytes else tensor.clone()
+
+
 def view_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """View bytes (uint8, one dimension, aligned) as the tensor that `spec` describes.
 

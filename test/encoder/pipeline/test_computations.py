@@ -348,6 +348,30 @@ async def test_what_is_kept_for_those_who_wait_is_bounded(
     assert holds[1].source == "computed"
 
 
+@pytest.mark.parametrize("bounds", [{"capacity": 0}, {}], ids=["no cache", "cache"])
+async def test_what_is_kept_for_long_keeps_nothing_of_its_batch(
+    tower, computations, ask, busy, bounds
+):
+    """Until then the batch's memory stays, and counts, whole."""
+    holds = [ask(name) for name in (b"a1", b"a2", b"a3")]
+    await until(lambda: states(computations) == {"ready": 3, "running": 1})
+    busy.release()
+    tower.go_on()
+    embeddings = [await hold.embedding() for hold in holds]
+    assert len({each.untyped_storage().data_ptr() for each in embeddings}) == 1
+    assert computations.status()["staged_bytes"] == 3 * ROW_BYTES
+    holds[0].want(False)
+    kept = await holds[0].embedding()
+    assert kept.untyped_storage().nbytes() == computations._kept_bytes == ROW_BYTES
+    holds[1].release()
+    assert computations.status()["staged_bytes"] == 3 * ROW_BYTES
+    for hold in holds:
+        hold.release()
+    left = list(computations.cache.entries())
+    assert len(left) == (3 + 1 if computations.cache.capacity_bytes else 0)
+    assert all(entry.embedding.untyped_storage().nbytes() == ROW_BYTES for entry in left)
+
+
 @pytest.mark.parametrize("media", [True, False])
 async def test_what_was_given_up_is_made_again_where_its_media_are_here(
     tower, computations, ask, monkeypatch, media
@@ -555,8 +579,12 @@ async def test_items_wait_for_the_only_tower_until_their_deadline(tower, ask, mo
 @one_or_two_towers
 @pytest.mark.parametrize("stage", ["media", "batch"])
 @pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
-async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(towers, ask, stage, slow):
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(
+    towers, ask, stage, slow, depth
+):
     for tower in towers:
+        tower.depth = depth
         getattr(tower, f"deadly_{stage}").add(b"apoison")
         if slow:
             # The others are being prepared whenever the poison takes effect.

@@ -129,6 +129,15 @@ async def test_those_who_leave_leave_nothing_behind(backend, held, computations,
     assert len(computations.cache) == (1 if computations.cache.capacity_bytes else 0)
 
 
+async def test_what_waits_to_be_written_keeps_nothing_of_its_batch(towers, ask):
+    holds = [ask(name) for name in (b"a1", b"a2", b"a3")]
+    await asyncio.gather(*map(value, holds))
+    assert max(len(batch) for tower in towers for batch in tower.batches) > 1
+    for hold in holds:
+        embedding = await hold.embedding()
+        assert embedding.untyped_storage().nbytes() == embedding.nbytes
+
+
 @pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("a bug in a library")])
 async def test_a_dead_store_costs_an_attempt_and_nothing_else(backend, ask, error):
     backend.error = error

@@ -189,6 +189,7 @@ async def towers(dice) -> list[FakeTower]:
     towers = [FakeTower(preparers=dice.randint(1, 4)) for _ in range(dice.randint(1, 3))]
     for tower in towers:
         tower.rows = ROWS
+        tower.depth = dice.randint(1, 2)
         tower.patches = {name: 1 + n % 7 for n, name in enumerate(MEDIA)}
         tower.bad_media = {name: MediaError("not a picture") for name in BAD_MEDIA}
         tower.bad_batch = {name: RuntimeError("out of memory") for name in BAD_BATCH}

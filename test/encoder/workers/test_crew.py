@@ -20,9 +20,14 @@ import pytest
 import pytest_asyncio
 import torch
 
+from copies import documented
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.pipeline.computations import Computations
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import ProfileRequest, TowerLostError
 from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError, ProtocolError
+from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.wire.messages import TensorSpec
 from waiting import until
 
@@ -150,6 +155,23 @@ async def test_a_large_embedding_crosses(tower):
     assert bool((embedding == 11.0).all())
 
 
+async def test_an_embedding_is_copied_once_on_its_way_to_the_front(tower):
+    """By the kernel, into a file in memory that the front maps."""
+    worker = psutil.Process(tower.pids[0])
+    before = worker.io_counters().write_chars
+    embedding = await embed(tower, b"rows=16384")
+    written = worker.io_counters().write_chars - before
+    in_memory = Path("/proc/self/maps").read_text().splitlines()
+    (place,) = (line for line in in_memory if maps(line, embedding.data_ptr()))
+    copies = int("memfd:sglang-epd" not in place), written / embedding.nbytes
+    assert copies == pytest.approx(documented()["from a worker's tower"], abs=0.02)
+
+
+def maps(line: str, address: int) -> bool:
+    begin, end = (int(one, 16) for one in line.split(maxsplit=1)[0].split("-"))
+    return begin <= address < end
+
+
 async def test_errors_are_the_ones_that_were_raised(tower):
     with pytest.raises(MediaError, match=r"^cannot be decoded: it is bad$") as bad:
         await tower.prepare("IMAGE", b"bad")
@@ -188,6 +210,38 @@ async def test_what_an_error_says_stays_in_the_worker(make, capfd):
     with pytest.raises(EncodeError, match=r"^the encoder failed on this item \(RuntimeError\)$"):
         await tower.forward([failing])
     assert "RuntimeError: a secret of the engine" in capfd.readouterr().err
+
+
+async def test_the_next_batch_is_launched_while_one_lands(tower, tmp_path):
+    """By the front's own scheduling: the rows of the first batch land once the second, which is
+    asked for later, has begun."""
+    assert tower.depth == 2
+    begun = tmp_path / "begun"
+    bounds, cache = BatchBounds(patches=100, items=1), EmbeddingCache(0)
+    computations = Computations([tower], cache, EncoderMetrics(), batch=bounds)
+    deadline = time.monotonic() + WAIT_S
+    media = [b"lands=%s" % bytes(begun), b"begins=%s" % bytes(begun)]
+    async with asyncio.timeout(WAIT_S):
+        first = computations.hold(b"1" * 32, "IMAGE", media[0], "r", deadline)
+        await until(lambda: computations.status()["queue"]["running"])
+        second = computations.hold(b"2" * 32, "IMAGE", media[1], "r", deadline)
+        for hold, each in zip((first, second), media, strict=True):
+            assert int((await hold.embedding())[0, 0]) == len(each)
+            hold.release()
+    await computations.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_batch_behind_one_that_a_rank_failed_in_is_lost_with_it(make, failing):
+    """The other rank is in the first one, and comes to no other."""
+    tower = await make(2)
+    first = await tower.prepare("IMAGE", b"fails@%d" % failing)
+    second = await tower.prepare("IMAGE", b"rows=1")
+    calls = (tower.forward([first]), tower.forward([second]))
+    async with asyncio.timeout(WAIT_S):
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [TowerLostError] * 2, errors
+    await until(lambda: tower.alive)
 
 
 async def test_ranks_that_may_be_out_of_step_are_started_again(make):

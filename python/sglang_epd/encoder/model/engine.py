@@ -297,10 +297,8 @@ class Engine:
         return AdaptedPreparer(adapter, self.dtype, config.hidden_size, towers)
 
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
-        together = self._run(batch)
-        parts = together.split([prepared.layout.tokens for prepared in batch])
-        # One alone is its storage's only user already.
-        return [part.cpu() if len(batch) == 1 else part.to("cpu", copy=True) for part in parts]
+        together = self._run(batch).cpu().contiguous()
+        return list(together.split([prepared.layout.tokens for prepared in batch]))
 
     def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
         """The batch's embeddings [tokens, width], one item's after the other's."""

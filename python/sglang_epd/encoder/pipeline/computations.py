@@ -43,7 +43,7 @@ from sglang_epd.media.size import SMALL_PIXELS, claimed_pixels
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.store import SharedStore
 from sglang_epd.wire.messages import Layout
-from sglang_epd.wire.tensors import spec_bytes
+from sglang_epd.wire.tensors import alone, spec_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +298,7 @@ class Computations:
     def _keep(self, hold: Hold, entry: Entry) -> None:
         """Until an asker without memory wants it, if there is room for that."""
         if self._kept_bytes + entry.nbytes <= _KEPT_BYTES:
+            self.cache.own(entry)
             self._kept_bytes += entry.nbytes
         else:
             self.cache.release(entry)
@@ -548,6 +549,8 @@ class Computations:
     def _finish(self, work: Work, embedding: torch.Tensor) -> None:
         assert work.prepared is not None
         layout, work.prepared = work.prepared.layout, None
+        if self.store is not None:
+            embedding = alone(embedding)  # it may wait to be written
         self._share(work, layout, embedding)
         if self.store is not None:
             self.store.keep(work.key, layout, embedding)

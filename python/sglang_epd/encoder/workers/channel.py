@@ -84,6 +84,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Worker: the engine is built and warm; the attributes are those of `encoder.tower.Tower`."""
 
     preparers: int
+    depth: int
     dtype: str
     modalities: list[str]
     weights_bytes: int

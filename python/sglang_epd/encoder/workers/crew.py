@@ -3,10 +3,11 @@
 A `WorkerTower` is T processes, the ranks of one model. Every rank gets the same messages, in
 the same order: each prepares every item itself, because a prepared item is SGLang's own
 objects, which do not cross processes, and rank 0 answers for all. Ranks meet inside a
-batch's collectives, so there is one batch at a time, and every event that may have left them out
-of step there (one failed, one is stuck, one died) ends all of them: a new set is started
-in their place. Items prepared in the old one are lost, and their calls raise
-`TowerLostError`.
+batch's collectives, so each runs one batch after the other, and every event that may have left
+them out of step there (one failed, one is stuck, one died) ends all of them: a new set is
+started in their place. Items prepared in the old one are lost, and their calls raise
+`TowerLostError`. A batch that was launched behind the one in which a rank failed is among them:
+the other ranks wait in it for collectives that the failed rank has left out.
 
 Owns the processes and the calls in flight in them. Knows nothing of SGLang: the caller
 names the function that builds a child.
@@ -118,8 +119,8 @@ class WorkerTower:
     ) -> None:
         self.name = name
         self.restarts = 0
-        self.depth = 1
         # Known when the workers are ready.
+        self.depth = 1
         self.dtype = ""
         self.modalities: tuple[str, ...] = ()
         self.weights_bytes = 0
@@ -201,7 +202,8 @@ class WorkerTower:
                 raise TowerStartError(f"{self.name}: {error} (exit {statuses})") from None
             raise
         self.dtype, self.modalities = ready.dtype, tuple(ready.modalities)
-        self.weights_bytes, self.preparers = ready.weights_bytes, ready.preparers
+        self.weights_bytes = ready.weights_bytes
+        self.preparers, self.depth = ready.preparers, ready.depth
         self._crew = crew
 
     async def _keep_up(self) -> None:
@@ -340,7 +342,7 @@ class _Crew:
         return Prepared(laid[0].layout, laid[0].patches, laid[0].group, _Handle(self, number))
 
     async def forward(self, items: list[int]) -> list[torch.Tensor]:
-        """Run items on all ranks; one call at a time."""
+        """Run items on all ranks, behind the batches that are under way."""
         number = next(self._numbers)
         call = _Call(self._loop.create_future(), [None] * len(items))
         limit = self._times.forward_s

@@ -180,7 +180,7 @@ async def _serve(end: socket.socket) -> None:
         _exit(1)
     keep_for_good()
     modalities = list(engine.modalities)
-    ready = Ready(engine.preparers, engine.dtype, modalities, engine.weights_bytes)
+    ready = Ready(engine.preparers, engine.depth, engine.dtype, modalities, engine.weights_bytes)
     await Worker(end, engine, start.rank).serve(ready)
     _exit(0)
 

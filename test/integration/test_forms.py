@@ -119,43 +119,6 @@ def test_decisions_about_a_picture(language: Client, colocated: Client, urls: li
         assert found["label_mass"] == pytest.approx(answer["label_mass"], rel=1e-2)
 
 
-def test_responses_and_messages(language: Client, colocated: Client, urls: list[str]) -> None:
-    """OpenAI's Responses API, and Anthropic's Messages API."""
-    source = {"type": "base64", "media_type": "image/png", "data": urls[0].partition(",")[2]}
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/responses": {
-            "input": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "input_image", "image_url": urls[0], "detail": "auto"},
-                        {"type": "input_text", "text": "What is it?"},
-                    ],
-                }
-            ],
-            "max_output_tokens": 8,
-        },
-        "/v1/messages": {
-            "messages": [user({"type": "image", "source": source}, text_part("What is it?"))],
-            "max_tokens": 8,
-        },
-    }
-    models = requests.get(f"{language.url}/v1/models", timeout=20).json()
-    for path, body in bodies.items():
-        asked = {"model": models["data"][0]["id"], "temperature": 0, **body}
-        actual, expected = (server.post(path, asked) for server in (language, colocated))
-        assert actual.status_code == expected.status_code == 200, actual.text
-        assert said(actual.json()) == said(expected.json()) != []
-
-
-def said(answer: Any) -> list[str]:
-    """All texts of an answer."""
-    if isinstance(answer, dict):
-        own = [answer["text"]] if isinstance(answer.get("text"), str) else []
-        return own + [text for value in answer.values() for text in said(value)]
-    return [text for value in answer for text in said(value)] if isinstance(answer, list) else []
-
-
 def test_an_answer_of_a_given_form(language: Client, colocated: Client, urls: list[str]) -> None:
     body = {
         "text": f"{IMAGE}What?",

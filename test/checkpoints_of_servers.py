@@ -20,7 +20,7 @@ def found(flags: list[str]) -> dict[str, object]:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_epd.checkpoint import served
+    from sglang_epd.checkpoint import processing, served
     from sglang_epd.namespace import namespace
 
     server_args = prepare_server_args(flags)
@@ -28,7 +28,8 @@ def found(flags: list[str]) -> dict[str, object]:
     publish(server_args, role="encoder")
     try:
         checkpoint = served()
-        identity = namespace(model_config_of(server_args).hf_config, checkpoint, "float32")
+        config = model_config_of(server_args).hf_config
+        identity = namespace(config, checkpoint, "float32", processing())
     except ConfigError as error:
         return {"error": error.message}
     weights = checkpoint.weights

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.servers
 NAME = "acme/tiny-vl"
 PROCESSOR = ["preprocessor_config.json", "video_preprocessor_config.json"]
 WHOLE = "model.safetensors"
+OPTIONS = "--mm-process-config"
+PROCESSING = [{}, {"image": {"max_pixels": 50176}}, {"image": {"max_pixels": 100352}}]
 
 
 def spoilt(folder: Path) -> None:
@@ -88,6 +90,7 @@ class Found:
             ["--model-path", NAME],
             ["--model-path", self.plain, "--load-format", "dummy"],
             ["--model-path", self.plain, "--quantization", "fp8"],
+            *(["--model-path", self.plain, OPTIONS, json.dumps(one)] for one in PROCESSING),
         ]
         hub = Hub({NAME: {revision: root / revision for revision in REVISIONS}})
         with serving(hub):
@@ -155,3 +158,11 @@ def test_a_tower_that_sglang_quantises_as_it_loads_it_is_another(found):
     plain, quantised = found(found.plain), found(found.plain, "--quantization", "fp8")
     assert "/float32+fp8/" in quantised["namespace"]
     assert quantised["namespace"].replace("+fp8", "") == plain["namespace"]
+
+
+def test_options_for_the_processing_of_media_make_another(found):
+    plain = found(found.plain)["namespace"]
+    none, small, large = (found(found.plain, OPTIONS, json.dumps(one)) for one in PROCESSING)
+    assert none["namespace"] == plain
+    assert "/float32+mm-process-config/" in small["namespace"]
+    assert len({plain, small["namespace"], large["namespace"]}) == 3

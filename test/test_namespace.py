@@ -288,6 +288,16 @@ def test_what_the_flag_does_to_weights_that_are_not_in_that_form(flag, config, o
     assert ignoring == (f"{online}-without-visual" if online else "")
 
 
+def test_options_for_the_processing_of_media_make_another(checkpoint, unchanged):
+    config = SimpleNamespace(to_dict=lambda: checkpoint.config)
+    held = files.Checkpoint({}, ())
+    made = {namespace(config, held, "bfloat16", told) for told in ("", "one", "two")}
+    assert len(made) == 3
+    assert namespace(config, held, "bfloat16", "one").startswith(
+        "QwenVL/bfloat16+mm-process-config/"
+    )
+
+
 def test_files_without_a_tower_are_refused(checkpoint):
     """All such checkpoints would be one."""
     checkpoint.tensors = {"model.layers.0.weight": torch.ones(4, 4)}

@@ -108,6 +108,17 @@ def served(*, whole: bool = False) -> Checkpoint:
     return Checkpoint(configs, weights, online, whole)
 
 
+def processing() -> str:
+    """The value of `--mm-process-config`, as text; empty without one.
+
+    To be asked before an encoder's tower is loaded: SGLang writes its own defaults into it.
+    """
+    from sglang.srt.runtime_context import get_mm
+
+    options = get_mm().mm_process_config
+    return json.dumps(options, sort_keys=True, default=str) if options else ""
+
+
 def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
     """The effect of `--quantization` on weights that are not in that form already.
 

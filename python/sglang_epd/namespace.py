@@ -2,9 +2,9 @@
 
 It is over everything that an embedding depends on besides the media: architecture, tower
 configuration, the tensors that join towers and language model, the tower's weights, the media
-processor's configuration, dtype, how SGLang quantises weights as it loads them, and protocol
-version. It is made from the checkpoint's content (`checkpoint.py`), not its path, so that
-servers may keep it in different places.
+processor's configuration and `--mm-process-config`, dtype, how SGLang quantises weights as it
+loads them, and protocol version. It is made from the checkpoint's content (`checkpoint.py`), not
+its path, so that servers may keep it in different places.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _INCIDENTAL = frozenset(
 )
 
 
-def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
+def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: str = "") -> str:
     """A readable identity: architecture, dtype (and how weights are quantised as they are
-    loaded), and 16 hex digits.
+    loaded, and whether media are processed by options), and 16 hex digits.
 
     Args:
         dtype: of embeddings, without "torch.".
+        processing: `checkpoint.processing`.
 
     Raises:
         ConfigError: a weight file has no fingerprint, and why; or none has a tower.
@@ -60,6 +61,7 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
     for name in PROCESSOR_CONFIGS:
         if name in checkpoint.configs:
             digest.update(json.dumps(checkpoint.configs[name], sort_keys=True).encode())
+    digest.update(processing.encode())
     if checkpoint.weights is None:
         digest.update(b"random weights")
     found = _fingerprints(checkpoint)
@@ -71,7 +73,8 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str) -> str:
         digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.digest)).encode())
     architecture = (config.get("architectures") or ["unknown"])[0]
     # In words, because a message that two servers differ shows both.
-    numbers = f"{dtype}+{checkpoint.quantization}" if checkpoint.quantization else dtype
+    told = (dtype, checkpoint.quantization, "mm-process-config" if processing else "")
+    numbers = "+".join(filter(None, told))
     made = f"{'full-' if checkpoint.whole else ''}{digest.hexdigest()[:16]}"
     return f"{architecture}/{numbers}/{made}"
 

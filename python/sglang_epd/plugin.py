@@ -40,11 +40,13 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+_OUTPUTS = "sglang.srt.managers.scheduler_components.output_streamer"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _MULTIMODAL = "sglang.srt.managers.mm_schedule"
 _KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor.model_runner"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _STATS = "sglang.srt.observability.req_time_stats"
 _TRACE = "sglang.srt.observability.trace"
 
@@ -116,14 +118,17 @@ HOOKS = (
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
     _manager("_init_req_state", "after", requests.after("adaptive.noted")),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
-    _manager(
-        "_handle_epd_disaggregation_encode_request", "around", requests.around("adaptive.handle")
-    ),
     _manager("_tokenize_one_request", "around", requests.around("adaptive.tokenize")),
+    # ... tokenizer process: requests for embeddings wait for encoders, too.
+    _manager(
+        "_handle_epd_disaggregation_encode_request", "around", requests.around("begin_to_encode")
+    ),
+    _manager("_create_tokenized_object", "around", requests.around("carry")),
     # ... schedulers: requests whose items have not landed stay with the leading rank.
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
     # ... schedulers: no vision weights in memory.
     Hook(_RUNNER, "ModelRunner.load_model", "around", vision_weights.load),
+    Hook(_UPDATER, "_model_load_weights_direct", "around", vision_weights.load_direct),
     # ... schedulers: the prefix cache is asked before a request is queued.
     Hook(_SCHEDULER, "Scheduler._add_request_to_queue", "around", prefix.add_request),
     Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),
@@ -141,6 +146,12 @@ HOOKS = (
         "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
         "after",
         prefix.release_sent,
+    ),
+    Hook(
+        _OUTPUTS,
+        "SchedulerOutputStreamer._stream_output_embedding",
+        "after",
+        prefix.release_embedded,
     ),
     # --language-only prefill, tokenizer process: layouts, for the decode servers.
     Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),

@@ -158,6 +158,15 @@ async def test_without_the_token_what_is_kept_is_nobodys_business(serve, http, s
     assert status == 200
 
 
+@pytest.mark.parametrize("path", ["start_profile", "stop_profile"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_without_the_token_nothing_is_profiled(serve, http, method, path):
+    url = f"{await serve('secret')}/{path}"
+    assert await ask(http, method, url) == (401, "")
+    status, _ = await ask(http, method, url, Authorization="Bearer secret")
+    assert status == 200
+
+
 @pytest.mark.parametrize("shown", ["secret", "api-key"])
 async def test_the_token_and_the_api_key_are_as_good(serve, http, asking, shown):
     url = await serve("secret", "api-key")

@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd.encoder.tower import Prepared, TowerBrokenError
-from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, TowerBrokenError
+from sglang_epd.errors import EncodeError, MediaError, ProtocolError
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class FakeEngine:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._traces: Path | None = None
         self._tower = ThreadPoolExecutor(1)
 
     async def warm_up(self) -> None:
@@ -76,6 +77,15 @@ class FakeEngine:
 
     def discard(self, prepared: Prepared) -> None:
         pass
+
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        """Leaves a file, and refuses to end what was not begun."""
+        if asked is not None:
+            self._traces = Path(asked.output_dir or "") / f"{asked.profile_prefix}{self._rank}"
+        elif self._traces is None:
+            raise ProtocolError("profiling not running")
+        else:
+            self._traces.touch()
 
     def _forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         made = []

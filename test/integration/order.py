@@ -11,6 +11,7 @@ from pathlib import Path
 # Files that are not named use "qwen2_5", or that and "qwen3".
 _USES = {
     "test_reuse": "qwen2_5",
+    "test_embeddings": "embeddings",
     "test_adaptive": "adaptive",
     "test_budget": "small_budget",
     "test_rival": "in_tree",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +86,37 @@ def test_a_cache_that_was_dropped_gives_the_same_answer(
     assert requests.delete(url, timeout=20).json() == {"dropped": held["entries"]}
     assert requests.get(url, timeout=20).json()["bytes"] == 0
     check("computed")
+
+
+def test_the_tower_is_profiled(
+    qwen2_5: Topology, language: Client, new_picture: Image.Image, tmp_path: Path
+) -> None:
+    """By the routes of SGLang's own encoder: what runs it is in the trace."""
+    url = qwen2_5.urls["encoder"]
+    wanted = {"output_dir": str(tmp_path), "activities": ["CPU"], "with_stack": False}
+
+    def ask(path: str, method: str = "POST", **body: Any) -> int:
+        return requests.request(method, f"{url}/{path}", timeout=60, **body).status_code
+
+    assert ask("stop_profile") == 400
+    assert ask("start_profile", json=wanted) == 200
+    assert ask("start_profile", json=wanted) == 400
+    language.answer(user(image_part(data_url(new_picture))))
+    assert ask("stop_profile", "GET") == 200
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith("encoder-rank0-")
+    assert "aten::linear" in operators(trace)
+    # It ends by itself after so many items.
+    assert ask("start_profile", json={**wanted, "num_steps": 1, "profile_prefix": "one"}) == 200
+    language.answer(user(image_part(data_url(new_picture.rotate(90)))))
+    assert ask("stop_profile") == 400
+    (one,) = tmp_path.glob("one-rank0-*")
+    assert "aten::linear" in operators(one)
+
+
+def operators(trace: Path) -> set[str]:
+    """The names of what a trace has."""
+    return {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
 
 
 def test_a_hot_url_is_fetched_once(

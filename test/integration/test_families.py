@@ -24,7 +24,7 @@ from integration.client import (
     user,
     video_part,
 )
-from integration.topology import Machine
+from integration.topology import Machine, checkpoint
 from sglang_epd.cli.processes import ServerError
 
 pytestmark = pytest.mark.extended
@@ -155,6 +155,20 @@ def test_the_answer_depends_on_the_media(
     change = first.change(second)
     record_property("change", change)
     assert change > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, id=f"{f.name}-zmq_to_scheduler-update") for f in SERVED]
+)
+def test_the_weights_are_updated_from_a_whole_checkpoint(machine: Machine, family: Family) -> None:
+    """A language server has no place for its tower's."""
+    messages = CASES["one image" if IMAGE in family.marks else "one sound"][1]()
+    server = _server(machine, family, "zmq_to_scheduler")
+    before = server.generation(*messages, tokens=4)
+    model = {"model_path": checkpoint(family.specs[0].name)}
+    answer = server.post("/update_weights_from_disk", model)
+    assert (answer.status_code, answer.json()["success"]) == (200, True), answer.text
+    server.generation(*messages, tokens=4).check(before)
 
 
 @pytest.mark.parametrize(

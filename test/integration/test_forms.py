@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import requests
 from PIL import Image
 
-from integration.client import Client, data_url, image_part, text_part, user
+from integration.client import Client, data_url, image_part, text_part, until, user
+from integration.counters import status
+from integration.listener import Site
+from integration.topology import Topology, checkpoint
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
@@ -90,3 +97,103 @@ def test_log_probabilities_of_the_prompt(
         for server in (language, colocated)
     )
     assert actual[1:] == pytest.approx(expected[1:], abs=1e-3)
+
+
+def test_decisions_about_a_picture(language: Client, colocated: Client, urls: list[str]) -> None:
+    """`/v1/decisions` scores the answers in one batch of prompts of token ids."""
+    options = [{"name": name} for name in ("cup", "rocket")]
+    body = {
+        "model": "default",
+        "input": "Look.",
+        "images": [urls[0]],
+        "questions": [
+            {"id": name, "type": "choice", "question": name, "options": options}
+            for name in ("What?", "Which?")
+        ],
+    }
+    actual, expected = (server.post("/v1/decisions", body) for server in (language, colocated))
+    assert actual.status_code == expected.status_code == 200, actual.text
+    for name, answer in expected.json()["answers"].items():
+        found = actual.json()["answers"][name]
+        assert found["probabilities"] == pytest.approx(answer["probabilities"], abs=1e-3)
+        assert found["label_mass"] == pytest.approx(answer["label_mass"], rel=1e-2)
+
+
+def test_an_answer_of_a_given_form(language: Client, colocated: Client, urls: list[str]) -> None:
+    body = {
+        "text": f"{IMAGE}What?",
+        "image_data": [urls[0]],
+        "sampling_params": {**GREEDY, "regex": "(cup|rocket)"},
+    }
+    actual, expected = (server.generate(**body).json()["text"] for server in (language, colocated))
+    assert actual == expected
+    assert actual in ("cup", "rocket")
+
+
+def test_a_session(language: Client, colocated: Client, urls: list[str]) -> None:
+    """The second request goes on from the first, whose picture is in its prompt."""
+    texts = []
+    for server in (language, colocated):
+        session = server.post("/open_session", {"capacity_of_str_len": 10_000}).json()
+        told: dict[str, Any] = {"id": session}
+        answers = []
+        for text, images in ((f"{IMAGE}What?", [urls[0]]), ("And now?", None)):
+            answer = server.generate(
+                text=text, image_data=images, sampling_params=GREEDY, session_params=told
+            )
+            assert answer.status_code == 200, answer.text
+            told = {"id": session, "rid": answer.json()["meta_info"]["id"]}
+            answers.append(answer.json()["text"])
+        server.post("/close_session", {"session_id": session})
+        texts.append(answers)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause(language: Client, urls: list[str], mode: str) -> None:
+    """A request that comes meanwhile is answered afterwards."""
+    body = {"text": f"{IMAGE}What is {mode}?", "image_data": [urls[0]], "sampling_params": GREEDY}
+    expected = language.generate(**body).json()["text"]
+    assert language.post("/pause_generation", {"mode": mode}).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            answer = pool.submit(language.generate, **body)
+            time.sleep(0.5)
+            assert not answer.done()
+        finally:
+            assert language.post("/continue_generation", {}).status_code == 200
+        assert answer.result().json()["text"] == expected
+
+
+def test_a_request_that_is_aborted_while_its_picture_is_read(
+    qwen2_5: Topology, language: Client, site: Site
+) -> None:
+    site.slow_s = 30.0
+    body = {"text": f"{IMAGE}What?", "image_data": [f"{site.url}/slow.png"], "rid": "to be aborted"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(language.generate, **body, sampling_params=GREEDY)
+        until(lambda: site.asked)
+        assert language.post("/abort_request", {"rid": body["rid"]}).status_code == 200
+        assert answer.result(10).status_code == 400
+    until(lambda: status(qwen2_5)["items"] == 0, seconds=10.0)
+
+
+def test_an_update_of_the_weights(
+    qwen2_5: Topology, language: Client, colocated: Client, urls: list[str]
+) -> None:
+    """Of the same checkpoint, tower and all: the answers stay one server's."""
+    path = checkpoint(qwen2_5.model)
+    answer = requests.post(
+        f"{language.url}/update_weights_from_disk", json={"model_path": path}, timeout=60
+    )
+    assert answer.json()["success"], answer.text
+    message = user(image_part(urls[1]), text_part("After the update?"))
+    assert language.answer(message) == colocated.answer(message)
+
+
+def test_media_that_are_preprocessed_only(language: Client) -> None:
+    """A body has no field for them."""
+    pixels = {"format": "processor_output", "pixel_values": [[0.5]], "image_grid_thw": [[1, 2, 2]]}
+    answer = language.generate(input_ids=[1, 2], image_data=[pixels], sampling_params=GREEDY)
+    assert answer.status_code == 400
+    assert "unknown field `format`" in answer.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,6 +37,21 @@ def test_log_probabilities_equal_one_servers(
     # Often enough that each encoder has each item.
     answers = [language.generation(*messages, tokens=TOKENS) for _ in range(3)]
     assert max(answer.distance(expected) for answer in answers) < TOLERANCE
+
+
+def test_every_tower_and_rank_is_profiled(topology: Topology, tmp_path: Path) -> None:
+    wanted = {"output_dir": str(tmp_path), "activities": ["CPU"], "with_stack": False}
+    for role, names in (
+        ("encoder@replicas", {"encoder-dp0-rank0", "encoder-dp1-rank0"}),
+        ("encoder@ranks", {"encoder-rank0", "encoder-rank1"}),
+    ):
+        for path in ("start_profile", "stop_profile"):
+            answer = requests.post(f"{topology.urls[role]}/{path}", json=wanted, timeout=60)
+            assert answer.status_code == 200, answer.text
+        written = list(tmp_path.iterdir())
+        assert {path.name.rpartition("-")[0] for path in written} == names
+        for path in written:
+            path.unlink()
 
 
 def test_a_tower_that_is_killed_costs_no_request_and_comes_back(

@@ -256,6 +256,8 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 _NO_PREFIXES = "--disable-radix-cache"
+# Pictures of these tests are larger.
+_EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
 _BFLOAT16 = "--dtype bfloat16"
 # Triton's kernels run as Python where there is no driver for them.
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -366,6 +368,25 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "encoder@ranks": "--tp-size 2",
             "language": _NO_PREFIXES,
         },
+    ),
+    # As a model of embeddings. The encoder is told so, too.
+    "embeddings": lambda: Topology(
+        _TINY,
+        _TOGETHER,
+        flags={"encoder": _EMBEDDING, "language": f"{_EMBEDDING} --enable-metrics"},
+    ),
+    "embeddings_others": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+        flags={
+            "encoder": f"{_EMBEDDING} --encoder-transfer-backend mooncake",
+            "language": _EMBEDDING,
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+            "language@mooncake": "--encoder-transfer-backend mooncake",
+        },
+    ),
+    f"{_TINY}, embeddings, one server": lambda: Topology(
+        _TINY, ("colocated",), flags={"colocated": _EMBEDDING}
     ),
     "adaptive": lambda: Topology(
         _TINY,

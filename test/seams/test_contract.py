@@ -36,16 +36,17 @@ arg_groups.fields.disagg
 arg_groups.fields.memory
     flags: Memory(disable_radix_cache)
 arg_groups.fields.mm
-    flags: Mm(enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains)
+    flags: Mm(enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains mm_process_config)
 arg_groups.fields.model
-    flags: Model(model_path revision load_format download_dir quantization)
+    flags: Model(model_path revision load_format download_dir quantization is_embedding)
 arg_groups.fields.observability
     flags: Observability(log_level_http enable_metrics)
 arg_groups.fields.parallel
     flags: Parallel(tp_size pp_size dp_size attn_dp_size attn_cp_size nnodes)
 arg_groups.fields.serving
     flags: Serving(host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode api_key
-        ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh)
+        ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh
+        enable_tokenizer_batch_encode)
 configs.load_config
     checkpoint: LoadConfig(load_format download_dir)
     checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT)
@@ -56,13 +57,18 @@ disaggregation.encoder.preprocessor
     encoder/model/preparing: EncoderPreprocessor(vision_config image_processor video_processor
         audio_processor)
 disaggregation.encoder.server
+    encoder/model/engine: EncoderProfiler(profiler)
     encoder/model/engine: MMEncoder(model model_config model_type preprocessor device gpu_id
-        _embedding_dtype _embedding_dims)
+        _embedding_dtype _embedding_dims profiler)
 distributed.device_communicators.mooncake_transfer_engine
     seams/receiving and encoder/server: MooncakeTransferEngine(hostname engine)
 managers.io_struct
     seams/adaptive: GenerateReqInput(image_data stream background)
     seams/adaptive: TokenizedGenerateReqInput(mm_inputs)
+    seams/embeddings: EmbeddingReqInput(rid is_single batch_size image_data video_data audio_data
+        background)
+    seams/embeddings: TokenizedEmbeddingReqInput(rid input_ids input_text mm_inputs sampling_params
+        priority lora_id http_worker_ipc time_stats)
     seams/scheduler: AbortReq(rid abort_all)
     seams/scheduler: BatchTokenizedGenerateReqInput(batch)
     seams/scheduler: TokenizedGenerateReqInput(rid input_ids input_text mm_inputs
@@ -78,8 +84,8 @@ managers.schedule_batch
     seams/adaptive: MultimodalDataItem(offsets)
     seams/identities: MultimodalDataItem(modality set_identity)
     seams/identities: MultimodalProcessorOutput(mm_items padded_input_ids)
-    seams/prefix: Req(rid session positional_embed_overrides origin_input_ids output_ids prefix_len
-        multimodal_inputs)
+    seams/prefix: Req(finished rid session positional_embed_overrides origin_input_ids output_ids
+        prefix_len multimodal_inputs)
 managers.schedule_policy
     seams/prefix: AddReqResult(CONTINUE NO_TOKEN)
     seams/prefix: PrefillAdder(can_run_list)
@@ -99,6 +105,8 @@ mem_cache.base_prefix_cache
     seams/prefix: MatchResult(device_prefix_len last_device_node)
 model_executor.model_runner
     seams/vision_weights: ModelRunner(model model_config server_args is_draft_worker)
+sampling.sampling_params
+    language/manifest: SamplingParams(custom_params)
 multimodal.processors.base_processor
     seams/prompt: BaseMultimodalProcessor(mm_tokens _tokenizer)
     seams/prompt: MultimodalSpecialTokens(image_token image_token_regex)
@@ -170,7 +178,17 @@ seams/adaptive: managers.tokenizer_manager TokenizerManager._handle_epd_disaggre
     if get_disagg().enable_adaptive_dispatch_to_encoder: should_dispatch =
         self._should_dispatch_to_encoder(obj)
     if should_dispatch: obj.need_wait_for_mm_inputs = True
+    in [ "zmq_to_scheduler", "mooncake", ]:
     else: obj.need_wait_for_mm_inputs = False
+# The fields that SGLang reads of requests for embeddings, too, which have none.
+seams/embeddings: managers.tokenizer_manager TokenizerManager._tokenize_one_request
+    need_wait_for_mm_inputs=obj.need_wait_for_mm_inputs,
+    and not obj.need_wait_for_mm_inputs
+    return self._create_tokenized_object(
+seams/embeddings: managers.scheduler Scheduler._handle_embedding_request
+    image_inputs = self._get_multimodal_inputs(recv_req.mm_inputs)
+seams/embeddings: managers.tokenizer_manager TokenizerManager._batch_tokenize_and_process
+    self._create_tokenized_object( req, req.text, input_ids_list[i], None, None, token_type_ids )
 seams/adaptive: managers.tokenizer_manager TokenizerManager._tokenize_one_request
     if mm_inputs is None: if get_disagg().language_only:
     in ["zmq_to_scheduler", "mooncake"] and not obj.need_wait_for_mm_inputs ): #
@@ -206,6 +224,13 @@ seams/adaptive: utils.common load_image
 encoder/model/preparing: disaggregation.encoder.preprocessor EncoderPreprocessor._load_mm_processor
     _audio_proc = AutoProcessor.from_pretrained(
     self.audio_processor = _audio_proc
+encoder/model/preparing: disaggregation.encoder.preprocessor EncoderPreprocessor
+    mm_process_config.get("vision_config", {})
+    image_config = self.vision_config.get("image", {})
+encoder/model/preparing: multimodal.processors.base_processor BaseMultimodalProcessor
+    self.image_config = mm_process_config.get("image", {})
+    self.video_config = mm_process_config.get("video", {})
+    self.audio_config = mm_process_config.get("audio", {})
 encoder/model/preparing: multimodal.processors.qwen_vl _get_processor_video_config
     if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS
 seams/bootstrap: disaggregation.common.conn CommonKVBootstrapServer.__init__

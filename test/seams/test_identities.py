@@ -147,7 +147,7 @@ def server(flags, tmp_path):
     def set_up(architecture: str = "Qwen2VLForConditionalGeneration", **disagg: bool) -> bool:
         named = dict.fromkeys(("revision", "download_dir", "quantization"))
         model = {"model_path": str(tmp_path), "load_format": "dummy", **named}
-        flags(disagg=disagg, model=model)
+        flags(disagg=disagg, model=model, mm={"mm_process_config": {}})
         config = SimpleNamespace(architectures=[architecture], to_dict=dict)
         processor = SimpleNamespace(process_mm_data_async="SGLang's own")
         manager = SimpleNamespace(

@@ -195,6 +195,7 @@ async def test_a_server_without_our_receiver_takes_all_at_once(post, serving, sg
         ({"text": "x", "image_data": [["a", "b"], ["c"]], "video_data": "v"}, "/generate", 5),
         ({"input_ids": [1] * 100_000, "tools": [{}] * 100}, "/generate", 0),
         ({"input": [1] * 100_000}, "/v1/embeddings", 0),
+        ({"input": [{"image": "a"}, {"text": "b"}]}, "/v1/embeddings", 2),
         ({"input": [{"content": [1, 2]}]}, "/v1/responses", 3),
         ([1, 2, 3], "/v1/rerank", 0),
         ({"messages": {"messages": None}}, "/v1/chat", 0),

@@ -27,10 +27,13 @@ SERVED = {
     "enable_ssl_refresh": False,
     "ssl_certfile": None,
     "enable_mm_global_cache": False,
+    "is_embedding": False,
+    "enable_tokenizer_batch_encode": False,
     "encoder_urls": ["http://encoder:30000"],
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
 LISTED = SimpleNamespace(architectures=["Qwen2_5_VLForConditionalGeneration"])
+GEMMA = "Gemma3ForConditionalGeneration"
 ENCODER = {"encoder_only": True, "language_only": False}
 
 
@@ -64,6 +67,9 @@ def check(sglang, monkeypatch):
         {"pp_size": 2, "model": LISTED, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"attn_dp_size": 2, "tp_size": 2},
         {"nnodes": 2, "attn_dp_size": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
+        {"is_embedding": True},
+        # A generation with media is refused by SGLang, each by itself.
+        {"enable_tokenizer_batch_encode": True},
         {"dp_size": 2},
         {"tokenizer_worker_num": 2, "encoder_transfer_backend": "mooncake"},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
@@ -107,6 +113,10 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({"smg_grpc_mode": True}, "--grpc-mode with --language-only"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),
         ({"encoder_urls": ["grpc://encoder:30000"]}, "SGLANG_ENCODER_MM_RECEIVER_MODE=http"),
+        (
+            {"is_embedding": True, "enable_tokenizer_batch_encode": True},
+            "--enable-tokenizer-batch-encode with --language-only and an embedding model",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(check, changes, named):
@@ -223,8 +233,8 @@ def resolve(sglang, monkeypatch):
     overrides = sglang("arg_groups.overrides")
     monkeypatch.setattr(overrides, "resolving_view", lambda args: args)
 
-    def run(refusal: str, *, multimodal: bool = True, **changes) -> None:
-        hf_config = SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"], **vars(TOWER))
+    def run(refusal: str, *, multimodal: bool = True, model: str = GEMMA, **changes) -> None:
+        hf_config = SimpleNamespace(architectures=[model], **vars(TOWER))
         config = SimpleNamespace(hf_config=hf_config, is_multimodal=multimodal)
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
 
@@ -238,10 +248,14 @@ def resolve(sglang, monkeypatch):
     return run
 
 
-NOT_LISTED = (
-    "Model type Gemma3ForConditionalGeneration is not supported for encoder disaggregation. "
-    "Supported architectures: Qwen2VL, and so on."
-)
+def not_listed(model: str) -> str:
+    return (
+        f"Model type {model} is not supported for encoder disaggregation. "
+        "Supported architectures: Qwen2VL, and so on."
+    )
+
+
+NOT_LISTED = not_listed(GEMMA)
 
 
 @pytest.mark.parametrize("role", [{}, ENCODER], ids=["language", "encoder"])
@@ -267,6 +281,13 @@ def test_models_that_sglang_does_not_list_are_served(resolve, role):
 def test_but_not_with_all_flags(resolve, changes, named):
     with pytest.raises(ConfigError, match=named):
         resolve(NOT_LISTED, **changes)
+
+
+@pytest.mark.parametrize("role", [{}, ENCODER], ids=["language", "encoder"])
+@pytest.mark.parametrize("model", ["CLIPModel", "EmbeddingGemma2Model"])
+def test_models_of_embeddings_that_cannot_be_split_are_refused_by_name(resolve, model, role):
+    with pytest.raises(ConfigError, match=rf"-only: {model} has no language model.*one server"):
+        resolve(not_listed(model), model=model, is_embedding=True, **role)
 
 
 def test_what_sglang_refuses_for_another_reason_stays_refused(resolve):

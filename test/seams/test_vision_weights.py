@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from sglang_epd.families.reading import tensors_other_than
 from sglang_epd.namespace import of_language_model, of_tower
-from sglang_epd.seams.vision_weights import ReleasedTower, load, one_block, release
+from sglang_epd.seams.vision_weights import ReleasedTower, leave_out, load, one_block, release
 
 
 class Model(nn.Module):
@@ -18,6 +19,11 @@ class Model(nn.Module):
         super().__init__()
         self.visual = nn.Linear(4, 4)
         self.model = nn.Linear(4, 4)
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
 
 
 @pytest.fixture
@@ -156,3 +162,90 @@ def test_of_a_sharded_checkpoint_only_what_is_wanted_is_opened(
     )
     assert sorted(names) == sorted(LANGUAGE if left_out is of_tower else TOWERS)
     assert loader._prepare_weights is before
+
+
+@pytest.fixture
+def updated(sglang, run, monkeypatch):
+    """SGLang's own updates of a real Qwen2-VL, whose `load_weights` ends at a name it does not
+    know; its layers are two of the real ones."""
+    weights = sglang("model_executor.model_runner_components.weight_updater")
+    cls = sglang("models.qwen2_vl").Qwen2VLForConditionalGeneration
+    model = cls.__new__(cls)
+    nn.Module.__init__(model)
+    model.config = SimpleNamespace(tie_word_embeddings=False)
+    model.visual = nn.ModuleDict({"merger": nn.Linear(4, 4)})
+    model.model = nn.ModuleDict({"norm": nn.Linear(4, 4)})
+    run(model, architecture="Qwen2VLForConditionalGeneration")
+    monkeypatch.setattr(weights, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    off = SimpleNamespace(weight_cache_mode="off")
+    monkeypatch.setattr(weights, "get_model", lambda: off)
+    return weights, model
+
+
+CHANGED = [
+    ("visual.merger.weight", torch.full((4, 4), 7.0)),
+    ("model.norm.weight", torch.ones(4, 4)),
+]
+
+
+@pytest.mark.parametrize("form", [None, "direct", "flattened_bucket"])
+def test_the_language_models_weights_are_updated_without_the_towers(
+    updated, hooked, caplog, monkeypatch, form
+):
+    hooked("_model_load_weights_direct")
+    weights, model = updated
+    updater = weights.WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=None,
+        recapture_cuda_graph=None,
+        get_model_runner=None,
+    )
+    named = CHANGED
+    if form == "flattened_bucket":
+        bucket = weights.FlattenedTensorBucket(named_tensors=CHANGED)
+        named = {
+            "flattened_tensor": bucket.get_flattened_tensor(),
+            "metadata": bucket.get_metadata(),
+        }
+    for _ in range(2):
+        done, said = updater.update_weights_from_tensor(named, form)
+        assert done, said
+    assert torch.equal(model.model["norm"].weight.data, torch.ones(4, 4))
+    assert caplog.text.count("visual.merger.weight and its like") == 1
+    done, said = updater.load_weights_from_distributed([("model.norm.weight", torch.zeros(4, 4))])
+    assert done, said
+    assert torch.equal(model.model["norm"].weight.data, torch.zeros(4, 4))
+
+
+def test_an_update_from_disk_leaves_the_tower_out(updated, tmp_path: Path):
+    """By the iterator that SGLang reads files with."""
+    _, model = updated
+    save_file(dict(CHANGED), tmp_path / "model.safetensors", {"format": "pt"})
+    files = importlib.import_module("sglang.srt.model_loader.weight_utils")
+    model.load_weights(files.safetensors_weights_iterator([str(tmp_path / "model.safetensors")]))
+    assert torch.equal(model.model["norm"].weight.data, torch.ones(4, 4))
+
+
+def test_what_joined_the_tower_is_left_out_too():
+    """Its name says nothing of a tower."""
+    model = Model()
+    model.multi_modal_projector = nn.Linear(4, 4)
+    leave_out(model, release(model))
+    names = ("model.weight", "multi_modal_projector.weight", "visual.weight")
+    model.load_weights((name, torch.full((4, 4), 3.0)) for name in names)
+    assert torch.equal(model.model.weight.data, torch.full((4, 4), 3.0))
+
+
+def test_a_whole_models_weights_are_updated_whole(sglang, hooked, run):
+    hooked("_model_load_weights_direct")
+    updater = sglang("model_executor.model_runner_components.weight_updater")
+    model = Model()
+    run(model, language_only=False)
+    ones = [("visual.weight", torch.ones(4, 4))]
+    updater._model_load_weights_direct(model, ones)
+    assert torch.equal(model.visual.weight.data, torch.ones(4, 4))

@@ -10,9 +10,10 @@ GET /v1/urls               the URLs whose content is known, JSON
 DELETE /v1/urls[/{name}]   forget all of them, or one
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
+/start_profile, /stop_profile: see `encoder.profiling`
 
-Everything under /v1/encode, /v1/cache and /v1/urls wants the shared token, or SGLang's
-`--api-key`, when one is set.
+Everything under /v1/encode, /v1/cache and /v1/urls, and the profiler, wants the shared token, or
+SGLang's `--api-key`, when one is set.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from sglang_epd.encoder import profiling
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.encoder.tower import Tower
 
 # Entries listed by GET /v1/cache and GET /v1/urls.
 _MAX_SHOWN = 1000
@@ -50,12 +53,19 @@ class _Http:
             pass
 
 
-def create_app(answering: Answering, info: dict[str, Any], *, lifespan: Any = None) -> FastAPI:
+def create_app(
+    answering: Answering,
+    info: dict[str, Any],
+    *,
+    towers: Sequence[Tower] = (),
+    lifespan: Any = None,
+) -> FastAPI:
     """Build the application.
 
     Args:
         answering: of encode requests; its service and metrics are shown, by its token.
         info: the answer of /v1/info.
+        towers: are profiled.
     """
     service = answering.service
     app = FastAPI(
@@ -134,6 +144,7 @@ def create_app(answering: Answering, info: dict[str, Any], *, lifespan: Any = No
     async def prometheus() -> Response:
         return Response(generate_latest(answering.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    guarded.include_router(profiling.routes(towers))
     app.include_router(guarded)
     return app
 

@@ -26,7 +26,7 @@ from fastapi import FastAPI
 
 from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
-from sglang_epd.checkpoint import served
+from sglang_epd.checkpoint import processing, served
 from sglang_epd.config import PREFIX, Settings, announce
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
@@ -104,9 +104,11 @@ def launch(server_args: Any) -> None:
 
     async def serve() -> None:
         memory_mb = settings.decode_mb or decode_mb()
+        options = processing()
         towers, hf_config = await start_towers(server_args, limits, memory_mb)
-        checkpoint = served(whole=settings.fingerprint == "full")
-        identity = namespace(hf_config, checkpoint, towers[0].dtype)
+        identity = namespace(
+            hf_config, served(whole=settings.fingerprint == "full"), towers[0].dtype, options
+        )
         async with AsyncExitStack() as stack:
             fetcher = await stack.enter_async_context(FetchingProcess(limits))
             urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
@@ -152,7 +154,7 @@ def launch(server_args: Any) -> None:
             rpc_server = front.rpc_server(answering, settings)
             house = _housekeeping(service, sender, towers, metrics, rpc_server)
             config = uvicorn.Config(
-                create_app(answering, info, lifespan=house),
+                create_app(answering, info, towers=towers, lifespan=house),
                 host=serving.host,
                 port=front.http_port or 0,
                 log_level=(get_observability().log_level_http or "warning"),

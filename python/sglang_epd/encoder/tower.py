@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from sglang_epd.wire.messages import Layout
 
 if TYPE_CHECKING:
@@ -42,6 +44,22 @@ class Prepared:
     patches: int
     group: Hashable
     content: Any
+
+
+class ProfileRequest(msgspec.Struct, frozen=True):
+    """What is to be profiled; the fields are of SGLang's `ProfileReq`, of the same meaning.
+
+    Attributes:
+        num_steps: items after which it ends by itself.
+        activities: of CPU, GPU and MEM; the first two by default.
+    """
+
+    output_dir: str | None = None
+    profile_prefix: str | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
 
 
 class Tower(Protocol):
@@ -111,6 +129,14 @@ class Tower(Protocol):
 
     def discard(self, prepared: Prepared) -> None:
         """Forget an item that was prepared here and will not be run again, lost or not."""
+
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        """Begin to profile, or end it and write the traces.
+
+        Raises:
+            ProtocolError: there is a profile already, or none; or it cannot be written.
+            TowerLostError: the tower is gone.
+        """
 
     async def close(self) -> None:
         """End what holds the model; calls under way raise TowerLostError."""

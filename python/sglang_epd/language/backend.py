@@ -119,7 +119,7 @@ class Leader:
                 passed.append(self._carry(claim.request, outcome))
         for received in requests:
             for request in _split_batch(received):
-                if not getattr(request, "need_wait_for_mm_inputs", False) or self._hold(request):
+                if not manifest.waits(request) or self._hold(request):
                     passed.append(request)
         return passed + self._given_up(time.monotonic())
 
@@ -133,7 +133,7 @@ class Leader:
     def _hold(self, request: Any) -> bool:
         """Claim a request's items; True if that has failed already."""
         try:
-            expect = manifest.read_expect(request.encoder_urls, self._secret)
+            expect = manifest.read_expect(manifest.carried(request), self._secret)
         except EpdError as error:
             self._carry(request, Settled("", (), error.code, error.message))
             return True
@@ -223,7 +223,7 @@ class Leader:
 
     def _carry(self, request: Any, message: Settled | Expect) -> Any:
         """The request, with a message for the ranks in it."""
-        request.encoder_urls = manifest.write(message, self._secret)
+        manifest.carry(request, manifest.write(message, self._secret))
         return request
 
 
@@ -267,7 +267,7 @@ class Backend:
         ready: list[Any] = []
         failed: list[Failure] = []
         for request in requests:
-            if not getattr(request, "need_wait_for_mm_inputs", False):
+            if not manifest.waits(request):
                 ready.append(request)
                 continue
             if self._gate is not None and self._gate.holds(request.rid):
@@ -286,14 +286,14 @@ class Backend:
 
     def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
         try:
-            settled = manifest.read_settled(request.encoder_urls, self._secret)
+            settled = manifest.read_settled(manifest.carried(request), self._secret)
         except EpdError as error:
             return gate.fail(request.rid, error)
         return gate.resolve(request.rid, settled)
 
     def _complete(self, request: Any) -> Failure | None:
         try:
-            message = manifest.read(request.encoder_urls, self._secret)
+            message = manifest.read(manifest.carried(request), self._secret)
             if isinstance(message, Expect):
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
@@ -328,7 +328,7 @@ class Backend:
 def _split_batch(received: Any) -> list[Any]:
     """A batch whose members wait is taken apart, so that each goes on by itself."""
     batch = getattr(received, "batch", None)
-    if batch and any(getattr(member, "need_wait_for_mm_inputs", False) for member in batch):
+    if batch and any(map(manifest.waits, batch)):
         return list(batch)
     return [received]
 

@@ -3,7 +3,8 @@
 SGLang carries `encoder_urls`, a list of strings, from the tokenizer to the scheduler,
 copies it to every sample of an n > 1 request, and broadcasts it to the other ranks. We
 put one string in it: from the tokenizer, which ticket the items come under; from the
-rank that leads a group of schedulers, the outcome of them.
+rank that leads a group of schedulers, the outcome of them. A request for an embedding of a
+prompt has no such field; there the string is one of its sampling parameters, `custom_params`.
 
 `encoder_urls` is a field of SGLang's public API, so a user may have written it. Our
 string carries a code made with a secret that only this server's processes share.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+from typing import Any
 
 from blake3 import blake3
 
@@ -28,6 +30,35 @@ from sglang_epd.wire.messages import (
 )
 
 _CODE_BYTES = 32
+# Among the `custom_params` of a request for an embedding.
+_PARAMETER = "sglang_epd_manifest"
+
+
+def waits(request: Any) -> bool:
+    """Whether a message to a scheduler is a request that waits for its media."""
+    if hasattr(request, "encoder_urls"):
+        return bool(request.need_wait_for_mm_inputs)
+    return carried(request) is not None
+
+
+def carried(request: Any) -> list[str] | None:
+    """The manifest that a scheduler's request carries."""
+    if hasattr(request, "encoder_urls"):
+        urls: list[str] | None = request.encoder_urls
+        return urls
+    own = getattr(getattr(request, "sampling_params", None), "custom_params", None) or {}
+    # A user may have written anything.
+    found = own.get(_PARAMETER)
+    return found if isinstance(found, list) else None
+
+
+def carry(request: Any, manifest: list[str]) -> None:
+    """Have a scheduler's request carry this manifest from now on."""
+    if hasattr(request, "encoder_urls"):
+        request.encoder_urls = manifest
+    else:
+        own = request.sampling_params.custom_params or {}
+        request.sampling_params.custom_params = own | {_PARAMETER: manifest}
 
 
 def write(message: Expect | Settled, secret: bytes) -> list[str]:

@@ -53,6 +53,9 @@ disaggregation.encoder.receiver
 disaggregation.encoder.runtime
     encoder/sglang_rpc: validate_encode_request(request)
 disaggregation.encoder.server
+    encoder/model/engine: EncoderProfiler.start(self obj)
+    encoder/model/engine: EncoderProfiler.step(self)
+    encoder/model/engine: EncoderProfiler.stop(self)
     encoder/model/engine: MMEncoder.__init__(self server_args schedule_path dist_init_method rank
         gpu_id)
     encoder/model/preparing: MMEncoder._build_model_mm_items(self mm_feature preprocess_result
@@ -85,15 +88,19 @@ managers.scheduler
     seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
     seams/prefix: Scheduler._release_aborted_request(self req)
     seams/prefix: Scheduler.flush_cache(self empty_cache)
+managers.scheduler_components.output_streamer
+    seams/prefix: SchedulerOutputStreamer._stream_output_embedding(self reqs)
 managers.scheduler_components.request_receiver
     plugin: SchedulerRequestReceiver._pull_raw_reqs(self)
 managers.scheduler_pp_mixin
     seams/stages: SchedulerPPMixin._pp_send_pyobj_to_next_stage(self data async_send)
 managers.tokenizer_manager
-    seams/adaptive: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
     seams/adaptive: TokenizerManager._should_dispatch_to_encoder(self obj)
     seams/adaptive: async TokenizerManager._tokenize_one_request(self obj)
     seams/adaptive: TokenizerManager._init_req_state(self obj request)
+    seams/embeddings: TokenizerManager._create_tokenized_object(self obj input_text input_ids
+        input_embeds mm_inputs token_type_ids)
+    seams/embeddings: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
     seams/requests: TokenizerManager.init_disaggregation(self start_pd_bootstrap_service)
     seams/tokenizer: async TokenizerManager._handle_abort_finish_reason(self out state is_stream)
     seams/tokenizer: TokenizerManager._release_req_states_on_failure(self request_states)
@@ -111,6 +118,8 @@ mem_cache.unified_radix_cache
     seams/prefix: UnifiedRadixCache.unlock(self lock)
 model_executor.model_runner
     plugin: ModelRunner.load_model(self)
+model_executor.model_runner_components.weight_updater
+    seams/vision_weights: _model_load_weights_direct(model named_tensors)
 model_loader
     encoder/model/loading: get_model(model_config load_config device_config)
 model_loader.loader
@@ -121,6 +130,7 @@ multimodal.processors.base_processor
     families/adapter: BaseMultimodalProcessor.compute_mrope_positions(self input_ids mm_items)
     families/adapter: async BaseMultimodalProcessor.process_mm_data_async(self image_data audio_data
         input_text request_obj kwargs)
+    seams/precomputed: BaseMultimodalProcessor._get_preprocessed_input_format(data)
     language/assembly: BaseMultimodalProcessor.get_validated_mm_data(self prompt embeddings kwargs)
     seams/prompt: BaseMultimodalProcessor.build_input_ids(self prompt img_grid_thw video_grid_thw
         audio_seq_lens)

@@ -68,7 +68,7 @@ def set_up(manager: Any) -> None:
     """
     from sglang.srt.runtime_context import get_disagg
 
-    from sglang_epd.checkpoint import served
+    from sglang_epd.checkpoint import processing, served
     from sglang_epd.namespace import namespace
 
     disagg = get_disagg()
@@ -80,7 +80,8 @@ def set_up(manager: Any) -> None:
     if family not in _FAMILIES:
         raise ConfigError(f"{_SETTING} serves {', '.join(sorted(_FAMILIES))}; not {family}")
     checkpoint = served(whole=Settings.from_env().fingerprint == "full")
-    identity = namespace(config.hf_config, checkpoint, str(config.dtype).removeprefix("torch."))
+    dtype = str(config.dtype).removeprefix("torch.")
+    identity = namespace(config.hf_config, checkpoint, dtype, processing())
     naming = ByContent(manager.mm_processor.process_mm_data_async, identity)
     manager.mm_processor.process_mm_data_async = naming.process
     logger.info("Media are named by their content: namespace %s", identity)

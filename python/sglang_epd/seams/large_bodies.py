@@ -132,11 +132,13 @@ def count_parts(body: Any, path: str) -> int:
     MOST_PARTS and stops soon after.
 
     Args:
-        path: of the route; where it is not the Responses API's, `input` may be tokens.
+        path: of the route; where it is not the Responses API's, `input` may be tokens, or texts.
     """
     if not isinstance(body, dict):
         return 0
-    names = (*_LISTS, "input") if path.endswith(_RESPONSES) else _LISTS
+    given = body.get("input")
+    has_media = isinstance(given, list) and given and isinstance(given[0], dict)
+    names = (*_LISTS, "input") if path.endswith(_RESPONSES) or has_media else _LISTS
     parts, within = 0, [body.get(name) for name in names]
     while within and parts <= MOST_PARTS:
         value = within.pop()

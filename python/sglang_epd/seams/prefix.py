@@ -10,13 +10,14 @@ the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue
 takes it; on `managers.schedule_batch`: `ScheduleBatch.check_decode_mem`,
 `Req._compute_max_prefix_len` and `MultimodalInputs.release_features`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
+`scheduler_components.output_streamer.SchedulerOutputStreamer._stream_output_embedding`;
 on `mem_cache.common._req_radix_key`; and on `match_prefix`,
 `lock` and `unlock` of the tree cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
@@ -174,6 +175,14 @@ def release_sent(done: list[Any], _scheduler: Any, *_arguments: Any, **_options:
     been sent: none of them is computed again."""
     for request in done if Installed.releases else ():
         if request.multimodal_inputs is not None and request.session is None:
+            request.multimodal_inputs.release_features()
+
+
+def release_embedded(_result: None, _streamer: Any, reqs: Iterable[Any]) -> None:
+    """After `_stream_output_embedding`, of requests for embeddings: SGLang releases the features
+    of generations only."""
+    for request in reqs if Installed.releases else ():
+        if request.finished() and request.multimodal_inputs is not None:
             request.multimodal_inputs.release_features()
 
 

@@ -30,7 +30,7 @@ from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.relay import Receive, Relay
 from sglang_epd.language.uploads import Stager
-from sglang_epd.seams import prefix, receiving, roles, rundir, staging, tracing
+from sglang_epd.seams import embeddings, prefix, receiving, roles, rundir, staging, tracing
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.transfer.control import Claims
@@ -84,7 +84,11 @@ class SchedulerSeam:
         if self._stager is not None:
             self._stager.let_go()
         assert self._backend is not None, "SGLang asks the first pipeline stage alone"
-        return self._backend.sort_out(recv_reqs)
+        ready, failed = self._backend.sort_out(recv_reqs)
+        for request, *_ in failed:
+            # SGLang sends this along where the model makes embeddings, and cannot send None.
+            request.embedding = []
+        return ready, failed
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
         """Give up the requests that an `AbortReq` names (all whose id starts with its)."""
@@ -118,6 +122,7 @@ def create_backend(
         MMReceiverBase,
         _select_mm_processor_prompt,
     )
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     roles.install_logs(Settings.from_env())
@@ -174,11 +179,18 @@ def create_backend(
     if parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive)
     host = SimpleNamespace(scheduler=scheduler)
+
+    def abortable(request: Any) -> Any:
+        generates = isinstance(request, TokenizedGenerateReqInput)
+        return (
+            MMReceiverBase.create_req(host, request) if generates else embeddings.abortable(request)
+        )
+
     backend = Backend(
         receive,
         ranks.reader,
         assemble=make_inputs,
-        abortable=lambda request: MMReceiverBase.create_req(host, request),
+        abortable=abortable,
         secret=secret,
         lay_out=make_bare_inputs,
         gate=gate,

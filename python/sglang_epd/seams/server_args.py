@@ -21,6 +21,9 @@ _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
 _RIVAL = "set SGLANG_EPD=off to use SGLang's own EPD"
 # Of encoders' URLs, by SGLang's mode.
 _SCHEMES = {"http": HTTP, "grpc": ("grpc",)}
+# Models of embeddings that put no rows into the prompt of a language model: CLIP runs one tower of
+# its two for each request, EmbeddingGemma 2 lets every token see every other.
+_WHOLE = frozenset({"CLIPModel", "EmbeddingGemma2Model"})
 _NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
 
 
@@ -119,6 +122,11 @@ def _of_language_servers(args: Any) -> Iterator[str]:
                     "schedulers is not in this version; --encoder-transfer-backend "
                     f"zmq_to_tokenizer sends them with the requests; or {_RIVAL}"
                 )
+    if args.is_embedding and args.enable_tokenizer_batch_encode:
+        yield (
+            "--enable-tokenizer-batch-encode with --language-only and an embedding model: SGLang "
+            "would embed the texts of a batch without their media"
+        )
     # With one worker the tokenizer is in the launcher.
     if args.tokenizer_worker_num > 1 and to_tokenizer:
         yield (
@@ -156,3 +164,8 @@ def _check_family(server_args: Any, architecture: str) -> None:
     if not config.is_multimodal:
         hint = "" if args.enable_multimodal else "; --enable-multimodal may be missing"
         raise ConfigError(f"{flag}: {architecture} has no encoder to be apart{hint}")
+    if architecture in _WHOLE:
+        raise ConfigError(
+            f"{flag}: {architecture} has no language model that could run without its encoder; "
+            "one server serves it"
+        )

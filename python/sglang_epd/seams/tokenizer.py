@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
-from sglang_epd.checkpoint import served
+from sglang_epd.checkpoint import processing, served
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
@@ -44,9 +44,18 @@ from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.language import DispatchTally
-from sglang_epd.seams import adaptive, bootstrap, receiving, roles, rundir, tracing
+from sglang_epd.seams import (
+    adaptive,
+    bootstrap,
+    embeddings,
+    receiving,
+    roles,
+    rundir,
+    tracing,
+)
 from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
+from sglang_epd.seams.precomputed import have_embeddings
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left
 from sglang_epd.tally import LoopLag
@@ -115,6 +124,31 @@ class TokenizerSeam:
         self.lag.start()
         self.turns.end()
 
+    def begin_to_encode(self, original: Any, manager: Any, obj: Any) -> None:
+        """Around `_handle_epd_disaggregation_encode_request`, which knows generation only, and
+        media only.
+
+        Raises:
+            ValueError: as of `send_encode_request`.
+        """
+        prompts = _with_media(obj)
+        try:
+            if have_embeddings(prompts):
+                obj.need_wait_for_mm_inputs = False
+                return
+        except MediaError as error:
+            _refuse([self._slot(prompt) for prompt in prompts], error)
+            raise ValueError(error.message) from None
+        asks_embedding = embeddings.asks(obj)
+        begin = partial(embeddings.begin, self.send_encode_request) if asks_embedding else original
+        if self.adaptive is not None:
+            self.adaptive.handle(begin, manager, obj)
+        else:
+            begin(manager, obj)
+
+    # Around `_create_tokenized_object`.
+    carry = staticmethod(embeddings.carry)
+
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
     ) -> None:
@@ -123,9 +157,7 @@ class TokenizerSeam:
         Raises:
             ValueError: the media cannot be read; SGLang answers 400 with the message.
         """
-        prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
-        samples = getattr(obj, "parallel_sample_num", 1)
-        prompts = [prompt for prompt in prompts if prompt.contains_mm_input()]
+        prompts, samples = _with_media(obj), getattr(obj, "parallel_sample_num", 1)
         # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
         # once a sample; each of them waits for the same items.
         consumers = 1 if samples == 1 else samples + 1
@@ -177,8 +209,8 @@ class TokenizerSeam:
     ) -> Any:
         """Have a prompt's items encoded and wait for them; returns its `mm_inputs`.
 
-        None if there is nothing to encode, or SGLang decided (False: None is what the
-        prompts of a batch come with) to process the media on this server.
+        None if there is nothing to encode, the media are embeddings, or SGLang decided (False:
+        None is what the prompts of a batch come with) to process the media on this server.
 
         Raises:
             fastapi.HTTPException: with the status and message for the user.
@@ -189,7 +221,7 @@ class TokenizerSeam:
         # A user may write the field; without a tower here it means nothing.
         may_be_local = get_disagg().enable_adaptive_dispatch_to_encoder
         local = may_be_local and need_wait_for_mm_inputs is False
-        if local or not request_obj.contains_mm_input():
+        if local or not request_obj.contains_mm_input() or have_embeddings([request_obj]):
             return None
         outcome = await self._collect(request_obj, prompt)
         if not isinstance(outcome, EpdError):
@@ -252,8 +284,13 @@ class TokenizerSeam:
         """
         status = out["meta_info"]["finish_reason"].get("status_code")
         unborn = is_stream and not out["meta_info"].get("completion_tokens")
-        waited = state.obj.need_wait_for_mm_inputs
-        if unborn and waited and status is not None and 400 <= status < 500:
+        # A stream is a generation.
+        if (
+            unborn
+            and state.obj.need_wait_for_mm_inputs
+            and status is not None
+            and 400 <= status < 500
+        ):
             out["meta_info"]["finish_reason"]["status_code"] = 400
             return await original(manager, out, state, False)
         return await original(manager, out, state, is_stream)
@@ -300,9 +337,17 @@ class TokenizerSeam:
         return self._plan(prompt) if decided is None else decided
 
     def _slot(self, prompt: Any) -> Slot | None:
-        if self.layouts is None or not isinstance(prompt.bootstrap_room, int):
+        # Embeddings are not asked for across servers.
+        room = getattr(prompt, "bootstrap_room", None)
+        if self.layouts is None or not isinstance(room, int):
             return None
-        return self.layouts.open(prompt.bootstrap_room, self._timeout_s)
+        return self.layouts.open(room, self._timeout_s)
+
+
+def _with_media(obj: Any) -> list[Any]:
+    """The prompts of a request that have media."""
+    prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
+    return [prompt for prompt in prompts if prompt.contains_mm_input()]
 
 
 def create_frontend(
@@ -313,8 +358,10 @@ def create_frontend(
 
     settings = Settings.from_env()
     roles.install_logs(settings)
+    embeddings.give_fields()
     checkpoint = served(whole=settings.fingerprint == "full")
-    identity = namespace(hf_config, checkpoint, str(dtype).removeprefix("torch."))
+    form = str(dtype).removeprefix("torch.")
+    identity = namespace(hf_config, checkpoint, form, processing())
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )

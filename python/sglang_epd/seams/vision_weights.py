@@ -4,16 +4,19 @@ SGLang's models build their tower and read its weights even with `--language-onl
 nothing calls it there, because every image arrives as an embedding. So it is built of one
 block, none of its tensors is read from the checkpoint, files without any other are not
 opened, and its few built layers are released, before SGLang sizes the KV cache. It is
-kept where `--enable-adaptive-dispatch-to-encoder` may run it.
+kept where `--enable-adaptive-dispatch-to-encoder` may run it. Later updates of the weights leave
+its tensors out, at which some models would fail.
 
-Leans on `model_executor.model_runner.ModelRunner.load_model`, and on `families.reading`.
+Leans on `model_executor.model_runner.ModelRunner.load_model`, on `families.reading`, and, of
+updates, on `model_executor.model_runner_components.weight_updater`: each way of them ends in the
+model's `load_weights`, but for `_model_load_weights_direct(model, named_tensors)`.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -40,6 +43,8 @@ _TOWERS = (
     "multi_modal_projector",
     "mlp1",
 )
+_KEPT = "_sglang_epd_kept"
+Weights = Iterable[tuple[str, torch.Tensor]]
 # Configurations' names for a tower's number of blocks.
 _BLOCKS = ("depth", "num_hidden_layers", "encoder_layers")
 
@@ -76,7 +81,7 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
         return
     with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
         original(model_runner)
-    release(model_runner.model)
+    leave_out(model_runner.model, release(model_runner.model))
     config = model_runner.model_config
     architecture = config.hf_config.architectures[0]
     if (family := family_of(architecture)) is not None:
@@ -90,15 +95,59 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
         weights_bytes().set(held)
 
 
-def release(model: nn.Module) -> None:
-    """Drop the towers' modules."""
+def release(model: nn.Module) -> set[str]:
+    """Drop the towers' modules; returns their names."""
     model = getattr(model, "thinker", model)
+    released = set()
     for name in _TOWERS:
         tower = getattr(model, name, None)
         if isinstance(tower, nn.Module):
             setattr(model, name, ReleasedTower(tower))
+            released.add(name)
     gc.collect()
     empty_cache()
+    return released
+
+
+def leave_out(model: Any, released: set[str]) -> None:
+    """Have a model's weights updated without those of modules that it has no more.
+
+    Args:
+        released: the modules' names.
+    """
+    load_weights, kept = model.load_weights, _Kept(released)
+
+    def load_kept(weights: Weights, *args: Any, **options: Any) -> Any:
+        return load_weights(kept.of(weights), *args, **options)
+
+    model.load_weights = load_kept
+    vars(model)[_KEPT] = kept
+
+
+def load_direct(original: Callable[..., None], model: Any, named_tensors: Weights) -> None:
+    """Around `_model_load_weights_direct`, which looks up each name among the parameters."""
+    kept: _Kept | None = vars(model).get(_KEPT)
+    original(model, named_tensors if kept is None else kept.of(named_tensors))
+
+
+class _Kept:
+    """Which tensors a model has a place for."""
+
+    def __init__(self, released: set[str]) -> None:
+        self._released = released
+        self._said = False
+
+    def of(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if not (of_tower(name) or self._released.intersection(name.split("."))):
+                yield name, tensor
+            elif not self._said:
+                self._said = True
+                logger.warning(
+                    "This server holds no tower: an update leaves out %s and its like. If they "
+                    "have changed, restart encoders and language servers with the new weights",
+                    name,
+                )
 
 
 def one_block(hf_config: Any) -> AbstractContextManager[None]:

@@ -83,6 +83,19 @@ def test_clips_are_cut_to_what_the_tower_takes() -> None:
     assert encoder.vision_config["audio"]["truncation"]
 
 
+def test_options_are_found_where_one_server_looks_for_them() -> None:
+    """SGLang's encoder looks elsewhere, and has defaults of its own for videos."""
+    encoder = preprocessor(None)
+    encoder.vision_config = {"image": {}, "video": {"fps": 2.0, "max_frames": 768}, "audio": {}}
+    options = {"image": {"max_pixels": 50176}, "video": {"fps": 1.0}, "vision_config": {}}
+    follow_one_server(encoder, "qwen2_5_vl", options)
+    assert encoder.vision_config == {
+        "image": {"max_pixels": 50176},
+        "video": {"fps": 1.0, "max_frames": 768},
+        "audio": {},
+    }
+
+
 def test_time_passes_as_fast_as_the_processors_default_says() -> None:
     encoder = preprocessor(None)
     assert seconds_per_grid(encoder, "qwen2_5_vl") == 2 / 24

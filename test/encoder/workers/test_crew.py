@@ -24,9 +24,9 @@ from copies import documented
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
-from sglang_epd.encoder.tower import TowerLostError
+from sglang_epd.encoder.tower import ProfileRequest, TowerLostError
 from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
-from sglang_epd.errors import EncodeError, MediaError
+from sglang_epd.errors import EncodeError, MediaError, ProtocolError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.wire.messages import TensorSpec
 from waiting import until
@@ -183,6 +183,15 @@ async def test_errors_are_the_ones_that_were_raised(tower):
         await tower.forward([refused])
     assert tower.alive
     await embed(tower, b"rows=1")
+
+
+async def test_every_rank_is_profiled(tower, tmp_path):
+    with pytest.raises(ProtocolError, match="profiling not running"):
+        await tower.profile(None)
+    await tower.profile(ProfileRequest(output_dir=str(tmp_path), profile_prefix="trace"))
+    await tower.profile(None)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == [f"trace{rank}" for rank in range(len(tower.pids))]
 
 
 async def test_an_item_of_a_failed_batch_may_be_run_again(tower):

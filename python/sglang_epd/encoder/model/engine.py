@@ -35,8 +35,8 @@ from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
 from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
-from sglang_epd.encoder.tower import Prepared
-from sglang_epd.errors import ConfigError, EncodeError
+from sglang_epd.encoder.tower import Prepared, ProfileRequest
+from sglang_epd.errors import ConfigError, EncodeError, ProtocolError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.proof import adapt
@@ -222,6 +222,29 @@ class Engine:
     def discard(self, prepared: Prepared) -> None:
         pass
 
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        # A profiler records the thread that it was begun in.
+        await asyncio.get_running_loop().run_in_executor(self._tower, self._profile, asked)
+
+    def _profile(self, asked: ProfileRequest | None) -> None:
+        profiler = self._encoder.profiler
+        try:
+            done, why = profiler.stop() if asked is None else profiler.start(asked)
+        except OSError as error:
+            raise ProtocolError(f"the profile cannot be written: {error}") from error
+        if not done:
+            raise ProtocolError(why)
+
+    def _count_steps(self, items: int) -> None:
+        """A profile may end after so many, and is written then."""
+        try:
+            for _ in range(items):
+                self._encoder.profiler.step()
+        except OSError:
+            # The items are not to suffer.
+            logger.exception("The profile cannot be written")
+            self._encoder.profiler.profiler = None
+
     async def close(self) -> None:
         """End what decodes; the rest ends with the process."""
         self._decoders.close()
@@ -302,4 +325,5 @@ class Engine:
             raise EncodeError(
                 f"the encoder made {tensor_spec(together)}, the layouts say {expected}"
             )
+        self._count_steps(len(batch))
         return together

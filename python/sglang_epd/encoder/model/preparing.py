@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Preparer:
     def __init__(self, encoder: Any, dtype: str, limits: MediaLimits, device: Device) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
         from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
+        from sglang.srt.runtime_context import get_mm
 
         self._encoder = encoder
         self._preprocessor = encoder.preprocessor
@@ -88,7 +89,7 @@ class Preparer:
         if encoder.model_type == "qwen2_audio":
             # SGLang's table has the audio encoder's own width, before the projector.
             self._widths[AUDIO] = encoder.model_config.hidden_size
-        follow_one_server(self._preprocessor, encoder.model_type)
+        follow_one_server(self._preprocessor, encoder.model_type, get_mm().mm_process_config)
         take_loaded(self._preprocessor)
         self._hears_videos = encoder.model_type == "mimo_v2"
         if self._hears_videos:
@@ -240,13 +241,20 @@ def videos_can_be_read() -> bool:
     return ffmpeg_major_version is not None
 
 
-def follow_one_server(preprocessor: Any, model_type: str) -> None:
+def follow_one_server(
+    preprocessor: Any, model_type: str, options: Mapping[str, Any] | None = None
+) -> None:
     """Have an encoder's preprocessor do as a server that does everything.
 
     Args:
         preprocessor: SGLang's, of an encoder.
         model_type: of the model's configuration.
+        options: the value of `--mm-process-config`.
     """
+    for modality in MODALITIES:
+        # SGLang's encoder looks for them below "vision_config" only.
+        if given := (options or {}).get(modality.lower()):
+            preprocessor.vision_config[modality.lower()].update(given)
     if model_type == "qwen2_audio":
         # Its tower takes 30 s, no more and no less: one server cuts longer clips, and the
         # encoder would fail on them.

@@ -9,6 +9,8 @@
       | <--- Embedding (tensor) ---- |  one an item
       | <--- Done, or Failed ------- |
       | ---- Discard ------------->  |
+      | ---- ProfileTower -------->  |
+      | <--- Done, or Failed ------- |
       | ---- Ping ---------------->  |
       | <--- Pong ------------------ |
 
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_epd.encoder.tower import ProfileRequest
 from sglang_epd.errors import ProtocolError
 from sglang_epd.processes.packets import write_file
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -66,6 +69,13 @@ class Discard(msgspec.Struct, frozen=True, tag="discard"):
     item: int
 
 
+class ProfileTower(msgspec.Struct, frozen=True, tag="profile"):
+    """Front: begin to profile, or end it."""
+
+    call: int
+    asked: ProfileRequest | None
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Front: are you there?"""
 
@@ -98,7 +108,7 @@ class Embedding(msgspec.Struct, frozen=True, tag="embedding"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Worker: a batch is through."""
+    """Worker: a batch is through, or what was asked of the profiler is done."""
 
     call: int
 
@@ -121,7 +131,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Worker: I am."""
 
 
-ToWorker = Start | Prepare | Forward | Discard | Ping
+ToWorker = Start | Prepare | Forward | Discard | ProfileTower | Ping
 ToFront = Ready | Laid | Embedding | Done | Failed | Pong
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 TO_FRONT: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

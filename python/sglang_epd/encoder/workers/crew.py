@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_epd.encoder.tower import Prepared, TowerLostError
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, TowerLostError
 from sglang_epd.encoder.workers.channel import (
     TO_FRONT,
     Discard,
@@ -41,6 +41,7 @@ from sglang_epd.encoder.workers.channel import (
     Laid,
     Ping,
     Prepare,
+    ProfileTower,
     Ready,
     Start,
     read_tensor,
@@ -182,6 +183,9 @@ class WorkerTower:
         handle = prepared.content
         assert isinstance(handle, _Handle)
         handle.crew.discard(handle.item)
+
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        await self._living().profile(asked)
 
     def _living(self) -> _Crew:
         if self._crew is None:
@@ -357,6 +361,14 @@ class _Crew:
         if len(embeddings) != len(items):
             raise EncodeError(f"{len(embeddings)} embeddings came for {len(items)} items")
         return embeddings
+
+    async def profile(self, asked: ProfileRequest | None) -> None:
+        """Begin to profile on all ranks, or end it."""
+        number = next(self._numbers)
+        call = _Call(self._loop.create_future())
+        await self._ask(call, number, ProfileTower(number, asked))
+        if call.failures:
+            raise from_code(call.failures[0].code, call.failures[0].message)
 
     def discard(self, item: int) -> None:
         """Forget an item; one that is not there is none."""

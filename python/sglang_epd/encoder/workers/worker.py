@@ -18,6 +18,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from sglang_epd.encoder.memory import keep_for_good
@@ -33,6 +34,7 @@ from sglang_epd.encoder.workers.channel import (
     Ping,
     Pong,
     Prepare,
+    ProfileTower,
     Ready,
     Start,
     write_tensor,
@@ -77,15 +79,28 @@ class Worker:
             return
         close_all(fds)
         if isinstance(message, Forward):
-            running = asyncio.create_task(self._forward(message))
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
+            self._run(self._forward(message))
+        elif isinstance(message, ProfileTower):
+            self._run(self._profile(message))
         elif isinstance(message, Discard):
             self._items.pop(message.item, None)
             if message.item in self._preparing:
                 self._preparing[message.item].cancel()
         elif isinstance(message, Ping):
             self._channel.send(Pong())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        running = asyncio.create_task(work)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _profile(self, message: ProfileTower) -> None:
+        try:
+            await self._engine.profile(message.asked)
+        except Exception as error:
+            self._channel.send(_failure(message.call, error))
+        else:
+            self._channel.send(Done(message.call))
 
     async def _prepare(self, message: Prepare, reading: asyncio.Future[bytes]) -> None:
         try:

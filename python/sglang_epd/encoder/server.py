@@ -156,6 +156,7 @@ def launch(server_args: Any) -> None:
                 port=serving.port,
                 log_level=(get_observability().log_level_http or "warning"),
                 access_log=False,
+                proxy_headers=False,
                 loop="uvloop",
                 http=PromptHeads,
                 timeout_keep_alive=75,

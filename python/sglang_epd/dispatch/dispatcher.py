@@ -384,7 +384,7 @@ class Dispatcher:
             answer = asyncio.create_task(self._client.encode(url, request, span.headers))
             try:
                 await asyncio.wait(
-                    {given_up, answer},
+                    (given_up, answer),
                     timeout=min(self._patience.attempt_s, ttl_s + 1.0),
                     return_when=asyncio.FIRST_COMPLETED,
                 )

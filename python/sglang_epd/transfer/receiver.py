@@ -31,6 +31,7 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.control import receivers_here
 from sglang_epd.transfer.engines import PayloadEngine
 from sglang_epd.transfer.gate import Gate
 from sglang_epd.transfer.ledger import Handle, Ledger
@@ -172,6 +173,9 @@ class Receiver:
         # A lost Settled is memory that never comes back.
         self._control.setsockopt(zmq.SNDHWM, 0)
         self._control.bind(f"ipc://{control_path}")
+        self._control.bind(f"inproc://{control_path}")
+        self._control_path = control_path
+        receivers_here[control_path] = self._context
         self._alarm = self._context.socket(zmq.PULL)
         self._alarm.bind(f"inproc://stop-{id(self)}")
 
@@ -193,12 +197,14 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close every socket."""
+        """End the thread and close every socket, those of this process's `Claims` as well."""
         self._stopping = True
         with self._context.socket(zmq.PUSH) as alarm:
             alarm.connect(f"inproc://stop-{id(self)}")
             alarm.send(b"")
             self._thread.join(timeout=5)
+        if receivers_here.get(self._control_path) is self._context:
+            del receivers_here[self._control_path]
         self._context.destroy(linger=0)
         self._arena.close()
 
@@ -241,13 +247,15 @@ class Receiver:
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
         for _ in range(_BURST):
             try:
-                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                # A name is a few bytes: a frame that is not copied costs more.
+                peer = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            frames = [socket.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(socket.recv(copy=False))
             try:
-                if not frames:
-                    raise ProtocolError("empty message")
-                handle(peer.bytes, frames)
+                handle(peer, frames)
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
             except Exception:

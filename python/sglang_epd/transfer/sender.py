@@ -482,8 +482,9 @@ class Sender:
     def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
         """Have the place of a payload mapped by the time that the payload is there."""
         landing = grant.landing
-        large = nbytes is not None and nbytes >= _SMALL_BYTES
-        if isinstance(landing, wire.Shared) and peer.shares and large:
+        if nbytes is None or nbytes < _SMALL_BYTES:
+            return
+        if isinstance(landing, wire.Shared) and peer.shares:
             self._sharing.submit(self._shared.prepare, landing, nbytes)
 
     async def _close_peer(self, endpoint: str) -> None:

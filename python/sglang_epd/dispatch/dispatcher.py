@@ -382,23 +382,19 @@ class Dispatcher:
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as given_up:
             answer = asyncio.create_task(self._client.encode(url, request, span.headers))
+            given_up.add_done_callback(lambda _: answer.cancel())
             try:
-                await asyncio.wait(
-                    (given_up, answer),
-                    timeout=min(self._patience.attempt_s, ttl_s + 1.0),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if answer.done():
-                    return answer.result()
-                if given_up.done():
-                    raise UnavailableError(f"encoder {url} does not answer any more")
+                async with asyncio.timeout(min(self._patience.attempt_s, ttl_s + 1.0)):
+                    return await answer
+            except TimeoutError:
                 raise UnavailableError(
                     f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
-                )
-            finally:
-                if not answer.done():
-                    answer.cancel()
-                    await asyncio.gather(answer, return_exceptions=True)
+                ) from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise UnavailableError(f"encoder {url} does not answer any more") from None
 
 
 def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:

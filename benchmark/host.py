@@ -1,6 +1,6 @@
 """What a picture costs the host, by process and by step.
 
-    .venv/bin/python benchmark/host.py [--rounds 3] [--checkpoints wide] [--seconds 6]
+    .venv/bin/python benchmark/host.py [--rounds 3] [--checkpoints wide] [--seconds 3]
     .venv/bin/python benchmark/host.py --render benchmark/results/host.json
 
 Servers of hollow models: a tower and a language model in the shape of Qwen3-VL that compute
@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", nargs="+", choices=SPECS, default=list(SPECS))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--alone", action="store_true", help="without servers")
     parser.add_argument("--seed", type=int, default=1)

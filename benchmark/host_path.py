@@ -126,6 +126,7 @@ async def _serve(pipe: Connection, width: int) -> None:
             http=PromptHeads,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             lifespan="off",
         )

@@ -68,7 +68,7 @@ SIZE = (308, 196)
 EMBEDDING_BYTES = 77 * 128 * 4
 CACHE_MB = 1
 
-Attempt = AbstractContextManager[asyncio.Event]
+Attempt = AbstractContextManager["asyncio.Future[None]"]
 
 
 @dataclass

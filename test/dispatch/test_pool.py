@@ -100,13 +100,13 @@ async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
         for _ in range(3):
             pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.OPEN and not lost.is_set()
+        assert pool.state(A) is Health.OPEN and not lost.done()
         pool.add(B)
         pool.heard(B, Report("another model"))
         await asyncio.sleep(0)
-        assert not lost.is_set(), "that is no elsewhere"
+        assert not lost.done(), "that is no elsewhere"
         pool.heard(B, Report("ns"))
-        await asyncio.wait_for(lost.wait(), 2)
+        await asyncio.wait_for(lost, 2)
 
 
 async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
@@ -116,7 +116,7 @@ async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
     with pool.attempt(A, 1) as lost:
         pool.remove(A, LEASE)
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.GONE and not lost.is_set()
+        assert pool.state(A) is Health.GONE and not lost.done()
 
 
 async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
@@ -124,13 +124,13 @@ async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(po
     with pool.attempt(A, 1) as lost:
         pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert not lost.is_set()
+        assert not lost.done()
         thread = threading.Thread(target=pool.failed, args=(A, "silent"))
         thread.start()
-        await asyncio.wait_for(lost.wait(), 2)
+        await asyncio.wait_for(lost, 2)
         thread.join()
     with pool.attempt(A, 1) as late:
-        assert late.is_set(), "nothing is sent to one that is given up"
+        assert late.done(), "nothing is sent to one that is given up"
 
 
 async def test_those_who_wait_are_told_of_a_change_and_one_of_them_of_room(pool):

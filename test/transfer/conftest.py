@@ -69,9 +69,10 @@ async def encode(
 
 
 class SlowWriter:
-    """Stands before a sender's writer into shared memory, until it may go on."""
+    """Stands before a sender's writer into shared memory, in its thread, until it may go on."""
 
     def __init__(self, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sglang_epd.transfer.sender._SMALL_BYTES", 0)
         self.writing, self.go_on = threading.Event(), threading.Event()
         self._write = sender._shared.write
         monkeypatch.setattr(sender._shared, "write", self._slowly)

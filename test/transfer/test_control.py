@@ -352,6 +352,14 @@ def test_the_items_of_what_was_abandoned_too_late_can_be_given_back(receiver, en
     until(lambda: not receiver._reservations.held_bytes)
 
 
+def test_claims_beside_their_receiver_need_no_socket_of_the_system(receiver, control_path):
+    control_path.unlink()
+    for _ in range(2):
+        claims = Claims(control_path)
+        claims.connect(PATIENCE_S)
+        claims.close()
+
+
 def test_a_claim_says_who_will_read(router, control_path):
     claims = Claims(control_path, first_reader=3, readers=2)
     claims.claim("r", EXPECT)

@@ -27,7 +27,7 @@ from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.entries import Item, ItemState, Plan, RequestEntry
 from sglang_epd.transfer.reservations import QUARANTINE_S
 from sglang_epd.wire import messages as wire
-from transfer.books import GRANT_TTL_S, PAGE, PAGES, SCHEDULER, Books, offer
+from transfer.books import GRANT_TTL_S, PAGE, PAGES, SCHEDULER, Books, key, offer
 
 FOREVER = 1e12
 
@@ -231,10 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
         refusal = self.refusal(ticket, item, pages)
         before = ticket.live.get(item)
         asked = offer(name, item, pages=pages, process=writer)
-        behind = self.ledger.stands_behind(asked)
         answer = self.ledger.offer(asked, self.now, landing=landing)
-        if behind and refusal != wire.DECLINE_TOO_LARGE:
-            assert answer == wire.Wait(name, item), "it was passed over"
         if refusal is not None:
             assert answer == wire.Decline(name, item, refusal)
             return
@@ -454,7 +451,6 @@ class Traffic:
         self.granted: dict[tuple[str, int], Block] = {}
         self.reading: list[wire.Landed] = []
         self.done: set[str] = set()
-        self.seen_news = -1
         for number, items in enumerate(requests):
             ticket = f"t{number}"
             self.books.claim(wire.Expect(ticket, len(items), 1, 1e6), ticket)
@@ -470,15 +466,19 @@ class Traffic:
             self.held.append(message)
 
     def go_on(self) -> None:
-        while self.held and self.ledger.news != self.seen_news:
-            self.seen_news = self.ledger.news
-            held = sorted(self.held, key=lambda message: self.ledger.age(message.ticket))
-            self.held = []
-            for message in held:
-                if self.ledger.stands_behind(message):
-                    self.held.append(message)
-                else:
-                    self.ask(message)
+        before = None
+        while before != (before := self.ledger.news):
+            self.ask_again(self.ledger.take_stirred())
+            for ticket in self.ledger.turns():
+                self.ask_again({ticket})
+        for message in self.held:
+            assert isinstance(self.ledger.offer(message, 0.0), wire.Wait), "it was passed over"
+
+    def ask_again(self, handles: set[ledger_module.Handle]) -> None:
+        for one in list(self.held):
+            if handles & {one.ticket, (one.ticket, one.item), one.key}:
+                self.held.remove(one)
+                self.ask(one)
 
     def step(self) -> bool:
         """Whether anything was left that could happen."""
@@ -634,39 +634,52 @@ def test_the_oldest_that_waits_goes_first(books):
     books.grant("young")
 
 
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_whose_turn_it_is(waits_first):
+    books = Books()
+    for ticket, letters in (("full", "?"), ("old", "?"), ("young", "??"), ("last", "?")):
+        books.expect(ticket, letters)
+    full, ledger = books.grant("full", pages=PAGES // 2), books.ledger
+    assert list(ledger.turns()) == [], "none waits"
+    large = {ticket: offer(ticket, pages=PAGES // 2 + 1) for ticket in ("young", "last", "old")}
+    if not waits_first:
+        books.grant("young", item=1)
+    assert ledger.offer(large["young"], 0.0) == wire.Wait("young", 0)
+    assert list(ledger.turns()) == ["young"]
+    if waits_first:
+        books.grant("young", item=1)
+    for ticket in ("last", "old"):
+        assert ledger.offer(large[ticket], 0.0) == wire.Wait(ticket, 0)
+    assert list(ledger.turns()) == ["old", "young"], "the oldest, and one that has memory"
+    ledger.withdraw(wire.Withdraw(*full.name))
+    turns = ledger.turns()
+    assert next(turns) == "old"
+    assert isinstance(ledger.offer(large["old"], 0.0), Block)
+    assert list(turns) == ["young"], "it is the oldest now"
+    ledger.cancel("young", 0.0)
+    assert list(ledger.turns()) == ["last"]
+
+
 @pytest.mark.parametrize(
-    ("happens", "behind"),
+    ("happens", "handle"),
     [
-        (lambda _books: None, True),
-        (lambda books: books.ledger.cancel("young", 0.0), False),
-        (lambda books: books.ledger.cancel("old", 0.0), False),
-        (lambda books: books.deliver("other", letter="y"), False),  # its embedding is here
+        (lambda books: books.ledger.cancel("young", 0.0), "young"),
+        (lambda books: books.deliver("other", letter="y"), key("y")),
+        (lambda books: books.grant("young", letter="y"), ("young", 0)),
     ],
+    ids=["it is over", "its embedding is here", "another encoder may send it"],
 )
-def test_only_what_could_be_told_nothing_new_is_not_asked_again(happens, behind):
+def test_an_offer_that_may_hear_something_new_is_named(happens, handle):
     books = Books(kept_pages=PAGES)
-    for ticket in ("full", "other", "old", "young"):
+    for ticket in ("full", "other", "young"):
         books.expect(ticket)
     books.grant("full", pages=PAGES - 2)
     waiting = offer("young", letter="y", pages=3)
-    assert not books.ledger.stands_behind(waiting), "it has not been asked"
-    for one in (offer("old", letter="o", pages=3), waiting):
-        assert books.ledger.offer(one, 0.0) == wire.Wait(one.ticket, 0)
-        assert not books.ledger.stands_behind(offer("old", letter="o", pages=3))
+    assert books.ledger.offer(waiting, 0.0) == wire.Wait("young", 0)
+    assert not books.ledger.take_stirred() & {"young", ("young", 0), key("y")}
     happens(books)
-    assert books.ledger.stands_behind(waiting) == behind
-
-
-def test_who_has_memory_stands_behind_nobody():
-    books = Books()
-    for ticket, letters in (("full", "?"), ("old", "?"), ("young", "??")):
-        books.expect(ticket, letters)
-    books.grant("full")
-    books.grant("young", item=1, pages=PAGES // 2)
-    for ticket in ("old", "young"):
-        waiting = offer(ticket, pages=PAGES // 2)
-        assert books.ledger.offer(waiting, 0.0) == wire.Wait(ticket, 0)
-        assert not books.ledger.stands_behind(waiting)
+    assert handle in books.ledger.take_stirred()
+    assert not books.ledger.take_stirred(), "each is told once"
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,12 @@ async def test_one_receivers_memory_out_of_reach_says_nothing_of_anothers(
     assert await deliver(sender, receiver.endpoint) == "shared"
 
 
+async def test_a_small_payload_is_copied_without_a_thread(receiver, sender, scheduler):
+    scheduler.expecting()
+    sender._sharing.shutdown()
+    assert await deliver(sender, receiver.endpoint) == "shared"
+
+
 async def test_a_cancelled_delivery_gives_its_memory_back_when_the_write_has_ended(
     receiver, sender, scheduler, monkeypatch
 ):

@@ -201,9 +201,10 @@ class Dispatcher:
                         left = [item for item, _ in failures]
                         tasks |= self._launch(run, left, failures[0][1])
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             if run.asked:
                 self._tally.observe("request_encoders", len(run.asked))
         return run.layouts
@@ -380,25 +381,20 @@ class Dispatcher:
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as given_up:
-            lost = asyncio.create_task(given_up.wait())
             answer = asyncio.create_task(self._client.encode(url, request, span.headers))
+            given_up.add_done_callback(lambda _: answer.cancel())
             try:
-                await asyncio.wait(
-                    {lost, answer},
-                    timeout=min(self._patience.attempt_s, ttl_s + 1.0),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if answer.done():
-                    return answer.result()
-                if lost.done():
-                    raise UnavailableError(f"encoder {url} does not answer any more")
+                async with asyncio.timeout(min(self._patience.attempt_s, ttl_s + 1.0)):
+                    return await answer
+            except TimeoutError:
                 raise UnavailableError(
                     f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
-                )
-            finally:
-                lost.cancel()
-                answer.cancel()
-                await asyncio.gather(lost, answer, return_exceptions=True)
+                ) from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise UnavailableError(f"encoder {url} does not answer any more") from None
 
 
 def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:

@@ -33,7 +33,7 @@ class Health(enum.Enum):
 
 # (url, from or None, to, why)
 OnMove = Callable[[str, Health | None, Health, str], None]
-# Sets an event of some event loop, from any thread.
+# Ends a wait in some event loop, from any thread.
 Wake = Callable[[], object]
 _S = Health
 _MOVES: dict[Health, frozenset[Health]] = {
@@ -316,14 +316,14 @@ class Pool:
     # Work for them
 
     @contextmanager
-    def attempt(self, url: str, patches: float) -> Iterator[asyncio.Event]:
-        """Around one request of so many patches to an encoder. The event is set, in the running
+    def attempt(self, url: str, patches: float) -> Iterator[asyncio.Future[None]]:
+        """Around one request of so many patches to an encoder. The future is done, in the running
         loop, when the encoder is given up meanwhile."""
-        lost, lose = _event()
+        lost, lose = _sign()
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None or encoder.state is _S.OPEN:
-                lost.set()
+                _give(lost)
             else:
                 encoder.attempts.add(lose)
                 encoder.outstanding += patches
@@ -337,14 +337,11 @@ class Pool:
     async def changed(self, seconds: float) -> None:
         """Return when an encoder has come, gone, changed its state or got room, or after
         `seconds`. Room wakes one of the waiting callers, any other change all of them."""
-        told, tell = _event()
+        told, tell = _sign()
         with self._lock:
             self._waiters[tell] = None
         try:
-            async with asyncio.timeout(seconds):
-                await told.wait()
-        except TimeoutError:
-            pass
+            await asyncio.wait((told,), timeout=seconds)
         finally:
             with self._lock:
                 self._waiters.pop(tell, None)
@@ -408,9 +405,16 @@ class Pool:
                 self.doubt(url, error.message)
 
 
-def _event() -> tuple[asyncio.Event, Wake]:
-    event = asyncio.Event()
-    return event, partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)
+def _sign() -> tuple[asyncio.Future[None], Wake]:
+    """A future, and what gives its result from any thread."""
+    loop = asyncio.get_running_loop()
+    sign: asyncio.Future[None] = loop.create_future()
+    return sign, partial(loop.call_soon_threadsafe, _give, sign)
+
+
+def _give(sign: asyncio.Future[None]) -> None:
+    if not sign.done():
+        sign.set_result(None)
 
 
 def usable(views: Iterable[View]) -> list[View]:

@@ -159,6 +159,7 @@ def launch(server_args: Any) -> None:
                 port=front.http_port or 0,
                 log_level=(get_observability().log_level_http or "warning"),
                 access_log=False,
+                proxy_headers=False,
                 loop="uvloop",
                 http=PromptHeads,
                 timeout_keep_alive=75,

@@ -149,6 +149,7 @@ class EncoderService:
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.namespace = namespace
         self.name = name
+        metrics.items_in_work.set_function(lambda: admission.items + admission.waiting)
 
     @property
     def retry_after_s(self) -> float:
@@ -206,7 +207,6 @@ class EncoderService:
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
-        self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
         try:
             deadline = time.monotonic() + request.ttl_s
             running: list[asyncio.Task[ItemOutcome]] = []
@@ -229,7 +229,6 @@ class EncoderService:
             del self._live[request.request_id]
             self.admission.leave(request.request_id)
             self.finished += 1
-            self._metrics.items_in_work.set(self.admission.items + self.admission.waiting)
 
     @property
     def healthy(self) -> bool:

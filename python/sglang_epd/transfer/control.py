@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,17 +30,18 @@ logger = logging.getLogger(__name__)
 GRACE_S = 30.0
 # The tokenizer, where it is the reader of items (the backend zmq_to_tokenizer).
 _READER = 0
+# Contexts of this process's receivers, by the path of their control channel: between threads of
+# one process a message takes no socket of the system and wakes no thread of libzmq.
+receivers_here: weakref.WeakValueDictionary[Path, zmq.Context[Any]] = weakref.WeakValueDictionary()
 
 _Socket = TypeVar("_Socket", bound=zmq.Socket[Any])
 
 
-def _dial(
-    context: zmq.Context[_Socket], control_path: Path, option: int, value: int | bytes
-) -> _Socket:
+def _dial(context: zmq.Context[_Socket], address: str, option: int, value: int | bytes) -> _Socket:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(option, value)
-    socket.connect(f"ipc://{control_path}")
+    socket.connect(address)
     return socket
 
 
@@ -53,7 +55,8 @@ class Control:
         # By this the receiver finds the way back; a server may have several tokenizers.
         self.name = secrets.token_hex(8)
         self._context = zmq.asyncio.Context()
-        self._socket = _dial(self._context, control_path, zmq.IDENTITY, self.name.encode())
+        address = f"ipc://{control_path}"
+        self._socket = _dial(self._context, address, zmq.IDENTITY, self.name.encode())
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None
         self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
@@ -277,8 +280,11 @@ class Claims:
     """
 
     def __init__(self, control_path: Path, first_reader: int = 0, readers: int = 1) -> None:
-        self._context = zmq.Context()
-        self.socket = _dial(self._context, control_path, zmq.SNDHWM, 0)
+        here = receivers_here.get(control_path)
+        context = here or zmq.Context()
+        self._own_context = None if here else context
+        address = f"{'inproc' if here else 'ipc'}://{control_path}"
+        self.socket = _dial(context, address, zmq.SNDHWM, 0)
         self._first_reader = first_reader
         self._readers = readers
 
@@ -335,7 +341,9 @@ class Claims:
             settled.append(message)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self.socket.close()
+        if self._own_context is not None:
+            self._own_context.destroy(linger=0)
 
     def _send(self, message: wire.Message) -> None:
         self.socket.send(wire.encode_message(message), zmq.NOBLOCK)

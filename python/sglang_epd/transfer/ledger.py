@@ -13,6 +13,9 @@ retries (the dispatcher's).
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, RequestCancelledError
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.blocks import Block
@@ -29,6 +32,8 @@ _PREFIX_S = 5.0
 _MAX_SEEN = 65_536
 # Ended tickets that are remembered, to tell a late offer why it is declined.
 _MAX_ENDED = 4096
+# Names offers that wait: all of a ticket, those of one item of it, or those of a key.
+Handle = str | tuple[str, int] | bytes
 
 
 class Ledger:
@@ -55,16 +60,46 @@ class Ledger:
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
         reservations.listen(self._on_evict)
         self._next_age = 0
-        # Grows when an offer that waits may be answered otherwise.
+        # Grows when it may be another request's turn to take memory.
         self._turns = 0
+        self._stirred: set[Handle] = set()
+        # Of those that wait for memory, the ones that have some, among others that had.
+        self._partly: dict[str, RequestEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def news(self) -> int:
-        """Grows whenever asking again for an offer that waits may be worth it."""
+        """Grows whenever it is worth it to ask again for the offers that have their `turns`."""
         return self.reservations.freed + self._turns
+
+    def take_stirred(self) -> set[Handle]:
+        """Offers that may be answered otherwise for another reason than memory, each told once."""
+        stirred, self._stirred = self._stirred, set()
+        return stirred
+
+    def turns(self) -> Iterator[str]:
+        """Tickets that may take memory before others that wait for some, oldest first.
+
+        To be gone on with when the offers of a ticket have been asked for again: that may give
+        another its turn. Of thousands of offers that wait, all but a few would only be told to
+        wait on.
+        """
+        entries = self._entries
+        self._partly = {t: one for t, one in self._partly.items() if one.waiting and one.places}
+        partly = deque(sorted(self._partly, key=self.age))
+        asked: set[str] = set()
+        while True:
+            while partly and partly[0] in asked:
+                partly.popleft()
+            oldest = next((ticket for ticket, one in entries.items() if one.waiting), None)
+            able = [*([] if oldest is None or oldest in asked else [oldest]), *list(partly)[:1]]
+            if not able:
+                return
+            ticket = min(able, key=self.age)
+            asked.add(ticket)
+            yield ticket
 
     @property
     def claimed(self) -> int:
@@ -137,7 +172,7 @@ class Ledger:
                 item.wanted = number not in covered or (item.wanted and not asked)
             if first or asked:
                 entry.go(Plan.DECIDED)
-                self._turns += 1
+                self._stirred.add(ticket)
             self._tell_needed(ticket, entry, first=first)
             self._ask_prefix(ticket, entry, now)
             self._settle(ticket, now)
@@ -167,7 +202,7 @@ class Ledger:
         reason = self._refusal(entry, message)
         if reason is not None:
             if entry is not None:
-                entry.waiting.discard(message.item)
+                self._stop_waiting(entry, message.item)
                 if reason == wire.DECLINE_COVERED:
                     # Another sample of the request may need it yet.
                     entry.items[message.item].asked = False
@@ -176,7 +211,7 @@ class Ledger:
         item = entry.items[message.item]
         own_key = item.key in (b"", message.key)
         if item.state is _S.PLANNED and own_key and self.reservations.find(message.key):
-            entry.waiting.discard(message.item)
+            self._stop_waiting(entry, message.item)
             item.key = message.key
             self._rely(message.ticket, message.item, item)
             self._tally.add("hits", "offered")
@@ -188,33 +223,23 @@ class Ledger:
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
+            if entry.places:
+                self._partly[message.ticket] = entry
             return wire.Wait(message.ticket, message.item)
-        entry.waiting.discard(message.item)
+        self._stop_waiting(entry, message.item)
         if item.block is not None:
             self._revoke(item, now)
         item.move(_S.GRANTED)
         item.block = block
+        self._stirred.add((message.ticket, message.item))
+        if entry.waiting:
+            self._partly[message.ticket] = entry
         block.peer, block.landing = peer, landing
         block.until = min(now + self._grant_ttl_s, entry.deadline)
         if not entry.open_items:
             self._turns += 1
         self._tally.add("grants")
         return block
-
-    def stands_behind(self, message: wire.Offer) -> bool:
-        """Whether an offer that waits for memory would only be told to wait on, as older requests
-        wait for memory too. There may be thousands of such offers, and each of the ledger's news
-        may concern any: this is what `offer` would find, with less work."""
-        entry = self._entries.get(message.ticket)
-        if entry is None or message.item not in entry.waiting:
-            return False
-        item = entry.items[message.item]
-        if item.state is not _S.PLANNED or not item.wanted:
-            return False
-        open_ = entry.plan is Plan.OPEN and message.key not in self._seen
-        if not (open_ or entry.plan is Plan.DECIDED) or self._has_turn(entry):
-            return False
-        return self.reservations.find(message.key) is None
 
     def granted(self, message: wire.Payload | wire.Withdraw) -> Block | None:
         """The block that a payload belongs in, if its grant is live."""
@@ -239,7 +264,8 @@ class Ledger:
         # By a key that is not the item's own other requests must not find it.
         own_key = item.key in (b"", item.block.offer.key)
         if self.reservations.fill(item.block, findable=own_key):
-            self._turns += 1
+            self._stirred.add(item.block.offer.key)
+        self._stirred.add((message.ticket, message.item))
         self._tally.add("received_bytes", amount=item.block.nbytes)
         self._settle(message.ticket, now)
         return True
@@ -258,6 +284,7 @@ class Ledger:
         item.move(_S.PLANNED)
         self.reservations.free(item.block)
         item.block = None
+        self._stirred.add((message.ticket, message.item))
         return True
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
@@ -274,6 +301,7 @@ class Ledger:
             item.move(ended)
         entry.error = error
         entry.waiting.clear()
+        self._stirred.add(ticket)
         self._turns += 1
         self._settle(ticket, now)
 
@@ -319,7 +347,7 @@ class Ledger:
                 entry.patient_until = 0.0
                 if entry.plan is Plan.GATHERING:
                     entry.go(Plan.DECIDED)
-                self._turns += 1
+                self._stirred.add(ticket)
             for item in entry.items:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
@@ -453,6 +481,11 @@ class Ledger:
         oldest = next((other for other in self._entries.values() if other.waiting), entry)
         return entry.age <= oldest.age or bool(entry.places)
 
+    def _stop_waiting(self, entry: RequestEntry, number: int) -> None:
+        if number in entry.waiting:
+            entry.waiting.remove(number)
+            self._turns += 1
+
     def _granted(self, message: wire.Payload | wire.Withdraw) -> Item | None:
         entry = self._entries.get(message.ticket)
         if entry is None or not 0 <= message.item < len(entry.items):
@@ -464,6 +497,7 @@ class Ledger:
     def _revoke(self, item: Item, now: float) -> None:
         assert item.block is not None
         self.reservations.revoke(item.block, now)
+        self._stirred.add((item.block.offer.ticket, item.block.offer.item))
         item.block = None
         self._turns += 1
 
@@ -482,6 +516,7 @@ class Ledger:
 
     def _rely(self, ticket: str, number: int, item: Item) -> None:
         item.move(_S.CACHED)
+        self._stirred.add((ticket, number))
         item.asked = True
         self._relying.setdefault(item.key, set()).add((ticket, number))
 
@@ -498,6 +533,7 @@ class Ledger:
             entry = self._entries[ticket]
             entry.items[number].move(_S.PLANNED)
             entry.items[number].asked = False
+            self._stirred.add((ticket, number))
             self._tell_needed(ticket, entry)
 
     def _tell_needed(self, ticket: str, entry: RequestEntry, *, first: bool = False) -> None:
@@ -570,6 +606,8 @@ class Ledger:
     def _see(self, key: bytes) -> None:
         """A request with that item goes on; the prefix cache will have it."""
         if key:
+            if key not in self._seen:
+                self._stirred.add(key)
             self._seen.pop(key, None)
             self._seen[key] = None
             if len(self._seen) > _MAX_SEEN:
@@ -579,6 +617,7 @@ class Ledger:
         entry = self._entries.pop(ticket, None)
         if entry is None:
             return
+        self._stirred.add(ticket)
         self._turns += 1
         over = entry.over or wire.Needed(ticket, over=True)
         self._remember(ticket, entry.error, over)

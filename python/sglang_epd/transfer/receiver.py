@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,10 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
+from sglang_epd.transfer.control import receivers_here
 from sglang_epd.transfer.engines import PayloadEngine
 from sglang_epd.transfer.gate import Gate
-from sglang_epd.transfer.ledger import Ledger
+from sglang_epd.transfer.ledger import Handle, Ledger
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
@@ -64,6 +65,10 @@ _HOUSEKEEPING_S = 0.1
 _IDLE_S = 15.0
 
 
+# An offer's connection, ticket and item.
+_Name = tuple[bytes, str, int]
+
+
 @dataclass
 class _Held:
     """An offer without an answer yet."""
@@ -77,8 +82,14 @@ class _Held:
     waits: bool = False
 
     @property
-    def name(self) -> tuple[bytes, str, int]:
+    def name(self) -> _Name:
         return self.peer, self.unread.ticket, self.unread.item
+
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        """By which the ledger may name it once its ticket is known."""
+        one = self.unread
+        return one.ticket, (one.ticket, one.item), one.key
 
 
 class Receiver:
@@ -162,11 +173,17 @@ class Receiver:
         # A lost Settled is memory that never comes back.
         self._control.setsockopt(zmq.SNDHWM, 0)
         self._control.bind(f"ipc://{control_path}")
+        self._control.bind(f"inproc://{control_path}")
+        self._control_path = control_path
+        receivers_here[control_path] = self._context
         self._alarm = self._context.socket(zmq.PULL)
         self._alarm.bind(f"inproc://stop-{id(self)}")
 
-        self._held: dict[tuple[bytes, str, int], _Held] = {}
-        # Bytes of held offers whose ticket is unknown, by connection.
+        self._held: dict[_Name, _Held] = {}
+        # Of those, the ones whose ticket is known, by each of their handles.
+        self._by_handle: defaultdict[Handle, dict[_Name, _Held]] = defaultdict(dict)
+        # The others; and their bytes, by connection.
+        self._unannounced: dict[_Name, _Held] = {}
         self._unknown: Counter[bytes] = Counter()
         self._seen_news = -1
         self._next_housekeeping = 0.0
@@ -180,12 +197,14 @@ class Receiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close every socket."""
+        """End the thread and close every socket, those of this process's `Claims` as well."""
         self._stopping = True
         with self._context.socket(zmq.PUSH) as alarm:
             alarm.connect(f"inproc://stop-{id(self)}")
             alarm.send(b"")
             self._thread.join(timeout=5)
+        if receivers_here.get(self._control_path) is self._context:
+            del receivers_here[self._control_path]
         self._context.destroy(linger=0)
         self._arena.close()
 
@@ -228,13 +247,15 @@ class Receiver:
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
         for _ in range(_BURST):
             try:
-                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                # A name is a few bytes: a frame that is not copied costs more.
+                peer = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            frames = [socket.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(socket.recv(copy=False))
             try:
-                if not frames:
-                    raise ProtocolError("empty message")
-                handle(peer.bytes, frames)
+                handle(peer, frames)
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
             except Exception:
@@ -332,24 +353,31 @@ class Receiver:
         self.tally.add("payloads", block.landing if in_memory else "inline")
 
     def _answer_held(self, now: float) -> None:
-        """Answer held offers again, oldest requests first.
+        """Answer those held offers again that may be answered otherwise.
 
         An offer of an unknown ticket, which any peer may send, costs a lookup a turn,
         until its ticket is announced or it was held for long enough.
         """
+        ledger, stirred = self._ledger, self._ledger.take_stirred()
         if not self._held:
             return
-        news, ledger = self._ledger.news, self._ledger
-        changed, self._seen_news = news != self._seen_news, news
         again = [
             held
-            for held in self._held.values()
-            if (changed if held.offer else ledger.knows(held.unread.ticket))
-            or (not held.offer and now >= held.since + _HOLD_S)
+            for held in self._unannounced.values()
+            if now >= held.since + _HOLD_S or ledger.knows(held.unread.ticket)
         ]
-        for held in sorted(again, key=lambda held: ledger.age(held.unread.ticket)):
-            if held.offer and ledger.stands_behind(held.offer):
-                continue
+        for handle in stirred & self._by_handle.keys():
+            again += self._by_handle[handle].values()
+        self._ask_again(now, sorted(again, key=lambda held: ledger.age(held.unread.ticket)))
+        if ledger.news != self._seen_news:
+            self._seen_news = ledger.news
+            for ticket in ledger.turns():
+                self._ask_again(now, [*self._by_handle.get(ticket, {}).values()])
+
+    def _ask_again(self, now: float, offers: Iterable[_Held]) -> None:
+        for held in offers:
+            if self._held.get(held.name) is not held:
+                continue  # two handles named it, or it had to make room
             self._let_go(held)
             try:
                 self._answer(held, now)
@@ -376,6 +404,8 @@ class Receiver:
                 # What readers have dropped since the last look may be room enough.
                 self._next_housekeeping = now
             self._held[held.name] = held
+            for handle in held.handles:
+                self._by_handle[handle][held.name] = held
         elif isinstance(answer, wire.Decline):
             self._decline(held, answer.reason)
         elif not self._tell(held.peer, self._grant(answer, now)):
@@ -391,11 +421,11 @@ class Receiver:
     def _hold_unknown(self, held: _Held) -> bool:
         """Wait for the ticket of an offer to be announced, if there is room for it."""
         self._unknown[held.peer] += max(held.nbytes, _MIN_UNKNOWN_BYTES)
-        self._held[held.name] = held
+        self._held[held.name] = self._unannounced[held.name] = held
         if self._unknown.total() <= _MAX_UNKNOWN_BYTES:
             return True
         (most, _), *_ = self._unknown.most_common(1)
-        mine = (one for one in self._held.values() if one.peer == most and not one.offer)
+        mine = (one for one in self._unannounced.values() if one.peer == most)
         victim = held if most == held.peer else next(mine)
         self._let_go(victim)
         if victim is not held:
@@ -405,7 +435,14 @@ class Receiver:
     def _let_go(self, held: _Held) -> None:
         """Nothing happens if no such offer is held."""
         known = self._held.pop(held.name, None)
-        if known is not None and known.offer is None:
+        if known is None:
+            return
+        if self._unannounced.pop(held.name, None) is None:
+            for handle in known.handles:
+                del self._by_handle[handle][held.name]
+                if not self._by_handle[handle]:
+                    del self._by_handle[handle]
+        else:
             self._unknown[held.peer] -= max(known.nbytes, _MIN_UNKNOWN_BYTES)
             if not self._unknown[held.peer]:
                 del self._unknown[held.peer]
@@ -440,7 +477,7 @@ class Receiver:
                 # know it, or not any more, withdraws it.
                 assert block.peer is not None
                 self._tell(block.peer, wire.Grant(*block.name, 0.0, wire.Inline()))
-        waiting = sum(held.waits for held in self._held.values())
+        waiting = len(self._held) - len(self._unannounced)
         reserved = self._reservations
         quarantined = len(reserved.quarantined)
         self.tally.held(reserved.held_bytes, waiting, quarantined, kept=reserved.kept_bytes)

@@ -50,6 +50,8 @@ _REMOTE_THREADS = 4
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
 # batch's items are there at once.
 _SHARING_THREADS = 4
+# A smaller payload is copied in less time than two threads take to be woken.
+_SMALL_BYTES = 1 << 20
 
 
 class GrantLostError(Exception):
@@ -280,9 +282,12 @@ class Sender:
             return "remote", iter([done])
         if isinstance(landing, wire.Shared) and peer.shares:
             try:
-                await self._in_thread(
-                    peer, grant, self._sharing, lambda: self._shared.write(landing, raw)
-                )
+                if len(raw) < _SMALL_BYTES:
+                    self._shared.write(landing, raw)
+                else:
+                    await self._in_thread(
+                        peer, grant, self._sharing, lambda: self._shared.write(landing, raw)
+                    )
             except (OSError, ProtocolError) as error:
                 peer.shares = False
                 logger.warning("Embeddings go over the socket: no shared memory (%s)", error)
@@ -477,7 +482,9 @@ class Sender:
     def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
         """Have the place of a payload mapped by the time that the payload is there."""
         landing = grant.landing
-        if not isinstance(landing, wire.Shared) or not peer.shares or nbytes is None:
+        if nbytes is None or nbytes < _SMALL_BYTES:
+            return
+        if not isinstance(landing, wire.Shared) or not peer.shares:
             return
         if not self._shared.prepared(landing, nbytes):
             self._sharing.submit(self._shared.prepare, landing, nbytes)

@@ -96,6 +96,8 @@ class Computations:
         self._refusal = ""
         self.broken = asyncio.Event()
         self._utilisation = Utilisation(len(towers))
+        metrics.patches_queued.set_function(self._patches)
+        metrics.items_queued.set_function(lambda: len(self._works))
 
     def at_hand(self, key: bytes, *, looked: bool = False) -> bool:
         """Whether `hold` may do without media: the embedding is here or in the making, or a
@@ -371,20 +373,19 @@ class Computations:
             # No event says when a tower that was lost is back.
             loop = asyncio.get_running_loop()
             self._look_again = loop.call_later(_LOOK_AGAIN_S, self._pump)
-        self._metrics.patches_queued.set(self._patches())
-        self._metrics.items_queued.set(len(self._works))
 
     def _begin_preparing(self, now: float) -> bool:
         """Hand a tower the next item to prepare; False if there is none, or no place."""
         # Waiting work is measured in pixels, until it has been prepared.
         rate = sum(lane.pixel_rate for lane in self._lanes)
         work = self._waiting.first(now, rate)
-        lane = self._preparer(work) if work is not None else None
-        if lane is None and work is not None and work.large:
+        lane = self._preparer(work.large, work.alone) if work is not None else None
+        if lane is None and work is not None and work.large and self._preparer():
             work = self._waiting.first(now, rate, large=False)
-            lane = self._preparer(work) if work is not None else None
+            lane = self._preparer(work.large, work.alone) if work is not None else None
         if work is None or lane is None:
             return False
+        self._make_room(lane)
         self._waiting.begin([work])
         work.enter(WorkState.PREPARING)
         work.lane = lane
@@ -392,21 +393,18 @@ class Computations:
         self._spawn(self._prepare(work, lane), [work])
         return True
 
-    def _preparer(self, work: Work) -> Lane | None:
-        """The lane that is to prepare it, if any has room for more."""
+    def _preparer(self, large: bool = False, alone: bool = False) -> Lane | None:
+        """The lane that is to prepare an item, if any has room for more."""
         able = [
             lane
             for lane in self._lanes
             if lane.tower.alive
-            and lane.has_place(large=work.large)
+            and lane.has_place(large=large)
             and not lane.isolated
-            and not lane.full(self._batch, large=work.large)
-            and (lane.empty or not work.alone)
+            and not lane.full(self._batch, large=large)
+            and (lane.empty or not alone)
         ]
-        lane = min(able, key=lambda lane: lane.patches, default=None)
-        if lane is not None:
-            self._make_room(lane)
-        return lane
+        return min(able, key=lambda lane: lane.patches, default=None)
 
     def _make_room(self, lane: Lane) -> None:
         """Drop unwanted pixels where others need their place."""

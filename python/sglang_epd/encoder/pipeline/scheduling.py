@@ -84,6 +84,8 @@ class FairQueue(Generic[_J]):
 
     def __init__(self) -> None:
         self._jobs: dict[_J, None] = {}
+        # Those of them that are not large.
+        self._small: dict[_J, None] = {}
         # The same, by owner, in the order in which they came.
         self._waiting: dict[Hashable, dict[_J, None]] = {}
         self._virtual = 0.0
@@ -115,6 +117,8 @@ class FairQueue(Generic[_J]):
         if end <= self._virtual and job.owner not in self._waiting:
             number = job.number
         self._jobs[job] = None
+        if not job.large:
+            self._small[job] = None
         self._waiting.setdefault(job.owner, {})[job] = None
         self.cost += job.cost
         self._note_end(job.owner, max(self._virtual, end) + job.cost, number)
@@ -133,6 +137,7 @@ class FairQueue(Generic[_J]):
 
     def _take_out(self, job: _J) -> None:
         del self._jobs[job]
+        self._small.pop(job, None)
         waiting = self._waiting[job.owner]
         del waiting[job]
         if not waiting:
@@ -240,7 +245,8 @@ class FairQueue(Generic[_J]):
             self._virtual += sum(job.cost for job in batch) / owners
 
     def _runnable(self, now: float, *, large: bool = True) -> list[_J]:
-        return [job for job in self._jobs if _may_run(job, now, large)]
+        jobs = self._jobs if large else self._small
+        return [job for job in jobs if _may_run(job, now, large)]
 
     def _order(self, jobs: list[_J], now: float, rate: float) -> list[_J]:
         """The next first."""

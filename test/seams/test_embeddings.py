@@ -215,19 +215,19 @@ def schedulers(manager, claims) -> SchedulerSeam:
     """The only rank's."""
     secret = rundir.secret()
 
-    def receive(settled: Settled, _reader: int) -> list[Any]:
+    def receive(settled: Settled) -> list[Any]:
         if settled.code:
             raise from_code(settled.code, settled.message)
         return list(settled.items)
 
     backend = Backend(
-        SimpleNamespace(receive=receive),
+        receive,
         0,
         assemble=lambda _request, _items: LAID_OUT,
         abortable=embeddings.abortable,
         secret=secret,
         lay_out=lambda _request, _expect: LAID_OUT,
-        gate=SimpleNamespace(holds=lambda _rid: False, tidy=lambda: None),
+        gate=None,
         span_of=lambda _request: OFF,
     )
     leader = Leader(claims, secret, prefix=False, resume=lambda _trace: OFF)
@@ -306,7 +306,7 @@ def test_embeddings_are_given_back_when_an_answer_is_sent(sglang, hooked, monkey
     next one may wait for."""
     hooked("SchedulerOutputStreamer._stream_output_embedding")
     hooked("MultimodalInputs.release_features")
-    monkeypatch.setattr(prefix.Installed, "gate", SimpleNamespace() if language else None)
+    monkeypatch.setattr(prefix.Installed, "releases", language)
     batch = sglang("managers.schedule_batch")
     item = batch.MultimodalDataItem(modality=batch.Modality.IMAGE, offsets=[(0, 1)])
     item.set_identity(bytes(32))

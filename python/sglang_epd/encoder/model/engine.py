@@ -113,7 +113,7 @@ class Engine:
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.disaggregation.encoder import server
         from sglang.srt.environ import envs
-        from sglang.srt.runtime_context import get_device
+        from sglang.srt.runtime_context import get_device, get_mm
         from sglang.srt.server_args import PortArgs
         from sglang.srt.utils.network import NetworkAddress
 
@@ -133,7 +133,9 @@ class Engine:
         self._decoders.start()  # while the model is loaded
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
-        with without_language_model(), side_by_side:
+        # Embeddings are stored by this package, which gives each encoder its store.
+        no_store = get_mm().override(enable_mm_global_cache=False)
+        with without_language_model(), side_by_side, no_store:
             self._encoder = server.MMEncoder(
                 server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
             )

@@ -133,9 +133,12 @@ class Engine:
         self._decoders.start()  # while the model is loaded
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
-        # Embeddings are stored by this package, which gives each encoder its store.
-        no_store = get_mm().override(enable_mm_global_cache=False)
-        with without_language_model(), side_by_side, no_store:
+        with (
+            without_language_model(),
+            side_by_side,
+            # Embeddings are stored by this package, which gives each encoder its store.
+            get_mm().override(enable_mm_global_cache=False),
+        ):
             self._encoder = server.MMEncoder(
                 server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
             )

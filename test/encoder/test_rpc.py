@@ -186,6 +186,22 @@ async def test_a_port_where_nobody_listens_is_said_at_once(client, asking, unuse
         await client.encode(f"grpc://127.0.0.1:{unused_tcp_port}", asking(b"a"))
 
 
+async def test_an_encoder_that_is_gone_is_tried_no_further(client, asking, unused_tcp_port):
+    """Two ask at a time: both hear of it."""
+    url = f"grpc://127.0.0.1:{unused_tcp_port}"
+    asked = (client.encode(url, asking(b"a")) for _ in range(2))
+    heard = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(error) for error in heard] == [UnavailableError] * 2
+    tried = asyncio.Event()
+    server = await asyncio.start_server(
+        lambda _reader, _writer: tried.set(), "127.0.0.1", unused_tcp_port
+    )
+    async with server:
+        with pytest.raises(TimeoutError):
+            # gRPC tries again after 1 s, if it does.
+            await asyncio.wait_for(tried.wait(), 2.5)
+
+
 async def test_what_is_no_request_is_refused(serve, client):
     url = await serve("secret")
     answer = await client._transport(url).post(url, [b"GET / HTTP/1.1"], TOKEN, 5.0)

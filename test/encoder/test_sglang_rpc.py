@@ -300,7 +300,7 @@ async def test_a_place_where_nobody_listens_is_given_up(serve, receiver, monkeyp
     receiver.close()
     code, text = await refused(await serve(), asked([b"a"], receiver.port))
     assert code is grpc.StatusCode.INTERNAL
-    assert f"nobody takes embeddings at tcp://127.0.0.1:{receiver.port}" in text
+    assert f"no server takes embeddings at tcp://127.0.0.1:{receiver.port}" in text
 
 
 async def test_a_request_that_is_never_made_has_no_places(serve, receiver, monkeypatch):

@@ -23,16 +23,17 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # Two loops of a process have connections of their own.
     ("grpc.use_local_subchannel_pool", 1),
-    # An encoder that comes back is asked at once.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
 )
 # The encoder had the request, or may have had it.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
 class Rpc:
-    """A `Transport`. Keeps a connection an encoder; use it from one event loop."""
+    """A `Transport`. Keeps a connection an encoder; use it from one event loop.
+
+    A channel that gets no connection is closed: gRPC would try for ever, also at the address of
+    an encoder that is gone for good.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -84,21 +85,26 @@ class Rpc:
         Raises:
             UnavailableError: it gets none.
         """
-        channel = self._channels.get(url)
-        if channel is None:
+        if url not in self._channels:
             target = url.removeprefix(rpc.SCHEME)
-            channel = self._channels[url] = grpc.aio.insecure_channel(target, options=_OPTIONS)
-        state = channel.get_state(try_to_connect=True)
-        # A channel that failed before is being connected again, and does not say how that goes.
-        again = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            self._channels[url] = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        channel = self._channels[url]
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                state = channel.get_state(try_to_connect=True)
                 while state is not grpc.ChannelConnectivity.READY:
-                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not again:
+                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                         raise out_of_reach(url, "no connection")
                     await channel.wait_for_state_change(state)
                     state = channel.get_state(try_to_connect=True)
-        except TimeoutError:
+        except grpc.aio.UsageError:
+            # Another call has found the same, and closed the channel.
+            raise out_of_reach(url, "no connection") from None
+        except (TimeoutError, UnavailableError) as error:
+            if channel is self._channels.get(url):
+                await self._channels.pop(url).close()
+            if isinstance(error, UnavailableError):
+                raise
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
         return channel
 

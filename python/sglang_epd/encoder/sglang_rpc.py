@@ -189,8 +189,8 @@ class SglangService:
         trusted = bool(tokens) and self._answering.authorised(call.headers)
         if not trusted and not self._networks:
             raise ProtocolError(
-                "this encoder pushes embeddings to nobody: SGLANG_EPD_ENCODER_PUSH_NETWORKS "
-                "names the networks of SGLang's own language servers"
+                "this encoder pushes no embeddings: SGLANG_EPD_ENCODER_PUSH_NETWORKS has to "
+                "name the networks of SGLang's own language servers"
             )
         return trusted
 
@@ -261,7 +261,7 @@ class SglangService:
                 while not tracker.done:  # noqa: ASYNC110  libzmq signals it to no loop
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise UnavailableError(f"nobody takes embeddings at {place}") from None
+            raise UnavailableError(f"no server takes embeddings at {place}") from None
         finally:
             push.close(linger=_LINGER_MS)
 

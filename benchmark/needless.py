@@ -119,7 +119,7 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 def kept(path: Path) -> dict[str, Counted]:
-    """What was measured before, by workload."""
+    """Kept figures of earlier runs, by workload."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     return {one.workload: one for one in msgspec.convert(runs, list[Counted])}
 

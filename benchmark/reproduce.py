@@ -74,7 +74,7 @@ class Measuring:
         profile.write_bytes(msgspec.json.encode(told.shrunk(profile_of(told, arm.name))))
         os.environ["SGLANG_EPD_EMULATE"] = str(profile)
         os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{told.dilation:g}"
-        # In-tree encoders answer nobody during a pass, and their servers forget them after this.
+        # In-tree encoders answer no probe during a pass, and their servers forget them after this.
         os.environ["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_TIMEOUT"] = f"{2 * told.dilation:g}"
         self._running = Running(arm, model, "", Place(cores=_cores()), folder)
         self._bench = BenchServing(model, folder, _cores())

@@ -299,7 +299,7 @@ def sharing(names: Iterable[str]) -> list[list[str]]:
 
 
 def kept(out: Path) -> dict[str, Any]:
-    """What was measured so far."""
+    """Kept figures of earlier runs."""
     return json.loads(out.read_text()) if out.exists() else {"loads": [], "goodput": []}
 
 

@@ -392,9 +392,11 @@ class Dispatcher:
                     given_up.add_done_callback(partial(_end, limit))
                     return await self._client.encode(url, request, span.headers)
             except TimeoutError:
-                late = f"had no answer within {self._patience.attempt_s:g} s"
-                why = "does not answer any more" if given_up.done() else late
-                raise UnavailableError(f"encoder {url} {why}") from None
+                if given_up.done():
+                    raise UnavailableError(f"encoder {url} does not answer any more") from None
+                raise UnavailableError(
+                    f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
+                ) from None
 
 
 def _end(limit: asyncio.Timeout, _given_up: asyncio.Future[None]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import requests
 from PIL import Image
@@ -22,8 +20,6 @@ from integration.test_parity import TOKENS
 from integration.topology import Machine, Topology
 
 ASKERS = 24
-# What a tower of Qwen2.5-VL reads of a picture of 448 px.
-FEATURES_BYTES = 4 * 32 * 32 * 3 * 2 * 14 * 14
 
 
 @pytest.fixture
@@ -45,11 +41,6 @@ def photo_url(site: Site, new_picture: Image.Image) -> str:
 def sources(topology: Topology) -> Counter[str]:
     """How the embeddings that were asked for came about."""
     return counted(topology.urls["encoder"], "encoder_lookups_total", "source")
-
-
-def minor_faults(process: psutil.Process) -> int:
-    """Pages that a process was given so far."""
-    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 def forget(topology: Topology) -> None:
@@ -95,21 +86,6 @@ def test_a_cache_that_was_dropped_gives_the_same_answer(
     assert requests.delete(url, timeout=20).json() == {"dropped": held["entries"]}
     assert requests.get(url, timeout=20).json()["bytes"] == 0
     check("computed")
-
-
-def test_a_picture_finds_the_memory_that_the_last_one_had(
-    qwen2_5: Topology, language: Client, new_picture: Image.Image
-) -> None:
-    """Pages that are new cost a CPU's tower as much as its work."""
-    encoder = psutil.Process(qwen2_5.servers["encoder"].pid)
-    spent = []
-    for number in range(4):
-        before = minor_faults(encoder)
-        picture = new_picture.resize((448, 448))
-        picture.putpixel((0, 0), (number, 0, 0))
-        language.answer(user(image_part(data_url(picture))))
-        spent.append(minor_faults(encoder) - before)
-    assert min(spent[1:]) < FEATURES_BYTES // mmap.PAGESIZE // 2, spent
 
 
 def test_the_tower_is_profiled(

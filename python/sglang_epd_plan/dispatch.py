@@ -17,10 +17,8 @@ from sglang_epd.dispatch.pool import Health, Snapshot, View
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.records import Item
 
-# The interval of status reports, the silence after which an encoder is given up, and how long a
-# full encoder is left alone.
+# The interval of status reports, and how long a full encoder is left alone.
 PROBE_S = 1.0
-_SILENT_S = 2.0
 _RETRY_AFTER_S = 1.0
 
 
@@ -30,18 +28,15 @@ class Reports:
     Attributes:
         number: counts the rounds of reports.
         views: one per encoder; its load is the patches in its queue.
-        silent: numbers of the encoders that did not answer.
     """
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
         self.number = 0
         self.views = [View(encoder.url) for encoder in encoders]
-        self.silent: set[int] = set()
 
     def renew(self) -> None:
         self.number += 1
-        self.silent = {number for number, one in enumerate(self._encoders) if not one.alive}
         for number, (encoder, view) in enumerate(zip(self._encoders, self.views, strict=True)):
             # Most have not changed.
             if view.load != encoder.queued or view.rate != encoder.rate:
@@ -49,7 +44,7 @@ class Reports:
 
 
 class Dispatch:
-    """Sends items to encoders, and sends them again if an encoder refuses or loses them.
+    """Sends items to encoders, and sends them again if an encoder refuses them.
 
     Attributes:
         retries: items that were sent again.
@@ -89,12 +84,6 @@ class Dispatch:
         self._read_reports()
         self._outstanding[item.encoder] -= item.patches
 
-    def lost(self, item: Item) -> None:
-        """The item's encoder died, which its silence shows later."""
-        self.settle(item)
-        item.encoder = -1
-        self._again(item, _SILENT_S)
-
     def _read_reports(self) -> None:
         """Take the latest reports into account.
 
@@ -117,9 +106,7 @@ class Dispatch:
         if self._full_until:
             now = self._env.now
             self._full_until = {n: end for n, end in self._full_until.items() if end > now}
-        skipped = self._reports.silent | self._full_until.keys()
-        if skipped:
-            views = [view for number, view in enumerate(views) if number not in skipped]
+            views = [view for number, view in enumerate(views) if number not in self._full_until]
         return tuple(views)
 
     def _spread(self, items: Sequence[Item]) -> None:
@@ -135,9 +122,7 @@ class Dispatch:
         for item, url in zip(items, urls, strict=True):
             number = self._numbers[url]
             encoder = self._encoders[number]
-            if not encoder.alive:
-                self._again(item, _SILENT_S)
-            elif encoder.ask(item):
+            if encoder.ask(item):
                 item.encoder = number
                 self._outstanding[number] = self._outstanding.get(number, 0.0) + item.patches
             else:

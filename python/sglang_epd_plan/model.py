@@ -19,7 +19,7 @@ from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.language import Server
 from sglang_epd_plan.records import Item, Outcome, Request
 from sglang_epd_plan.report import Report
-from sglang_epd_plan.topology import Failure, Topology
+from sglang_epd_plan.topology import Topology
 from sglang_epd_plan.transfer import ReceiveBudget, arrival
 from sglang_epd_plan.workload import Closed, Traffic, Workload
 
@@ -34,20 +34,18 @@ def simulate(
     traffic: Traffic,
     *,
     seed: int = 0,
-    failures: tuple[Failure, ...] = (),
     stop: StopWhen | None = None,
 ) -> Report:
     """Run a deployment, one cell after the other. The same arguments give the same report.
 
     Args:
         traffic: of all cells together; each gets its share.
-        failures: in each cell.
         stop: may end a run early; for one cell only.
 
     Raises:
         ConfigError: the arguments do not go together.
     """
-    make = partial(Deployment, profile, workload, failures=failures)
+    make = partial(Deployment, profile, workload)
     cells = topology.cells
     if cells == 1:
         return make(topology, traffic, seed=seed, stop=stop).run()
@@ -67,8 +65,7 @@ class Deployment:
         live: requests that have arrived and not ended.
 
     Raises:
-        ConfigError: a closed loop has a rate, or open arrivals have none; or an encoder that
-            fails does not exist.
+        ConfigError: a closed loop has a rate, or open arrivals have none.
     """
 
     def __init__(
@@ -79,14 +76,10 @@ class Deployment:
         traffic: Traffic,
         *,
         seed: int = 0,
-        failures: tuple[Failure, ...] = (),
         stop: StopWhen | None = None,
     ) -> None:
         if isinstance(workload.arrival, Closed) == bool(traffic.rate):
             raise ConfigError("arrivals have a rate, unless they are a closed loop")
-        for failure in failures:
-            if failure.encoder >= topology.encoders:
-                raise ConfigError(f"there is no encoder {failure.encoder} that could fail")
         self.env = env = simpy.Environment()
         self._links = profile.links
         self._stop = stop
@@ -100,7 +93,6 @@ class Deployment:
                 profile,
                 grant=self._grant,
                 deliver=self._deliver,
-                lose=self._lose,
             )
             for number in range(topology.encoders)
         ]
@@ -142,8 +134,6 @@ class Deployment:
         )
         if self.encoders:
             env.process(self._probe())
-        for failure in failures:
-            env.process(self._fail(failure))
 
     def run(self) -> Report:
         """Run to the end of the last request, or until `stop` says so."""
@@ -309,11 +299,6 @@ class Deployment:
         if not request.items_left:
             self._complete(request)
 
-    def _lose(self, items: list[Item]) -> None:
-        for item in items:
-            if item.request.outcome is None:
-                self._dispatch_of(item.request).lost(item)
-
     # Around both
 
     def _dispatch_of(self, request: Request) -> Dispatch:
@@ -343,10 +328,3 @@ class Deployment:
                 self._wake_prober = None
             yield self.env.timeout(PROBE_S)
             self._reports.renew()
-
-    def _fail(self, failure: Failure) -> Generator[simpy.Event, Any, None]:
-        encoder = self.encoders[failure.encoder]
-        yield self.env.timeout(failure.at_s)
-        encoder.die()
-        yield self.env.timeout(failure.down_s)
-        encoder.revive()

@@ -1,4 +1,4 @@
-"""How many servers of which kind, and which of them fail.
+"""How many servers of which kind.
 
 The notation is the field's: 4EPD are four colocated servers, 1E3PD is one encoder with three
 servers that prefill and decode, 2E1P1D and 1EP1D have prefill and decode apart.
@@ -11,13 +11,12 @@ import re
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile
-from sglang_epd.schema import Cost, Count, Data, Positive, Rate, convert
+from sglang_epd.schema import Count, Data, Positive, convert
 
 # Servers without encoders of their own encode, too.
 _NOTATION = re.compile(
     r"(?:(?P<encoders>[1-9]\d*)E)?(?P<prefills>[1-9]\d*)(?(encoders)|E)P(?P<decodes>[1-9]\d*)?D"
 )
-_FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>\d+\.?\d*)\+(?P<down_s>\d+\.?\d*)")
 
 
 class Topology(Data, frozen=True):
@@ -76,24 +75,3 @@ def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
     if not found["decodes"]:
         counts["language"] = counts.pop("prefills")
     return convert({**counts, "policy": policy, "cells": cells}, Topology, text)
-
-
-class Failure(Data, frozen=True):
-    """An encoder that dies and comes back, with nothing in its cache."""
-
-    encoder: Count
-    at_s: Cost
-    down_s: Rate
-
-
-def parse_failure(text: str) -> Failure:
-    """A failure from its notation: 0@60+30 ends encoder 0 after 60 seconds, for 30 seconds.
-
-    Raises:
-        ConfigError: the text is no failure.
-    """
-    found = _FAILURE.fullmatch(text.strip())
-    if found is None:
-        raise ConfigError(f"{text!r} is no failure: write ENCODER@SECONDS+SECONDS")
-    values = {name: float(value) for name, value in found.groupdict().items()}
-    return convert({**values, "encoder": int(found["encoder"])}, Failure, f"failure {text}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from sglang_epd.dispatch.pool import View
 from sglang_epd_plan.dispatch import Dispatch
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.topology import Failure, parse
+from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic
 
 
 def test_loads_of_encoders(profile, workload, monkeypatch):
-    """An encoder that a server has sent nothing to has the load that it reported. Only silent and
-    full encoders are left out."""
+    """An encoder that a server has sent nothing to has the load that it reported. Only full
+    encoders are left out."""
     machine = profile(encoder={"max_items": 4})
     seen = 0
 
@@ -20,7 +20,7 @@ def test_loads_of_encoders(profile, workload, monkeypatch):
         views, now = original(self), self._env.now
         expected = []
         for number, report in enumerate(self._reports.views):
-            if number in self._reports.silent or self._full_until.get(number, 0.0) > now:
+            if self._full_until.get(number, 0.0) > now:
                 continue
             outstanding = self._outstanding.get(number, 0.0)
             queued = report.load + outstanding - self._reported.get(number, 0.0)
@@ -31,8 +31,7 @@ def test_loads_of_encoders(profile, workload, monkeypatch):
 
     original = Dispatch._usable
     monkeypatch.setattr(Dispatch, "_usable", usable)
-    failures = (Failure(encoder=1, at_s=2.0, down_s=5.0),)
     asked = workload(items={"kind": "uniform", "low": 1, "high": 4})
     traffic = Traffic(rate=30.0, requests=300)
-    simulate(machine, asked, parse("4E3PD"), traffic, seed=1, failures=failures)
+    simulate(machine, asked, parse("4E3PD"), traffic, seed=1)
     assert seen > 3

@@ -16,7 +16,7 @@ from sglang_epd.schema import convert, load
 from sglang_epd_plan.model import Deployment, simulate
 from sglang_epd_plan.records import Outcome, Request
 from sglang_epd_plan.report import Slo
-from sglang_epd_plan.topology import Failure, Topology, parse
+from sglang_epd_plan.topology import Topology, parse
 from sglang_epd_plan.workload import Traffic, Workload
 
 SHAPES = ("1EPD", "3EPD", "1E1PD", "3E2PD", "2E1P1D", "2E2P3D", "1EP1D")
@@ -116,16 +116,6 @@ def test_policies_balance_as_they_do_in_the_package(profile, workload):
         busy = [encoder.busy_s for encoder in deployment.encoders]
         assert max(busy) < 1.1 * statistics.fmean(busy)
     assert spread["least_loaded"] < 0.7 * spread["shuffle"]
-
-
-def test_what_an_encoder_had_goes_elsewhere_when_it_dies(profile, workload):
-    failures = (Failure(encoder=0, at_s=5.0, down_s=10.0),)
-    traffic = Traffic(rate=8, requests=400)
-    calm = simulate(profile(), workload(), parse("2E1PD"), traffic)
-    run = simulate(profile(), workload(), parse("2E1PD"), traffic, failures=failures)
-    assert run.outcomes == {"done": 400}
-    assert run.items["sent again"] > 0
-    assert max(run.ttft) > 2 > max(calm.ttft)
 
 
 def test_encoders_that_are_full_refuse_and_are_asked_again(profile, workload):
@@ -243,14 +233,6 @@ def test_arrivals_and_rates_go_together(profile, workload):
         simulate(profile(), closed, parse("1EPD"), Traffic(rate=1, requests=5))
     with pytest.raises(ConfigError, match="closed loop"):
         simulate(profile(), workload(), parse("1EPD"), Traffic(requests=5))
-    with pytest.raises(ConfigError, match="no encoder 3"):
-        simulate(
-            profile(),
-            workload(),
-            parse("1E1PD"),
-            Traffic(rate=1, requests=5),
-            failures=(Failure(encoder=3, at_s=1, down_s=1),),
-        )
 
 
 def test_files_are_read_as_json_and_yaml(tmp_path):

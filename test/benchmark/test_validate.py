@@ -119,6 +119,15 @@ def test_a_prediction_is_within_all_bounds_or_not() -> None:
     assert not report.inside(outcome(tpot_p99_s=0.02 * 1.2))
 
 
+@pytest.mark.parametrize(("tpot_s", "within"), [(0.0, True), (0.0001, True), (0.007, False)])
+def test_tokens_that_arrive_together_are_predicted_to_a_part_of_a_millisecond(
+    tpot_s: float, within: bool
+) -> None:
+    together = outcome(tpot_p50_s=tpot_s)
+    together["measured"] = {**together["measured"], "tpot_p50_s": 0.00002}
+    assert report.inside(together) == within
+
+
 def test_the_page_says_how_far_off_each_figure_is() -> None:
     kept = {"loads": [outcome(), outcome(requests_per_s=5.5)], "machine": "m", "versions": "v"}
     kept |= {"checkpoint": "c", "profile": "p"}

@@ -101,7 +101,7 @@ class Deployment:
         )
         self.prefills = [
             server(encodes=not self.encoders, decodes=not topology.decodes)
-            for _ in range(topology.prefills or topology.language)
+            for _ in range(topology.prefills)
         ]
         self.decodes = [server(encodes=False, decodes=True) for _ in range(topology.decodes)]
         self.budgets = [ReceiveBudget(profile.language.receive_mb << 20) for _ in self.prefills]

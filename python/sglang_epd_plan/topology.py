@@ -24,37 +24,30 @@ class Topology(Data, frozen=True):
 
     Attributes:
         encoders: 0 where the servers that prefill encode, too.
-        language: servers that prefill and decode; or
-        prefills, decodes: servers that do one of both.
+        prefills: servers that prefill, and decode where there are no
+        decodes: servers that only decode.
         policy: of dispatch (`SGLANG_EPD_DISPATCH_POLICY`).
         cells: independent deployments of all of that, which share the requests.
     """
 
+    prefills: Positive
     encoders: Count = 0
-    language: Count = 0
-    prefills: Count = 0
     decodes: Count = 0
     policy: str = "affinity"
     cells: Positive = 1
 
     def __post_init__(self) -> None:
-        if bool(self.prefills) != bool(self.decodes) or bool(self.language) == bool(self.prefills):
-            raise ValueError(
-                "a topology has servers that prefill and decode, or some that prefill and "
-                "some that decode"
-            )
         policy(self.policy)
 
     @property
     def name(self) -> str:
-        prefills = self.language or self.prefills
-        begin = f"{self.encoders}E{prefills}P" if self.encoders else f"{prefills}EP"
+        begin = f"{self.encoders}E{self.prefills}P" if self.encoders else f"{self.prefills}EP"
         one = f"{begin}{self.decodes or ''}D"
         return f"{self.cells} x {one}" if self.cells > 1 else one
 
     def gpus(self, profile: Profile) -> float:
         """Accelerators of all servers."""
-        servers = self.language + self.prefills + self.decodes
+        servers = self.prefills + self.decodes
         return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
 
     def hour_cost(self, profile: Profile) -> float:
@@ -72,6 +65,4 @@ def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
     if found is None:
         raise ConfigError(f"{text!r} is no topology: write 4EPD, 1E3PD, 2E1P1D or 1EP1D")
     counts = {name: int(count) for name, count in found.groupdict().items() if count}
-    if not found["decodes"]:
-        counts["language"] = counts.pop("prefills")
     return convert({**counts, "policy": policy, "cells": cells}, Topology, text)

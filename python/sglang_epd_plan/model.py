@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import simpy
 
+from sglang_epd.dispatch.pool import View
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile
 from sglang_epd_plan.clients import Clients, Demand, generators
-from sglang_epd_plan.dispatch import PROBE_S, Dispatch, Reports
+from sglang_epd_plan.dispatch import PROBE_S, Dispatch
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.language import Server
 from sglang_epd_plan.records import Item, Outcome, Request
@@ -105,15 +106,8 @@ class Deployment:
         ]
         self.decodes = [server(encodes=False, decodes=True) for _ in range(topology.decodes)]
         self.budgets = [ReceiveBudget(profile.language.receive_mb << 20) for _ in self.prefills]
-        self._reports = Reports(self.encoders)
         self.dispatches = [
-            Dispatch(
-                env,
-                self.encoders,
-                self._reports,
-                topology.policy,
-                random.Random(policies.random()),
-            )
+            Dispatch(env, self.encoders, topology.policy, random.Random(policies.random()))
             for _ in self.prefills
         ]
         # By request: the number of the server that prefills it, and the one that decodes it.
@@ -327,4 +321,6 @@ class Deployment:
                 yield self._wake_prober
                 self._wake_prober = None
             yield self.env.timeout(PROBE_S)
-            self._reports.renew()
+            views = [View(one.url, load=one.queued, rate=one.rate) for one in self.encoders]
+            for dispatch in self.dispatches:
+                dispatch.hear(views)

@@ -182,10 +182,7 @@ class Deployment:
         """Nothing of the prompt is missing; the decode server may still have to make room."""
         request.complete = self.env.now
         server = self.prefills[self._prefill_of[request.number]]
-        if request.room > self.env.now:
-            self._after(request.room - self.env.now, partial(server.add, request))
-        else:
-            server.add(request)
+        self._at(request.room, partial(server.add, request))
 
     def _prefilled(self, request: Request, server: Server) -> None:
         """Send the KV to a decode server."""
@@ -202,12 +199,9 @@ class Deployment:
 
     def _handed_over(self, request: Request, server: Server, decode: Server) -> None:
         """The decode server has the KV, which the prefill server sees when it looks."""
-        seconds, budget = server.looks_s(), self.budgets[self._prefill_of[request.number]]
-        request.passed_on = self.env.now + seconds
-        if seconds:
-            self._after(seconds, partial(self._sent, request, server, budget))
-        else:
-            self._sent(request, server, budget)
+        budget = self.budgets[self._prefill_of[request.number]]
+        request.passed_on = self.env.now + server.looks_s()
+        self._at(request.passed_on, partial(self._sent, request, server, budget))
         decode.add_prefilled(request)
 
     def _sent(self, request: Request, server: Server, budget: ReceiveBudget) -> None:
@@ -217,11 +211,7 @@ class Deployment:
 
     def _answered(self, request: Request) -> None:
         """The last token was made; its router may still hold the answer back."""
-        if request.first > self.env.now:
-            end = partial(self._finish, request, Outcome.DONE)
-            self._after(request.first - self.env.now, end)
-        else:
-            self._finish(request, Outcome.DONE)
+        self._at(request.first, partial(self._finish, request, Outcome.DONE))
 
     def _expire(self, request: Request) -> None:
         if request.items_left and request.outcome is None:
@@ -312,6 +302,13 @@ class Deployment:
 
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
         self.env.timeout(max(0.0, seconds)).callbacks.append(lambda _event: then())
+
+    def _at(self, moment: float, then: Callable[[], None]) -> None:
+        """Call `then` at a moment, at once if that has come."""
+        if moment > self.env.now:
+            self._after(moment - self.env.now, then)
+        else:
+            then()
 
     def _probe(self) -> Generator[simpy.Event, Any, None]:
         while True:

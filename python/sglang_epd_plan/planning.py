@@ -65,17 +65,9 @@ class Plan:
     steps: list[tuple[str, bool]]
 
 
-@dataclass(frozen=True)
-class Work:
-    """Seconds that a mean request takes of one server of each kind."""
-
-    encode: float
-    prefill: float
-    decode: float
-
-
-def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
-    """The mean work of a request, decoded in the largest batch whose steps keep the SLO."""
+def work(profile: Profile, workload: Workload, slo: Slo) -> dict[str, float]:
+    """Seconds that a mean request takes of one server of each kind, decoded in the largest batch
+    whose steps keep the SLO."""
     total = sum(kind.weight for kind in workload.kinds)
     encode = prefill = decode = 0.0
     for kind in workload.kinds:
@@ -89,7 +81,7 @@ def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
         output = mean(kind.output_tokens)
         batch = _batch(profile, slo, tokens + output / 2)
         decode += share * output * language.step_s(batch, batch * tokens) / batch
-    return Work(encode, prefill, decode)
+    return {"encoders": encode, "prefills": prefill, "decodes": decode}
 
 
 def plan(
@@ -233,8 +225,7 @@ def breaking(limit: Goodput, slo: Slo) -> str:
 def _least(
     profile: Profile, workload: Workload, slo: Slo, rate: float, names: tuple[str, ...]
 ) -> dict[str, int]:
-    one = work(profile, workload, slo)
-    seconds = {"encoders": one.encode, "prefills": one.prefill, "decodes": one.decode}
+    seconds = work(profile, workload, slo)
     # Servers that prefill do the work of the kinds that are missing.
     seconds["prefills"] += sum(seconds[name] for name in seconds if name not in names)
     return {name: max(1, math.ceil(rate * seconds[name] / _BUSY)) for name in names}

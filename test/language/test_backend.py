@@ -42,7 +42,13 @@ class FakeClaims:
         self._settled: list[Settled] = []
 
     def claim(
-        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
+        self,
+        claim: str,
+        expect: Expect,
+        covered: tuple[int, ...] = (),
+        *,
+        prefix: bool = False,
+        early: bool = False,
     ) -> None:
         assert claim not in self.claims, "each claim has a name of its own"
         self.claims[claim] = expect

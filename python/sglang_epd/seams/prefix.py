@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
+    from sglang_epd.language.parts import Parts
     from sglang_epd.language.prefix import PrefixGate
     from sglang_epd.language.relay import Receive
 
@@ -32,10 +33,12 @@ class Installed:
     Attributes:
         gate: before its queues; None where it is no language server's, and with several
             pipeline stages.
+        parts: parts of prompts that it prefills early; None where it does not.
         releases: whether it gives embeddings back as soon as SGLang is done with them.
     """
 
     gate: PrefixGate | None = None
+    parts: Parts | None = None
     releases = False
 
 
@@ -106,6 +109,25 @@ class SchedulerQueue:
         if bootstrapping is not None:
             rids |= {request.rid for request in bootstrapping.queue}
         return rids
+
+    def running(self, request: Any) -> bool:
+        scheduler = self._scheduler
+        if request.finished():
+            return False
+        return scheduler.chunked_req is request or request in scheduler.collect_inflight_reqs()
+
+    def holds(self, request: Any) -> bool:
+        sent: Any = getattr(self._scheduler, "disagg_prefill_inflight_queue", None) or ()
+        return (
+            request.rid in self.waiting()
+            or self.running(request)
+            or any(one is request for one in sent)
+        )
+
+    def busy(self) -> tuple[bool, bool]:
+        scheduler = self._scheduler
+        waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
+        return waiting, not scheduler.running_batch.is_empty()
 
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler
@@ -186,15 +208,32 @@ def release_embedded(_result: None, _streamer: Any, reqs: Iterable[Any]) -> None
             request.multimodal_inputs.release_features()
 
 
-def install(scheduler: Any, leader: Leader | None, receive: Receive) -> PrefixGate:
+def stream(
+    original: Any, streamer: Any, reqs: Any, return_logprob: bool, skip_req: Any = None
+) -> None:
+    """Around `stream_output`: of a part of a prompt no client knows. With overlap scheduling
+    one that has ended may come twice."""
+    parts = Installed.parts
+    if parts is not None and (kept := [one for one in reqs if not parts.ended(one)]) != reqs:
+        if not kept:
+            return
+        reqs = kept
+    original(streamer, reqs, return_logprob, skip_req)
+
+
+def install(
+    scheduler: Any, leader: Leader | None, receive: Receive, parts: Parts | None
+) -> PrefixGate:
     """Put a gate before this process's scheduler.
 
     Args:
         leader: None on ranks that do not lead.
         receive: reads the items of a claim.
+        parts: parts of prompts; None where there are none.
     """
     from sglang_epd.language.prefix import PrefixGate
 
     tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)
-    gate = Installed.gate = PrefixGate(tree, queue, leader, receive)
+    Installed.parts = parts
+    gate = Installed.gate = PrefixGate(tree, queue, leader, receive, parts)
     return gate

@@ -77,6 +77,15 @@ class Parts:
         self.broken = False
         self.token_s = 0.0
 
+    @property
+    def any(self) -> bool:
+        """Whether there may be a part that has not been dropped."""
+        return len(self._parts) > 0
+
+    def has(self, request: Any) -> bool:
+        """Whether a request is a part that was queued."""
+        return self.any and request in self._parts
+
     def expect(self, rid: str, of: str) -> None:
         """A part is about to be queued."""
         course = self._courses.setdefault(of, _Course())
@@ -93,8 +102,9 @@ class Parts:
     def admit(self, request: Any) -> bool | None:
         """Before a request is queued: whether a part of a prompt may be; None of a request that
         is no part."""
-        if request in self._parts:
-            self._drop(request, self._parts[request], "failed")  # it has lost its match
+        if self.has(request):
+            # It has lost its match, or gave way to others.
+            self._drop(request, self._parts[request], "failed")
             return False
         of = self._awaited.pop(request.rid, None)
         if of is None:
@@ -140,7 +150,7 @@ class Parts:
 
     def ended(self, request: Any) -> bool:
         """Whether a request that SGLang would stream is a part, which may have ended."""
-        course = self._parts.get(request) if self._parts else None
+        course = self._parts.get(request) if self.any else None
         if course is None:
             return False
         if request.finished() and course.part is request and not course.over:

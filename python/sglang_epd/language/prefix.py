@@ -208,6 +208,14 @@ class PrefixGate:
         if self._parts is not None:
             self._parts.taken(request)
 
+    def gives_way(self, request: Any) -> bool:
+        """Whether a request that there is no memory for is a part of a prompt, which leaves the
+        queue then: those behind it may be smaller."""
+        if self._parts is None or not self._parts.has(request):
+            return False
+        self._lost.append(request)
+        return True
+
     def let_go(self) -> None:
         """Memory is needed: nothing is locked any more."""
         for rid in list(self._locks):
@@ -220,7 +228,8 @@ class PrefixGate:
         for request in lost:
             # Not if it was aborted meanwhile.
             if self._queue.remove(request):
-                logger.info("The prefix of %s is gone: its media are sent for", request.rid)
+                if self._parts is None or not self._parts.has(request):
+                    logger.info("The prefix of %s is gone: its media are sent for", request.rid)
                 self._queue.add(request, retracted=False)
         if self._locks:
             live = {*self._queue.waiting(), *self._parked}

@@ -28,8 +28,10 @@ from sglang_epd.wire.messages import Expect
 
 # Of a chunk, where prompts are not cut.
 _CHUNK = 8192
-# What a request asks of its whole prompt, or that a prefix cannot stand for.
+# What a request asks of its whole prompt, or that a prefix cannot stand for; and an adapter,
+# which is in use only as long as its request is known to the tokenizer process.
 _WHOLE_PROMPT = (
+    "lora_id",
     "session_params",
     "session_id",
     "input_embeds",

@@ -158,6 +158,8 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         gate.taken(req)
     if result is AddReqResult.NO_TOKEN:
         gate.let_go()
+        if gate.gives_way(req):
+            return AddReqResult.CONTINUE
     return result
 
 
@@ -214,10 +216,10 @@ def stream(
     """Around `stream_output`: of a part of a prompt no client knows. With overlap scheduling
     one that has ended may come twice."""
     parts = Installed.parts
-    if parts is not None and (kept := [one for one in reqs if not parts.ended(one)]) != reqs:
-        if not kept:
+    if parts is not None and parts.any:
+        reqs = [one for one in reqs if not parts.ended(one)]
+        if not reqs:
             return
-        reqs = kept
     original(streamer, reqs, return_logprob, skip_req)
 
 

@@ -154,11 +154,12 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         # As if it had been taken: the next one in the queue is looked at.
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **options)
-    if adder.can_run_list and adder.can_run_list[-1] is req:
+    taken = adder.can_run_list and adder.can_run_list[-1] is req
+    if taken:
         gate.taken(req)
     if result is AddReqResult.NO_TOKEN:
         gate.let_go()
-        if gate.gives_way(req):
+        if not taken and gate.gives_way(req):
             return AddReqResult.CONTINUE
     return result
 

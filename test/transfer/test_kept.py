@@ -336,6 +336,39 @@ def test_a_part_of_what_is_not_here_is_refused(ticket, claim, items):
     assert refused.code == "RequestCancelledError"
 
 
+def early_claim(books: Books, expect: wire.Expect, name: str = "c") -> None:
+    claim = wire.Claim(name, expect, 0, READERS, prefix=name == "c", early=True)
+    books.ledger.claim(SCHEDULER, claim, 0.0)
+
+
+def test_a_claim_that_follows_another_is_told_of_what_was_here_before_it():
+    books = keeping()
+    serve(books, "before", "a")
+    books.ledger._see(key("b"))
+    expect = books.expect("t", "??")
+    early_claim(books, expect)
+    books.ledger.offer(offer("t", 0, "a"), 0.0)
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+    books.ledger.offer(offer("t", 1, "b"), 0.0)
+    assert [type(outcome) for outcome in books.outcomes()] == [wire.AskPrefix]
+    early_claim(books, expect, "d")
+    assert books.outcomes() == [wire.Arrived("d", 0, LAYOUT.tokens)]
+
+
+def test_an_item_that_had_to_make_room_is_told_of_again_when_it_is_back():
+    books = keeping()
+    serve(books, "before", "a")
+    early_claim(books, books.expect("t", "a?"))
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+    books.claim(books.expect("u"), "u")
+    large = books.deliver("u", 0, "u", pages=PAGES)
+    assert books.kept == "", "it made room"
+    books.outcomes()
+    books.drop(wire.Landed(key("u"), LAYOUT, large.nbytes, large.slot, large.offset))
+    books.deliver("t", 0, "a")
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+
+
 @dataclass
 class Told:
     """The model of a request: what it was announced as, and what came of it since."""

@@ -164,6 +164,7 @@ runtime_context
     encoder and seams: get_observability()
     encoder and seams: get_parallel()
     encoder and seams: get_serving()
+    seams/early: get_schedule()
     encoder/server and seams/roles: publish(server_args role hf_config ranks)
 server_args
     encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)

@@ -4,7 +4,7 @@ is written.
 Leans on the fields of `managers.io_struct.TokenizedGenerateReqInput`; on
 `sampling.sampling_params.SamplingParams`, of which no tokens may be asked; on a fake bootstrap
 (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`), by which a prefill server sends no KV; and on the
-scheduler's `tree_cache`, `page_size`, `chunked_prefill_size` and `max_queued_requests`.
+scheduler's `tree_cache`, `is_generation`, `page_size` and `chunked_prefill_size`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ _WHOLE_PROMPT = (
 def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
     """When a part is worth it, and the parts on this rank; None where prompts are never
     prefilled in parts."""
-    from sglang.srt.runtime_context import get_memory, get_observability, get_parallel
+    from sglang.srt.runtime_context import (
+        get_memory,
+        get_observability,
+        get_parallel,
+        get_schedule,
+    )
 
     asked, tree = Settings.from_env().prefill_early, scheduler.tree_cache
     if (
@@ -61,7 +66,7 @@ def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
         or tree.supports_mamba()
         or tree.supports_swa()
         # A part could have another request refused.
-        or scheduler.max_queued_requests is not None
+        or get_schedule().max_queued_requests is not None
     ):
         return None
     page = scheduler.page_size

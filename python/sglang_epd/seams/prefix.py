@@ -4,13 +4,15 @@ SGLang has no more use for.
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
 the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue`,
-`disagg_prefill_bootstrap_queue.queue`; `flush_cache`, which empties the tree;
+`disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch`,
+`collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
 takes it; on `managers.schedule_batch`: `ScheduleBatch.check_decode_mem`,
 `Req._compute_max_prefix_len` and `MultimodalInputs.release_features`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
-`scheduler_components.output_streamer.SchedulerOutputStreamer._stream_output_embedding`;
+`scheduler_components.output_streamer.SchedulerOutputStreamer`: `stream_output` and
+`_stream_output_embedding`;
 on `mem_cache.common._req_radix_key`; and on `match_prefix`,
 `lock` and `unlock` of the tree cache.
 """

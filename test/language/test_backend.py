@@ -559,7 +559,7 @@ class Parted:
     def __init__(self, memory, gate) -> None:
         self.laid_out: list[tuple] = []
         self.error: Exception | None = None
-        self.parts = Parts(None, None, 1, 1, Tally())
+        self.parts = Parts(None, None, 1, Tally())
         self.backend = Backend(
             partial(memory.rank(0).receive, reader=0),
             0,

@@ -48,7 +48,7 @@ class FakeParts:
 
     def __init__(self) -> None:
         self.broken = False
-        self.token_s = 0.0
+        self.prefill_s = self.token_s = 0.0
         self.in_flight = False
         self.cached = 0
         self.load = IDLE
@@ -105,7 +105,7 @@ def read(part: Any) -> Beginning:
 
 @pytest.fixture
 def world() -> World:
-    return World(Policy(True, 100, 1))
+    return World(Policy(True, 1))
 
 
 @pytest.mark.parametrize(("count", "end"), [(0, 2), (1, 6), (2, 10)], ids=["none", "one", "two"])
@@ -124,7 +124,7 @@ def test_the_text_before_the_first_item_is_a_part(world):
     (part,) = world.early.take()
     assert list(part.input_ids) == [1, 1]
     assert part.rid.startswith(f"r{PART}"), "an abort of the request ends it too"
-    assert read(part) == Beginning("r", (), ())
+    assert read(part) == Beginning("r", (), (), 2)
 
 
 def test_a_part_reaches_up_to_the_first_missing_item_in_the_order_of_the_prompt(world):
@@ -190,7 +190,7 @@ def test_items_that_were_handed_out_are_given_back_by_all_ranks(world):
 def test_what_the_prefix_cache_covers_is_not_taken(world):
     world.follow((0,), (LAYOUT,) * 3)
     (part,) = world.early.take()
-    assert read(part) == Beginning("r", (0,), (None,)), "the text behind it"
+    assert read(part) == Beginning("r", (0,), (None,), 2), "the text behind it"
     assert not world.claims.taken
     world.arrive(2)
     _, carried = world.part()
@@ -211,37 +211,49 @@ def test_other_outcomes_are_not_taken(world):
 
 # The rule.
 
-AUTO = Policy(False, 100, 1)
+AUTO = Policy(False, 1)
+
+
+def test_a_part_has_as_many_tokens_as_the_smallest_pass_has_time_for():
+    # A pass takes 40 ms at least, and a token one.
+    assert AUTO.least(0.04, 0.001, decoding=False) == 40
+    assert AUTO.least(0.04, 0.001, decoding=True) == 160
+    assert Policy(False, 64).least(0.04, 0.001, decoding=False) == 65, "less than a page is lost"
+    assert AUTO.least(0.0, 0.0, decoding=True) == 2, "nothing has been prefilled yet"
+    assert Policy(True, 1).least(0.04, 0.001, decoding=True) == 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "left_s", "busy", "worth"),
-    [
-        (25, 1.0, IDLE, True),
-        (24, 1.0, IDLE, False),
-        (99, 1.0, (False, True), False),
-        (100, 1.0, (False, True), True),
-        (1000, 1e9, (True, False), False),
-        # A token takes 10 ms.
-        (40, 0.1, IDLE, True),
-        (40, 0.09, IDLE, False),
-    ],
-    ids=["large", "small", "beside decoding", "a chunk", "others wait", "far", "near"],
+    ("part_s", "left_s", "waiting", "may"),
+    [(0.4, 0.1, False, True), (0.4, 0.09, False, False), (0.4, 1e9, True, False)],
+    ids=["far", "near", "others wait"],
 )
-def test_a_part_has_to_be_worth_a_pass(tokens, left_s, busy, worth):
-    assert AUTO.worth(tokens, left_s, 0.01, lambda: busy) is worth
+def test_a_part_uses_idle_time_and_ends_soon(part_s, left_s, waiting, may):
+    assert AUTO.may(part_s, left_s, waiting=waiting) is may
+    assert Policy(True, 1).may(part_s, left_s, waiting=waiting)
 
 
-def test_every_part_is_where_that_is_asked_for():
-    policy = Policy(True, 100, 16)
-    assert policy.worth(17, 0.0, 1.0, lambda: (True, True))
-    assert not policy.worth(16, 1e9, 0.0, lambda: IDLE), "a page would be computed for nothing"
+def test_a_part_waits_for_more_items_or_for_others_to_end():
+    world = World(AUTO)
+    world.parts.prefill_s, world.parts.token_s = 12e-9, 1e-9
+    world.follow()
+    assert not world.early.take(), "two tokens"
+    world.parts.load = False, True
+    world.arrive(0)
+    assert not world.early.take()
+    assert not world.claims.taken, "15 of 48 tokens"
+    world.parts.load = True, False
+    assert not world.early.take()
+    assert not world.claims.taken, "others wait"
+    world.parts.load = IDLE
+    _, carried = world.part()
+    assert (carried.items, carried.least) == ((0,), 12)
 
 
 def test_the_last_item_is_as_far_off_as_those_before_it_took(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(early_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    world = World(Policy(False, 4, 1))
+    world = World(Policy(False, 1))
     world.follow()
     (_text,) = world.early.take()
     world.parts.token_s = 1.0

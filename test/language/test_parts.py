@@ -3,11 +3,13 @@ waits for more than the part that runs."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_epd.language import parts as parts_module
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.parts import Parts
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
@@ -89,12 +91,12 @@ class Scheduler:
 class World:
     def __init__(self) -> None:
         self.scheduler, self.tally = Scheduler(), Tally()
-        self.parts = Parts(self.scheduler, self.scheduler, PAGE, LEAST, self.tally)
+        self.parts = Parts(self.scheduler, self.scheduler, PAGE, self.tally)
         self.gate = PrefixGate(self.scheduler, self.scheduler, None, lambda _: [], self.parts)
 
     def begin(self, tokens: int, rid: str = "r.early-1") -> Request:
         """A part of the request "r" comes."""
-        self.parts.expect(rid, "r")
+        self.parts.expect(rid, "r", LEAST)
         return self.come(Request(rid, tokens))
 
     def come(self, request: Request) -> Request:
@@ -190,7 +192,7 @@ def test_a_part_that_waits_when_the_last_item_lands_is_withdrawn(world):
 
 def test_a_part_that_comes_after_the_outcome_is_withdrawn(world):
     """Both in one tick: the ranks read all messages before they queue a request."""
-    world.parts.expect("r.early-1", "r")
+    world.parts.expect("r.early-1", "r", LEAST)
     world.parts.settle("r")
     part = world.come(Request("r.early-1", 20))
     assert part not in world.scheduler.queue
@@ -250,7 +252,7 @@ def test_covered_items_have_to_be_in_the_tree(world):
     part.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
     expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
     mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
-    world.parts.expect(part.rid, "r")
+    world.parts.expect(part.rid, "r", LEAST)
     assert world.come(part) not in world.scheduler.queue
     assert world.count("failed") == 1
 
@@ -262,7 +264,7 @@ def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
     expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
     mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
     world.scheduler.cached = 12
-    world.parts.expect(part.rid, "r")
+    world.parts.expect(part.rid, "r", LEAST)
     assert world.come(part) in world.scheduler.queue
     world.scheduler.cached = 0
     assert not world.run(part)
@@ -275,6 +277,28 @@ def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
 
 def test_courses_of_requests_that_sglang_refuses_are_not_kept_for_ever(world):
     for number in range(1000):
-        world.parts.expect(f"{number}.early-1", str(number))
+        world.parts.expect(f"{number}.early-1", str(number), LEAST)
         world.parts.settle(str(number))
     assert len(world.parts._courses) <= 256
+
+
+def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(parts_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def prefill(tokens: int, seconds: float, *, chunked: bool = False) -> None:
+        request = world.come(Request(str(tokens), tokens))
+        assert world.run(request)
+        clock.now += seconds
+        world.parts.ended(request, chunked=chunked)
+        clock.now += 5.0
+        world.parts.ended(request)  # another token of its answer
+
+    prefill(10, 2.0)
+    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.2)
+    prefill(100, 4.0)
+    prefill(50, 4.0)
+    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.04)
+    assert not world.parts.any, "nothing has to be looked at"
+    prefill(1000, 4.0, chunked=True)
+    assert world.parts.token_s == 9.0 / 1000, "all of its chunks"

@@ -95,9 +95,13 @@ class Part:
 def test_a_part_is_not_streamed(monkeypatch):
     parts = [Part(), Part()]
     others = [Part(), Part()]
-    monkeypatch.setattr(
-        prefix.Installed, "parts", SimpleNamespace(any=True, ended=lambda one: one in parts)
-    )
+
+    def ended(request: Any, *, chunked: bool) -> bool:
+        assert chunked == (request is skipped)
+        return request in parts
+
+    skipped: Any = parts[0]
+    monkeypatch.setattr(prefix.Installed, "parts", SimpleNamespace(any=True, ended=ended))
     streamed = []
 
     def original(*arguments: Any) -> None:
@@ -105,6 +109,7 @@ def test_a_part_is_not_streamed(monkeypatch):
 
     prefix.stream(original, "streamer", [*parts, *others], True, parts[0])
     assert streamed == [("streamer", others, True, parts[0])]
+    skipped = None
     prefix.stream(original, "streamer", parts, False, skip_req=None)
     assert len(streamed) == 1, "there is nothing to send"
 

@@ -347,7 +347,7 @@ class Backend:
         """The request, ready to run; nothing where it cannot."""
         assert self._parts is not None
         assert self._lay_out_part is not None
-        self._parts.expect(request.rid, part.of)
+        self._parts.expect(request.rid, part.of, part.least)
         expect = self._gate.announced(part.of) if self._gate is not None else None
         try:
             received = iter(self._receive(Settled("", part.landed)))

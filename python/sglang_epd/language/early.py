@@ -9,6 +9,7 @@ is in flight.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from array import array
@@ -51,43 +52,40 @@ class Policy:
     """Says whether a part is worth a forward pass.
 
     Prefilling early gains what the accelerator would have been idle for. So there is no part
-    while others wait to be prefilled, which have the accelerator already. A pass costs some
-    milliseconds beside its tokens: where nothing else runs a quarter of a chunk is worth them,
-    and a whole one where others decode, who wait for each pass. And a part that would still
-    run when the last item lands delays its request by that cost; so the last item has to be
-    further off than a quarter of the part's time.
+    while others wait to be prefilled, which have the accelerator already. A pass takes some
+    time however small it is, and so many tokens come free. A part has as many tokens as that;
+    and four times as many where others decode, who wait for each pass. A part that still runs
+    when the last item lands delays its request by the cost of a pass; so the last item has to
+    be further off than a quarter of the part's time.
 
     Args:
         always: every part is.
-        chunk: tokens of a chunk of a prefill.
         page: tokens of a page of KV.
     """
 
     always: bool
-    chunk: int
     page: int
 
-    @property
-    def least(self) -> int:
-        """New tokens of the smallest part."""
-        return self.page + 1 if self.always else max(self.chunk // 4, self.page + 1)
-
-    def worth(
-        self, tokens: int, left_s: float, token_s: float, busy: Callable[[], tuple[bool, bool]]
-    ) -> bool:
-        """Whether to prefill a part now.
+    def least(self, prefill_s: float, token_s: float, *, decoding: bool) -> int:
+        """New tokens of the smallest part.
 
         Args:
-            tokens: new ones.
-            left_s: seconds until the last item lands, as far as can be told.
-            token_s: seconds that a token took lately; 0 where that is unknown.
-            busy: whether others wait to be prefilled, and whether any decode.
+            prefill_s: seconds of the smallest pass; 0 where that is unknown.
+            token_s: seconds of a token of a large one.
+            decoding: whether others decode.
         """
-        if tokens < self.least or self.always:
-            return tokens >= self.least
-        waiting, decoding = busy()
-        enough = not decoding or tokens >= self.chunk
-        return enough and not waiting and left_s >= tokens * token_s / 4
+        free = 0.0 if self.always or not token_s else prefill_s / token_s
+        return max(self.page + 1, math.ceil(free * (4 if decoding else 1)))
+
+    def may(self, part_s: float, left_s: float, *, waiting: bool) -> bool:
+        """Whether a part that is large enough is to be prefilled now.
+
+        Args:
+            part_s: seconds that it takes.
+            left_s: seconds until the last item lands, as far as can be told.
+            waiting: whether others wait to be prefilled.
+        """
+        return self.always or (not waiting and left_s >= part_s / 4)
 
 
 @dataclass
@@ -106,6 +104,8 @@ class _Followed:
     # Tokens that a part has ended at, whatever became of it.
     done: int = 0
     in_flight: bool = False
+    # New tokens that the next part is run for.
+    least: int = 1
     # Of the part in flight.
     trace: Span = field(default=OFF)
 
@@ -235,14 +235,18 @@ class Early:
             one.in_flight = False
             one.trace.end()
         count = one.leading()
-        tokens = 0
-        if count < len(one.prompt.items):
-            length = one.length(count)
-            tokens = length - max(one.done, self._parts.reached(one.request.rid))
-        if tokens < self._policy.least:
-            del self._stirred[one.claim]  # until another item lands
+        if count == len(one.prompt.items):
+            del self._stirred[one.claim]
             return
-        if not self._policy.worth(tokens, one.left_s(now), self._parts.token_s, self._parts.busy):
+        length, parts = one.length(count), self._parts
+        tokens = length - max(one.done, parts.reached(one.request.rid))
+        waiting, decoding = parts.busy()
+        one.least = self._policy.least(parts.prefill_s, parts.token_s, decoding=decoding)
+        if tokens < one.least:
+            if not decoding:
+                del self._stirred[one.claim]  # until another item lands
+            return
+        if not self._policy.may(tokens * parts.token_s, one.left_s(now), waiting=waiting):
             return
         one.done, one.in_flight = length, True
         needed = tuple(sorted(set(one.prompt.items[:count]) - one.covered))
@@ -259,7 +263,9 @@ class Early:
         # SGLang aborts requests by the beginnings of their ids.
         rid = f"{one.request.rid}{PART}{secrets.token_hex(4)}"
         part = self._make(one.request, rid, ids)
-        carried = wire.Beginning(one.request.rid, items, tuple(landed[item] for item in items))
+        carried = wire.Beginning(
+            one.request.rid, items, tuple(landed[item] for item in items), one.least
+        )
         manifest.carry(part, manifest.write(carried, self._secret))
         if one.claim in self._followed:
             one.trace = one.span.child("epd_prefill_early", items=count, tokens=one.done)

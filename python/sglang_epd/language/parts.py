@@ -53,48 +53,50 @@ class Parts:
         tree: this rank's radix tree.
         queue: this rank's scheduler.
         page: tokens of a page of KV.
-        least: new tokens of a part; one of which the tree has more is not run.
         tally: counts parts, on the rank that leads.
 
     Attributes:
         broken: whether a part's prompt could not be laid out; there are no more then.
-        token_s: seconds of a token, of the parts that have run.
+        prefill_s: seconds of the fastest prefill of any request; 0 before the first one.
+        token_s: seconds of a token, where a token took least.
     """
 
-    def __init__(self, tree: Tree, queue: Queue, page: int, least: int, tally: Tally) -> None:
+    def __init__(self, tree: Tree, queue: Queue, page: int, tally: Tally) -> None:
         self._tree = tree
         self._queue = queue
         self._page = page
-        self._least = least
         self._tally = tally
         # By the id of their request, from its first part until SGLang queues it.
         self._courses: dict[str, _Course] = {}
-        # By id: whose parts they are, until SGLang queues them.
-        self._awaited: dict[str, str] = {}
+        # By id: whose parts they are, and their least tokens, until SGLang queues them.
+        self._awaited: dict[str, tuple[str, int]] = {}
         self._parts: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
         # Requests that are queued, and had parts.
         self._queued: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
+        # When requests were taken into a batch, with how many tokens, until their first output.
+        self._timed: WeakKeyDictionary[Any, tuple[float, int]] = WeakKeyDictionary()
         self.broken = False
-        self.token_s = 0.0
+        self.prefill_s = self.token_s = 0.0
 
     @property
     def any(self) -> bool:
-        """Whether there may be a part that has not been dropped."""
-        return len(self._parts) > 0
+        """Whether the next output may be a part's, or a request's first one."""
+        return len(self._parts) > 0 or len(self._timed) > 0
 
     def has(self, request: Any) -> bool:
         """Whether a request is a part that was queued."""
-        return self.any and request in self._parts
+        return len(self._parts) > 0 and request in self._parts
 
-    def expect(self, rid: str, of: str) -> None:
-        """A part is about to be queued."""
+    def expect(self, rid: str, of: str, least: int) -> None:
+        """A part is about to be queued, to be run for so many new tokens at least."""
         course = self._courses.setdefault(of, _Course())
         course.part, course.over, course.began = None, False, None
-        self._awaited[rid] = of
+        self._awaited[rid] = of, least
 
     def fail(self, rid: str) -> None:
         """A part that was expected will not come."""
-        course = self._courses.get(self._awaited.pop(rid, ""))
+        of, _ = self._awaited.pop(rid)
+        course = self._courses.get(of)
         self._tally.add("parts", "failed")
         if course is not None:
             course.over = True
@@ -106,12 +108,13 @@ class Parts:
             # It has lost its match, or gave way to others.
             self._drop(request, self._parts[request], "failed")
             return False
-        of = self._awaited.pop(request.rid, None)
-        if of is None:
+        awaited = self._awaited.pop(request.rid, None)
+        if awaited is None:
             course = self._courses.get(request.rid)
             if course is not None and course.settled:
                 self._queued[request] = self._courses.pop(request.rid)
             return None
+        of, least = awaited
         course = self._courses.get(of, _Course(settled=True))
         self._parts[request] = course
         if course.settled:
@@ -120,7 +123,7 @@ class Parts:
         length, _ = self._tree.match(request)
         covered = all(end(item) <= length for item, _ in bare_items(request))
         course.reached = max(course.reached, length)
-        if not covered or self._whole(request) - length < self._least:
+        if not covered or self._whole(request) - length < least:
             self._drop(request, course, "covered" if covered else "failed")
             return False
         if course.base is None:
@@ -137,8 +140,8 @@ class Parts:
 
     def taken(self, request: Any) -> None:
         """A request goes into the next batch."""
-        if not self._queued and not self._parts:
-            return
+        tokens = len(request.origin_input_ids) - request.prefix_len
+        self._timed[request] = time.monotonic(), tokens
         if (course := self._parts.get(request)) is not None:
             course.began = course.began or time.monotonic()
             return
@@ -148,9 +151,18 @@ class Parts:
             # What was prefilled early for it is not reported as cached.
             request.already_computed = max(request.prefix_len - course.base, 0)
 
-    def ended(self, request: Any) -> bool:
-        """Whether a request that SGLang would stream is a part, which may have ended."""
-        course = self._parts.get(request) if self.any else None
+    def ended(self, request: Any, *, chunked: bool = False) -> bool:
+        """Whether a request that SGLang would stream is a part, which may have ended.
+
+        Args:
+            chunked: whether more chunks of it follow.
+        """
+        if not chunked and (timed := self._timed.pop(request, None)) is not None:
+            since, tokens = timed
+            took = time.monotonic() - since
+            self.prefill_s = min(self.prefill_s or took, took)
+            self.token_s = min(self.token_s or took, took / max(tokens, 1))
+        course = self._parts.get(request)
         if course is None:
             return False
         if request.finished() and course.part is request and not course.over:
@@ -162,7 +174,6 @@ class Parts:
                 self._tally.add("parts", "failed")
             else:
                 course.reached = max(course.reached, self._whole(request))
-                self.token_s = spent / computed
                 self._tally.add("parts", "done")
                 self._tally.add("tokens", amount=computed)
         return True

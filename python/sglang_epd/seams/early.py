@@ -4,7 +4,7 @@ is written.
 Leans on the fields of `managers.io_struct.TokenizedGenerateReqInput`; on
 `sampling.sampling_params.SamplingParams`, of which no tokens may be asked; on a fake bootstrap
 (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`), by which a prefill server sends no KV; and on the
-scheduler's `tree_cache`, `is_generation`, `page_size` and `chunked_prefill_size`.
+scheduler's `tree_cache`, `is_generation` and `page_size`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from sglang_epd.tally import Tally
 from sglang_epd.transfer.control import Claims
 from sglang_epd.wire.messages import Expect
 
-# Of a chunk, where prompts are not cut.
-_CHUNK = 8192
 # What a request asks of its whole prompt, or that a prefix cannot stand for; and an adapter,
 # which is in use only as long as its request is known to the tokenizer process.
 _WHOLE_PROMPT = (
@@ -70,14 +68,14 @@ def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
     ):
         return None
     page = scheduler.page_size
-    policy = Policy(asked == "on", scheduler.chunked_prefill_size or _CHUNK, page)
+    policy = Policy(asked == "on", page)
     tally = Tally()
     if ranks.leads and get_observability().enable_metrics:
         from sglang_epd.observability.language import EarlyMetrics
         from sglang_epd.observability.metrics import PrometheusTally
 
         tally = PrometheusTally(EarlyMetrics())
-    return policy, Parts(RadixTree(tree), SchedulerQueue(scheduler), page, policy.least, tally)
+    return policy, Parts(RadixTree(tree), SchedulerQueue(scheduler), page, tally)
 
 
 def leading(

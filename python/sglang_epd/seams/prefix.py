@@ -220,7 +220,7 @@ def stream(
     one that has ended may come twice."""
     parts = Installed.parts
     if parts is not None and parts.any:
-        reqs = [one for one in reqs if not parts.ended(one)]
+        reqs = [one for one in reqs if not parts.ended(one, chunked=one is skip_req)]
         if not reqs:
             return
     original(streamer, reqs, return_logprob, skip_req)

@@ -384,11 +384,13 @@ class Beginning(Message, frozen=True, tag="beginning"):
         of: SGLang's id of the other request.
         items: the numbers of the items that the part has, in ascending order.
         landed: each of them; None where the prefix cache had it.
+        least: new tokens, beside what the prefix cache has, that it is run for.
     """
 
     of: str
     items: tuple[int, ...]
     landed: tuple[Landed | None, ...]
+    least: int = 1
 
 
 class Needed(Message, frozen=True, tag="needed"):

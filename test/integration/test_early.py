@@ -14,7 +14,7 @@ from PIL import Image
 from integration.client import Client, Generation, data_url, image_part, text_part, until, user
 from integration.counters import total
 from integration.listener import Site
-from integration.topology import Machine, Topology
+from integration.topology import EARLY, Machine, Topology
 
 TOKENS = 8
 # Behind these servers a request's first token comes from the prefill.
@@ -136,3 +136,24 @@ def test_an_aborted_request_leaves_nothing(
     site.released.set()
     until(lambda: total(late.url, "receiver_held_bytes") == 0, 10.0, "its items are held")
     machine.check(qwen2_5.client(), qwen2_5.model, asked, TOKENS)
+
+
+@pytest.mark.extended
+def test_on_two_ranks_with_pages_and_memory_for_one_request(
+    machine: Machine, site: Site, asked: list[dict[str, Any]]
+) -> None:
+    """Parts of one request and another request fight for the KV cache; none waits for ever."""
+    flags = "--tp 2 --page-size 16 --max-total-tokens 512 --enable-metrics"
+    wanted = Topology("tiny-qwen2_5-vl", ("encoder", "language"), EARLY, {"language": flags})
+    expected = machine.reference(wanted.model, asked, TOKENS)
+    with machine.lend(wanted) as topology:
+        late = Late(topology, "language", site, asked)
+        pool, answer = in_background(topology.client(), late)
+        with pool:
+            late.wait()
+            # What was prefilled has to make room for it.
+            other = [user(*reversed(asked[0]["content"]))]
+            assert topology.client().answer(*other, max_tokens=200)
+            site.released.set()
+            answer.result().check(expected)
+        topology.check_alive()

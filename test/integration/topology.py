@@ -256,7 +256,7 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 # Prompts of tests are too short to be prefilled in parts otherwise.
-_EARLY = {"SGLANG_EPD_PREFILL_EARLY": "on"}
+EARLY = {"SGLANG_EPD_PREFILL_EARLY": "on"}
 _NO_PREFIXES = "--disable-radix-cache"
 # Pictures of these tests are larger.
 _EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
@@ -277,7 +277,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "qwen2_5": lambda: Topology(
         _TINY,
         _FULL,
-        {**_NOTHING_KEPT, **_EARLY},
+        {**_NOTHING_KEPT, **EARLY},
         {
             "language": "--enable-metrics --enable-cache-report",
             "prefill": "--enable-metrics",

@@ -40,7 +40,7 @@ from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, Sender
 from sglang_epd.transfer.writers import RemoteWriter
-from sglang_epd.wire.messages import AskPrefix, Expect, Layout, Offer, Settled, TensorSpec
+from sglang_epd.wire.messages import Arrived, AskPrefix, Expect, Layout, Offer, Settled, TensorSpec
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -234,7 +234,7 @@ def _our_receiver(pipe: Connection, largest: int, landing: str) -> None:
         ticket = pipe.recv()
         claims.claim(ticket, Expect(ticket, 1, 1, 60.0))
         pipe.send("claimed")
-        told: list[Settled | AskPrefix] = []
+        told: list[Settled | AskPrefix | Arrived] = []
         while not told:
             claims.socket.poll(1000)
             told = claims.take()

@@ -30,6 +30,7 @@ from sglang_epd.observability.language import (
     DecisionMetrics,
     DecodeMetrics,
     DispatchMetrics,
+    EarlyMetrics,
     ReceiverMetrics,
     weights_bytes,
 )
@@ -156,7 +157,7 @@ def metrics() -> dict[str, list[Any]]:
     emulated = CollectorRegistry()
     EmulationMetrics(emulated)
     StoreMetrics(encoder)
-    for metrics in (DispatchMetrics, DecisionMetrics, ReceiverMetrics):
+    for metrics in (DispatchMetrics, DecisionMetrics, ReceiverMetrics, EarlyMetrics):
         metrics(language)
     DecodeMetrics(decode)
     return {

@@ -45,6 +45,7 @@ Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")
 Networks = Annotated[tuple[str, ...], Meta(title="CIDRs, with commas between")]
 Switch = Annotated[bool, Meta(title="on, off")]
 LogFormat = Annotated[Literal["text", "json"], Meta(title="text, json")]
+Early = Annotated[Literal["auto", "on", "off"], Meta(title="auto, on, off")]
 Fingerprint = Annotated[Literal["samples", "full"], Meta(title="samples, full")]
 Whole = Annotated[int, Meta(title="whole number", ge=0)]
 Count = Annotated[int, Meta(title="whole number", ge=1)]
@@ -97,6 +98,9 @@ class Settings(Struct, frozen=True, kw_only=True):
             it gets 503.
         encoder_timeout_s [language]: How long one encoder may take for its share of a request
             before others are asked. Unless given, half of the deadline above where that is more.
+        prefill_early [language]: Whether a prompt's beginning is prefilled while its later media
+            are still being encoded: `auto` where a part is large and the server has nothing else
+            to prefill, `on` for every part, `off` for none.
         tell_sources [language]: Whether answers of `/generate` say where their media came from
             (`meta_info.media_sources`). A user learns from it whether another client with the same
             cache salt has sent the same media before.
@@ -177,6 +181,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     dispatch_policy: Text = "affinity"
     encoder_wait_s: Number = 30.0
     encoder_timeout_s: Number = 60.0
+    prefill_early: Early = "auto"
     tell_sources: Switch = True
     receive_budget_mb: Count | None = None
     embedding_cache_mb: Whole | None = None

@@ -153,6 +153,8 @@ HOOKS = (
         "after",
         prefix.release_embedded,
     ),
+    # ... schedulers: parts of prompts that are prefilled early are answered to no client.
+    Hook(_OUTPUTS, "SchedulerOutputStreamer.stream_output", "around", prefix.stream),
     # --language-only prefill, tokenizer process: layouts, for the decode servers.
     Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),
     # Decode, tokenizer process: prompts are laid out by what the prefill server knows.

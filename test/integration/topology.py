@@ -255,6 +255,8 @@ _PP2 = "--pp-size 2"
 _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
+# Prompts of tests are too short to be prefilled in parts otherwise.
+EARLY = {"SGLANG_EPD_PREFILL_EARLY": "on"}
 _NO_PREFIXES = "--disable-radix-cache"
 # Pictures of these tests are larger.
 _EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
@@ -275,8 +277,12 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "qwen2_5": lambda: Topology(
         _TINY,
         _FULL,
-        _NOTHING_KEPT,
-        {"language": "--enable-metrics", "encoder": _CACHE},
+        {**_NOTHING_KEPT, **EARLY},
+        {
+            "language": "--enable-metrics --enable-cache-report",
+            "prefill": "--enable-metrics",
+            "encoder": _CACHE,
+        },
         typed=_TOGETHER,
     ),
     "qwen3": lambda: Topology(

@@ -20,9 +20,19 @@ from sglang_epd.errors import (
 from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
+from sglang_epd.language.parts import Parts
 from sglang_epd.language.relay import RelayError
 from sglang_epd.spans import OFF
-from sglang_epd.wire.messages import AskPrefix, Expect, Landed, Layout, Settled, TensorSpec
+from sglang_epd.tally import Tally
+from sglang_epd.wire.messages import (
+    AskPrefix,
+    Beginning,
+    Expect,
+    Landed,
+    Layout,
+    Settled,
+    TensorSpec,
+)
 from spans import said
 
 SECRET = bytes(range(32))
@@ -42,7 +52,13 @@ class FakeClaims:
         self._settled: list[Settled] = []
 
     def claim(
-        self, claim: str, expect: Expect, covered: tuple[int, ...] = (), *, prefix: bool = False
+        self,
+        claim: str,
+        expect: Expect,
+        covered: tuple[int, ...] = (),
+        *,
+        prefix: bool = False,
+        early: bool = False,
     ) -> None:
         assert claim not in self.claims, "each claim has a name of its own"
         self.claims[claim] = expect
@@ -532,3 +548,96 @@ def test_laying_the_prompt_out_is_a_span(leader, claims, backend, memory, assemb
     assert said(good) == {"rank": 0}
     assert said(bad)["error.type"] == "BAD_REQUEST"
     assert bad.status.description == "too many marks"
+
+
+# Parts of prompts.
+
+
+class Parted:
+    """A rank's backend that has parts, and what it lays out."""
+
+    def __init__(self, memory, gate) -> None:
+        self.laid_out: list[tuple] = []
+        self.error: Exception | None = None
+        self.parts = Parts(None, None, 1, Tally())
+        self.backend = Backend(
+            partial(memory.rank(0).receive, reader=0),
+            0,
+            assemble=lambda _request, _items: LAID_OUT,
+            abortable=lambda r: f"abort {r.rid}",
+            secret=SECRET,
+            lay_out=lambda _request, _expect: LAID_OUT,
+            gate=gate,
+            span_of=lambda _request: OFF,
+            parts=self.parts,
+            lay_out_part=self.lay_out,
+        )
+
+    def lay_out(self, _request, items, expect):
+        if self.error:
+            raise self.error
+        self.laid_out.append((items, expect))
+        return LAID_OUT
+
+
+@pytest.fixture
+def parted(memory, gate):
+    gate.announced = lambda rid: laid("ab") if rid == "parked" else None
+    return Parted(memory, gate)
+
+
+def laid(letters: str) -> Expect:
+    keys = tuple(letter.encode() * 32 for letter in letters)
+    return Expect("ticket", len(letters), 1, 60.0, keys, (LAYOUT,) * len(letters))
+
+
+def test_a_part_is_laid_out_with_the_items_that_have_landed(parted, memory):
+    item = memory.land(1.0)
+    part = request("r.early-1", Beginning("r", (1,), (item,)))
+    assert parted.backend.sort_out([part]) == ([part], [])
+    (((received,), expect),) = parted.laid_out
+    assert (received.key, expect) == (item.key, None)
+    assert list(part.input_ids) == LAID_OUT.input_ids
+    assert part.mm_inputs is LAID_OUT
+    parted.laid_out.clear()
+    del received
+    assert memory.drops(item)[0] == 1
+
+
+def test_a_part_of_text_alone_needs_no_layout(parted):
+    part = request("r.early-1", Beginning("r", (), ()), input_ids=array("q", [1]))
+    assert parted.backend.sort_out([part]) == ([part], [])
+    assert not parted.laid_out
+    assert list(part.input_ids) == [1]
+
+
+def test_covered_items_of_a_part_have_the_layouts_of_their_announcement(parted, memory):
+    item = memory.land(1.0)
+    part = request("parked.early-1", Beginning("parked", (0, 1), (None, item)))
+    assert parted.backend.sort_out([part])[0] == [part]
+    (((covered, received), expect),) = parted.laid_out
+    assert (covered.key, received.key) == (b"a" * 32, item.key)
+    assert expect == laid("ab")
+
+
+@pytest.mark.parametrize("error", [None, MediaError("no"), ValueError("surprise")])
+def test_a_part_that_cannot_be_laid_out_is_dropped_without_a_word(parted, memory, error):
+    """Its request goes on: it is no failure of anybody's."""
+    item = memory.land(1.0)
+    parted.error = error
+    missing = (None,) if error is None else ()
+    carried = Beginning("gone", (0, 1)[: 1 + len(missing)], (item, *missing))
+    assert parted.backend.sort_out([request("gone.early-1", carried)]) == ([], [])
+    assert parted.parts.broken is (error is not None)
+    assert not parted.parts.alive("gone")
+    # pytest keeps the log's frames, which hold the item.
+    assert error is not None or memory.drops(item)[0] == 1
+
+
+def test_a_user_may_call_a_request_like_a_part(parted, memory):
+    waiting = request("r.early-1", settled(memory.land(1.0)))
+    assert parted.backend.sort_out([waiting]) == ([waiting], [])
+    forged = request("r.early-1")
+    forged.encoder_urls = manifest.write(Beginning("r", (), ()), bytes(32))
+    ready, failed = parted.backend.sort_out([forged])
+    assert (ready, len(failed)) == ([], 1)

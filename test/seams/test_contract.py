@@ -43,6 +43,8 @@ arg_groups.fields.observability
     flags: Observability(log_level_http enable_metrics)
 arg_groups.fields.parallel
     flags: Parallel(tp_size pp_size dp_size attn_dp_size attn_cp_size nnodes)
+arg_groups.fields.schedule
+    flags: Schedule(max_queued_requests)
 arg_groups.fields.serving
     flags: Serving(host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode api_key
         ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh
@@ -65,6 +67,11 @@ distributed.device_communicators.mooncake_transfer_engine
 managers.io_struct
     seams/adaptive: GenerateReqInput(image_data stream background)
     seams/adaptive: TokenizedGenerateReqInput(mm_inputs)
+    seams/early: TokenizedGenerateReqInput(session_params session_id input_embeds token_type_ids
+        positional_embed_overrides multi_item_delimiter_indices token_indices_to_pool
+        return_hidden_states return_routed_experts return_indexer_topk lora_id stream
+        return_logprob logprob_start_len top_logprobs_num token_ids_logprob return_sampling_mask
+        require_reasoning custom_logit_processor time_stats bootstrap_host bootstrap_room)
     seams/embeddings: EmbeddingReqInput(rid is_single batch_size image_data video_data audio_data
         background)
     seams/embeddings: TokenizedEmbeddingReqInput(rid input_ids input_text mm_inputs sampling_params
@@ -80,6 +87,8 @@ managers.schedule_batch
     families/proof: MultimodalDataItem(offsets padding_values padding_sequence)
     language/assembly: MultimodalDataItem(modality precomputed_embeddings)
     language/assembly: MultimodalProcessorOutput(mm_items input_ids)
+    language/parts: Req(already_computed cached_tokens finished_reason retracted_stain
+        skip_radix_cache_insert)
     modality: Modality(IMAGE VIDEO AUDIO)
     seams/adaptive: MultimodalDataItem(offsets)
     seams/identities: MultimodalDataItem(modality set_identity)
@@ -90,7 +99,9 @@ managers.schedule_policy
     seams/prefix: AddReqResult(CONTINUE NO_TOKEN)
     seams/prefix: PrefillAdder(can_run_list)
 managers.scheduler
-    seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue)
+    seams/early: Scheduler(is_generation page_size)
+    seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
+        running_batch disagg_prefill_inflight_queue)
     seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config)
 managers.scheduler_components.idle_sleeper
     seams/scheduler: IdleSleeper(poller)

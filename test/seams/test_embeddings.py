@@ -197,7 +197,7 @@ class Claims:
         self.claimed: list[tuple[str, Expect]] = []
         self.settled: list[Settled] = []
 
-    def claim(self, name, expect, covered, *, prefix):
+    def claim(self, name, expect, covered, *, prefix, early):
         self.claimed.append((name, expect))
 
     def take(self) -> list[Settled]:

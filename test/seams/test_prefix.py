@@ -18,6 +18,7 @@ class FakeGate:
     passes: bool = True
     runs: bool = True
     locks: int = 1
+    yields: bool = False
     told: list[tuple] = field(default_factory=list)
 
     def admit(self, request: Any, *, retracted: bool = False) -> bool:
@@ -34,6 +35,9 @@ class FakeGate:
     def let_go(self) -> None:
         self.told.append(("let_go",))
         self.locks = 0
+
+    def gives_way(self, request: Any) -> bool:
+        return self.yields
 
 
 @pytest.fixture
@@ -73,6 +77,41 @@ def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
     assert prefix.add_one(original, adder, one, has_chunked_req=False) is wanted
     assert (("taken", "r") in gate.told) == added
     assert (("let_go",) in gate.told) == (result == "NO_TOKEN")
+
+
+@pytest.mark.parametrize(("added", "passed"), [(True, "NO_TOKEN"), (False, "CONTINUE")])
+def test_those_behind_a_part_that_there_is_no_memory_for_are_looked_at(sglang, gate, added, passed):
+    """Unless it is the part that has taken the last of it."""
+    results, gate.yields = sglang("managers.schedule_policy").AddReqResult, True
+    one = request()
+    adder = SimpleNamespace(can_run_list=[one] if added else [])
+    assert prefix.add_one(lambda *_: results.NO_TOKEN, adder, one) is results[passed]
+
+
+class Part:
+    """A request, which is a part of a prompt."""
+
+
+def test_a_part_is_not_streamed(monkeypatch):
+    parts = [Part(), Part()]
+    others = [Part(), Part()]
+
+    def ended(request: Any, *, chunked: bool) -> bool:
+        assert chunked == (request is skipped)
+        return request in parts
+
+    skipped: Any = parts[0]
+    monkeypatch.setattr(prefix.Installed, "parts", SimpleNamespace(any=True, ended=ended))
+    streamed = []
+
+    def original(*arguments: Any) -> None:
+        streamed.append(arguments)
+
+    prefix.stream(original, "streamer", [*parts, *others], True, parts[0])
+    assert streamed == [("streamer", others, True, parts[0])]
+    skipped = None
+    prefix.stream(original, "streamer", parts, False, skip_req=None)
+    assert len(streamed) == 1, "there is nothing to send"
 
 
 @pytest.mark.parametrize(

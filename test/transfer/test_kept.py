@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -284,6 +285,90 @@ def test_a_request_that_ends_while_the_prefix_cache_is_asked_is_told_so():
     books.ledger.check_integrity()
 
 
+def test_items_are_handed_out_before_the_others_are_here_and_again_with_them():
+    books = Books()
+    expect = books.expect("t", "???")
+    claim = wire.Claim("c", expect, 0, READERS, early=True)
+    books.ledger.claim(SCHEDULER, claim, 0.0)
+    books.deliver("t", 1, "b")
+    books.deliver("t", 0, "a")
+    arrived = [wire.Arrived("c", number, LAYOUT.tokens) for number in (1, 0)]
+    assert books.outcomes() == arrived, "each once"
+    books.ledger.hand_part(SCHEDULER, wire.TakePart("t", "c", "p", (1,)))
+    ((none, part, none_either),) = books.settled()
+    assert (none, none_either) == (None, None)
+    assert part.key == key("b")
+    books.drop(part)
+    assert not books.reservations.freed, "its request has yet to come"
+    books.deliver("t", 2, "c")
+    (items,) = books.settled()
+    assert [item.key for item in items] == [key("a"), key("b"), key("c")]
+    books.drop(*items)
+    assert len(books.reservations) == 0
+    books.ledger.check_integrity()
+
+
+def test_a_part_in_use_keeps_its_items_from_others_after_its_request_has_failed():
+    books = Books()
+    claim = wire.Claim("c", books.expect("t", "??"), 0, READERS, early=True)
+    books.ledger.claim(SCHEDULER, claim, 0.0)
+    books.deliver("t", 0, "a")
+    books.ledger.hand_part(SCHEDULER, wire.TakePart("t", "c", "p", (0,)))
+    _, settled = books.outcomes()
+    books.ledger.fail("t", EncodeError("no"), 0.0)
+    assert len(books.reservations) == 1
+    books.drop(*filter(None, settled.items))
+    assert len(books.reservations) == 0
+
+
+@pytest.mark.parametrize(
+    ("ticket", "claim", "items"), [("u", "c", (0,)), ("t", "d", (0,)), ("t", "c", (0, 1))]
+)
+def test_a_part_of_what_is_not_here_is_refused(ticket, claim, items):
+    books = Books()
+    early = wire.Claim("c", books.expect("t", "??"), 0, READERS, early=True)
+    books.ledger.claim(SCHEDULER, early, 0.0)
+    books.deliver("t", 0, "a")
+    books.outcomes()
+    books.ledger.hand_part(SCHEDULER, wire.TakePart(ticket, claim, "p", items))
+    (refused,) = books.outcomes()
+    assert (refused.claim, refused.items) == ("p", ())
+    assert refused.code == "RequestCancelledError"
+
+
+def early_claim(books: Books, expect: wire.Expect, name: str = "c") -> None:
+    claim = wire.Claim(name, expect, 0, READERS, prefix=name == "c", early=True)
+    books.ledger.claim(SCHEDULER, claim, 0.0)
+
+
+def test_a_claim_that_follows_another_is_told_of_what_was_here_before_it():
+    books = keeping()
+    serve(books, "before", "a")
+    books.ledger._see(key("b"))
+    expect = books.expect("t", "??")
+    early_claim(books, expect)
+    books.ledger.offer(offer("t", 0, "a"), 0.0)
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+    books.ledger.offer(offer("t", 1, "b"), 0.0)
+    assert [type(outcome) for outcome in books.outcomes()] == [wire.AskPrefix]
+    early_claim(books, expect, "d")
+    assert books.outcomes() == [wire.Arrived("d", 0, LAYOUT.tokens)]
+
+
+def test_an_item_that_had_to_make_room_is_told_of_again_when_it_is_back():
+    books = keeping()
+    serve(books, "before", "a")
+    early_claim(books, books.expect("t", "a?"))
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+    books.claim(books.expect("u"), "u")
+    large = books.deliver("u", 0, "u", pages=PAGES)
+    assert books.kept == "", "it made room"
+    books.outcomes()
+    books.drop(wire.Landed(key("u"), LAYOUT, large.nbytes, large.slot, large.offset))
+    books.deliver("t", 0, "a")
+    assert books.outcomes() == [wire.Arrived("c", 0, LAYOUT.tokens)]
+
+
 @dataclass
 class Told:
     """The model of a request: what it was announced as, and what came of it since."""
@@ -301,6 +386,8 @@ class Told:
     asked: float | None = None
     closed: bool = False
     claim: wire.Claim | None = None
+    # Items that its claimant was told of before the others.
+    arrived: set[int] = field(default_factory=set)
 
     def hopes(self, now: float) -> bool:
         """Whether an offer of an item that was here before waits."""
@@ -323,6 +410,8 @@ class KeptMachine(RuleBasedStateMachine):
         self.open: dict[str, Told] = {}
         self.reading: list[tuple[wire.Landed | None, ...]] = []
         self.contents: dict[int, bytes] = {}
+        # By name: the ticket, the claim, and the items that were asked for.
+        self.parts: dict[str, tuple[str, str, set[int]]] = {}
         for letter in sorted(before):
             self.ledger._see(key(letter))
 
@@ -342,6 +431,9 @@ class KeptMachine(RuleBasedStateMachine):
                 assert not told.wanted & items, "it was asked for before"
                 told.wanted |= items
         for outcome in self.books.outcomes():
+            if isinstance(outcome, wire.Arrived) or outcome.claim in self.parts:
+                self.look_early(outcome)
+                continue
             ticket = self.claimed()[outcome.claim]
             told = self.open[ticket]
             if isinstance(outcome, wire.AskPrefix):
@@ -366,6 +458,49 @@ class KeptMachine(RuleBasedStateMachine):
             del self.open[ticket]
         for ticket in self.open:
             assert not self.may_ask(ticket), "its prefix cache should have been asked"
+
+    def look_early(self, outcome: wire.Arrived | wire.Settled) -> None:
+        """Word of an item, or items, before the others are here."""
+        if isinstance(outcome, wire.Arrived):
+            told = self.open[self.claimed()[outcome.claim]]
+            assert outcome.item not in told.claim.covered
+            assert outcome.tokens == LAYOUT.tokens
+            told.arrived.add(outcome.item)
+            return
+        ticket, claim, items = self.parts.pop(outcome.claim)
+        told = self.open.get(ticket)
+        if outcome.code:
+            assert not outcome.items
+            gone = told is None or told.claim is None or told.claim.claim != claim
+            here = set() if gone else self.here(ticket)
+            assert not items <= here, "they are here"
+            return
+        keys = [key(one) if number in items else None for number, one in enumerate(told.letters)]
+        assert [item and item.key for item in outcome.items] == keys
+        self.reading.append(tuple(filter(None, outcome.items)))
+
+    def here(self, ticket: str) -> set[int]:
+        every = enumerate(self.ledger._entries[ticket].items)
+        return {number for number, item in every if item.here}
+
+    @precondition(lambda self: any(told.arrived for told in self.open.values()))
+    @rule(data=st.data(), over=st.sampled_from((False, False, True)))
+    def take_part(self, data: st.DataObject, over: bool) -> None:
+        """Some of the items that it was told of; they may have had to make room since."""
+        early = sorted(ticket for ticket, told in self.open.items() if told.arrived and told.claim)
+        if not early:
+            return
+        ticket = data.draw(st.sampled_from(early))
+        told = self.open[ticket]
+        items = data.draw(st.sets(st.sampled_from(sorted(told.arrived)), min_size=1))
+        claim = "another" if over else told.claim.claim
+        name = f"p{next(self.names)}"
+        self.parts[name] = ticket, claim, items
+        part = wire.TakePart(ticket, claim, name, tuple(sorted(items)))
+        self.ledger.hand_part(SCHEDULER, part)
+        assert name in self.parts
+        self.look()
+        assert name not in self.parts, "it is not answered"
 
     def may_ask(self, ticket: str) -> bool:
         """Whether its claimant is to look into its prefix cache, now."""
@@ -409,7 +544,10 @@ class KeptMachine(RuleBasedStateMachine):
         told.needs = needs if asked else told.needs | needs
         told.decided, told.closed = True, told.closed or looked
         name = f"c{next(self.names)}"
-        told.claim = wire.Claim(name, told.expect, 0, READERS, tuple(sorted(covered)), prefix)
+        told.arrived.clear()
+        told.claim = wire.Claim(
+            name, told.expect, 0, READERS, tuple(sorted(covered)), prefix, early=True
+        )
         self.ledger.claim(SCHEDULER, told.claim, self.now)
         self.look()
         for item in covered if ticket in self.open else ():
@@ -498,6 +636,12 @@ class KeptMachine(RuleBasedStateMachine):
         self.ledger.check_integrity()
         assert self.ledger._entries.keys() == self.open.keys()
         assert self.books.reservations.kept_bytes <= self.kept_pages * PAGE
+
+    @invariant()
+    def an_early_claim_knows_what_is_here(self) -> None:
+        for ticket, told in self.open.items():
+            if told.claim is not None:
+                assert self.here(ticket) - set(told.claim.covered) <= told.arrived
 
     @invariant()
     def what_is_not_here_was_asked_for(self) -> None:

@@ -97,6 +97,13 @@ within_a_server = st.one_of(
         keys=st.lists(keys, max_size=2).map(tuple),
         layouts=st.lists(layouts, max_size=2).map(tuple),
     ),
+    of(wire.Arrived),
+    of(wire.TakePart, items=st.lists(numbers, max_size=3).map(tuple)),
+    of(
+        wire.Beginning,
+        items=st.lists(numbers, max_size=2).map(tuple),
+        landed=st.lists(st.none() | of(wire.Landed), max_size=2).map(tuple),
+    ),
     of(wire.Needed, items=st.lists(numbers, max_size=3).map(tuple)),
     of(wire.Settled, items=st.lists(st.none() | of(wire.Landed), max_size=2).map(tuple)),
     of(wire.Abandon),

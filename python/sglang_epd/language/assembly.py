@@ -123,6 +123,18 @@ def lay_out_bare(
     return output, rows
 
 
+def lay_out_some(
+    processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
+) -> tuple[Any, list[Rows]]:
+    """As `lay_out_bare`, with rows of those items that are `ReceivedItem`."""
+    output, rows = lay_out_bare(processor, prompt, items)
+    for mm_item, its in zip(output.mm_items, rows, strict=True):
+        item = items[its.item]
+        if isinstance(item, ReceivedItem):
+            mm_item.precomputed_embeddings = item.embedding[its.first : its.first + its.count]
+    return output, rows
+
+
 def _lay_out(
     processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
 ) -> tuple[Any, list[Rows]]:

@@ -31,9 +31,20 @@ from sglang_epd.language.relay import Receive, RelayError
 from sglang_epd.spans import OFF, Span
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.transfer.control import GRACE_S, Claims
-from sglang_epd.wire.messages import MAX_HEADER_BYTES, AskPrefix, Expect, Settled, encode_message
+from sglang_epd.wire.http import ItemLayout
+from sglang_epd.wire.messages import (
+    MAX_HEADER_BYTES,
+    Arrived,
+    AskPrefix,
+    Beginning,
+    Expect,
+    Settled,
+    encode_message,
+)
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # they import this module
+    from sglang_epd.language.early import Early, Prompt
+    from sglang_epd.language.parts import Parts
     from sglang_epd.language.prefix import PrefixGate
 
 logger = logging.getLogger(__name__)
@@ -42,6 +53,10 @@ logger = logging.getLogger(__name__)
 Assemble = Callable[[Any, Sequence[ReceivedItem]], Any]
 # Builds them from its announcement, of items without rows.
 LayOut = Callable[[Any, Expect], Any]
+# Builds them of a part's items, some of which have no rows; the announcement has the latter.
+LayOutPart = Callable[[Any, Sequence[ReceivedItem | ItemLayout], Expect | None], Any]
+# In the id of a part of a prompt, behind its request's.
+PART = ".early-"
 # (request, error message, status)
 Failure = tuple[Any, str, HTTPStatus]
 
@@ -54,6 +69,8 @@ class _Claim:
     request: Any
     expect: Expect
     until: float
+    # If it may be prefilled in parts.
+    prompt: Prompt | None = None
     # The wait for its items.
     span: Span = OFF
     abandoned: bool = False
@@ -72,6 +89,7 @@ class Leader:
         secret: the key that signs manifests.
         prefix: whether the ranks have prefix caches to be asked.
         resume: the span that an announcement tells of.
+        early: has prompts prefilled in parts; None where that is off.
     """
 
     def __init__(
@@ -81,7 +99,9 @@ class Leader:
         *,
         prefix: bool,
         resume: Callable[[str], Span],
+        early: Early | None = None,
     ) -> None:
+        self.early = early
         self._prefix = prefix
         self._resume = resume
         self._claims = claims
@@ -89,8 +109,8 @@ class Leader:
         self._names = itertools.count()
         self._open: dict[str, _Claim] = {}
         # Of requests that the prefix cache is being asked about, by id: how they were
-        # announced, and their deadline.
-        self._undecided: dict[str, tuple[Expect, float]] = {}
+        # announced, their deadline, and their prompts.
+        self._undecided: dict[str, tuple[Expect, float, Prompt | None]] = {}
         self._next_look = 0.0
 
     @property
@@ -106,7 +126,12 @@ class Leader:
         passed: list[Any] = []
         # These first: an abort among `requests` must find them where they go on.
         for settled in self._claims.take():
+            if self.early is not None and self.early.hear(settled):
+                continue
+            assert not isinstance(settled, Arrived), "only early claims are told of items"
             claim = self._open.pop(settled.claim, None)
+            if self.early is not None:
+                self.early.leave(settled.claim)
             if claim is None:
                 logger.error("The receiver settled a claim after it was given up")
             elif claim.request is None:
@@ -121,6 +146,8 @@ class Leader:
             for request in _split_batch(received):
                 if not manifest.waits(request) or self._hold(request):
                     passed.append(request)
+        if self.early is not None:
+            passed += self.early.take()
         return passed + self._given_up(time.monotonic())
 
     def abandon(self, matches: Callable[[str], bool]) -> None:
@@ -129,6 +156,8 @@ class Leader:
             if claim.request is not None and not claim.abandoned and matches(claim.request.rid):
                 claim.abandoned = True
                 self._claims.abandon(name)
+                if self.early is not None:
+                    self.early.leave(name)
 
     def _hold(self, request: Any) -> bool:
         """Claim a request's items; True if that has failed already."""
@@ -137,11 +166,12 @@ class Leader:
         except EpdError as error:
             self._carry(request, Settled("", (), error.code, error.message))
             return True
+        prompt = None if self.early is None else self.early.read(request, expect)
         if expect.layouts:
             # Every rank asks its prefix cache first.
-            self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
+            self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s, prompt
             return True
-        self._claim(request, expect, (), prefix=self._prefix)
+        self._claim(request, expect, (), prompt, prefix=self._prefix)
         return False
 
     def _on_laid(self, claim: _Claim, laid: AskPrefix) -> list[Any]:
@@ -155,9 +185,9 @@ class Leader:
             return [self._carry(request, _aborted(Settled("")))]
         if len(encode_message(expect)) > MAX_HEADER_BYTES:
             # More than a request carries.
-            self._claim(request, claim.expect, ())
+            self._claim(request, claim.expect, (), claim.prompt)
             return []
-        self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s
+        self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s, claim.prompt
         return [self._carry(request, expect)]
 
     def ask(
@@ -173,38 +203,47 @@ class Leader:
             expect: its announcement.
             covered: numbers of items that the prefix cache covers.
         """
-        self._undecided.pop(rid, None)
+        *_, prompt = self._undecided.pop(rid, (None,))
         if again:
             expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16), consumers=1)
             self._claims.again(rid, expect)
         needs = len(covered) < expect.items
-        self._claim(request if needs else None, expect, covered, prefix=self._prefix)
+        self._claim(request if needs else None, expect, covered, prompt, prefix=self._prefix)
 
     def forgo(self, rid: str) -> None:
         """A request ended before the prefix cache was asked."""
         undecided = self._undecided.pop(rid, None)
         if undecided is not None:
-            expect, _ = undecided
+            expect, *_ = undecided
             every = tuple(range(expect.items))
             self.ask(rid, None, expect, every, again=False)
 
     def _claim(
-        self, request: Any, expect: Expect, covered: tuple[int, ...], *, prefix: bool = False
+        self,
+        request: Any,
+        expect: Expect,
+        covered: tuple[int, ...],
+        prompt: Prompt | None,
+        *,
+        prefix: bool = False,
     ) -> None:
         name = str(next(self._names))
-        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + GRACE_S)
+        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + GRACE_S, prompt)
         if expect.trace and request is not None:
             needed = expect.items - len(covered)
             claim.span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
         self._open[name] = claim
-        self._claims.claim(name, expect, covered, prefix=prefix)
+        early = self.early is not None and request is not None and prompt is not None
+        if self.early is not None and request is not None and prompt is not None:
+            self.early.follow(name, request, expect, covered, prompt=prompt, span=claim.span)
+        self._claims.claim(name, expect, covered, prefix=prefix, early=early)
 
     def _given_up(self, now: float) -> list[Any]:
         """Requests that the receiver has not settled at their deadline, as it always does."""
         if now < self._next_look:
             return []
         self._next_look = now + 1.0
-        for rid in [rid for rid, (_, until) in self._undecided.items() if now >= until]:
+        for rid in [rid for rid, (_, until, _) in self._undecided.items() if now >= until]:
             del self._undecided[rid]
         error = UnavailableError("this server's receiver does not answer")
         given_up = []
@@ -214,6 +253,8 @@ class Leader:
             del self._open[name]
             # Should it wake after all, it must not get the items.
             self._claims.abandon(name)
+            if self.early is not None:
+                self.early.leave(name)
             claim.end(error.code, error.message)
             if claim.request is not None:
                 logger.error("No word of the items of %s", claim.request.rid)
@@ -239,6 +280,8 @@ class Backend:
         gate: where such requests wait; None where no prefix cache is asked.
         secret: the key that signs manifests.
         span_of: the span of a request.
+        parts: the parts of prompts on this rank; None where there are none.
+        lay_out_part: makes `mm_inputs` of one.
     """
 
     def __init__(
@@ -252,9 +295,13 @@ class Backend:
         lay_out: LayOut,
         gate: PrefixGate | None,
         span_of: Callable[[Any], Span],
+        parts: Parts | None = None,
+        lay_out_part: LayOutPart | None = None,
     ) -> None:
         self._span_of = span_of
         self._lay_out = lay_out
+        self._lay_out_part = lay_out_part
+        self._parts = parts
         self._gate = gate
         self._secret = secret
         self._receive = receive
@@ -270,6 +317,9 @@ class Backend:
             if not manifest.waits(request):
                 ready.append(request)
                 continue
+            if (part := self._read_part(request)) is not None:
+                ready += self._complete_part(request, part)
+                continue
             if self._gate is not None and self._gate.holds(request.rid):
                 failure = self._resolve(request, self._gate)
             else:
@@ -284,7 +334,46 @@ class Backend:
                 failed.append(failure)
         return ready, failed
 
+    def _read_part(self, request: Any) -> Beginning | None:
+        if self._parts is None or PART not in request.rid:
+            return None
+        try:
+            message = manifest.read(manifest.carried(request), self._secret)
+        except EpdError:
+            return None  # a user's own id, and fails as another
+        return message if isinstance(message, Beginning) else None
+
+    def _complete_part(self, request: Any, part: Beginning) -> list[Any]:
+        """The request, ready to run; nothing where it cannot."""
+        assert self._parts is not None
+        assert self._lay_out_part is not None
+        self._parts.expect(request.rid, part.of, part.least)
+        expect = self._gate.announced(part.of) if self._gate is not None else None
+        try:
+            received = iter(self._receive(Settled("", part.landed)))
+            items: list[ReceivedItem | ItemLayout] = []
+            for number, landed in zip(part.items, part.landed, strict=True):
+                if landed is not None:
+                    items.append(next(received))
+                elif expect is not None:
+                    items.append(ItemLayout(expect.keys[number], expect.layouts[number]))
+                else:  # its request has ended
+                    self._parts.fail(request.rid)
+                    return []
+            if items:
+                request.mm_inputs = self._lay_out_part(request, items, expect)
+                request.input_ids = array("q", request.mm_inputs.input_ids)
+        except Exception:
+            # Its request goes on without it.
+            logger.exception("Prompts are not prefilled early: a part cannot be laid out")
+            self._parts.broken = True
+            self._parts.fail(request.rid)
+            return []
+        return [request]
+
     def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
+        if self._parts is not None:
+            self._parts.settle(request.rid)
         try:
             settled = manifest.read_settled(manifest.carried(request), self._secret)
         except EpdError as error:
@@ -297,6 +386,8 @@ class Backend:
             if isinstance(message, Expect):
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
+                if self._parts is not None:
+                    self._parts.settle(request.rid)
                 # Dropped at the end of this call unless the request's inputs keep them.
                 items = self._receive(message)
                 mm_inputs = self._assemble(request, items)

@@ -22,6 +22,7 @@ from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.messages import (
     MAX_CONTROL_BYTES,
     MAX_HEADER_BYTES,
+    Beginning,
     Expect,
     Message,
     Settled,
@@ -61,7 +62,7 @@ def carry(request: Any, manifest: list[str]) -> None:
         request.sampling_params.custom_params = own | {_PARAMETER: manifest}
 
 
-def write(message: Expect | Settled, secret: bytes) -> list[str]:
+def write(message: Expect | Settled | Beginning, secret: bytes) -> list[str]:
     """A message as it travels in `encoder_urls`.
 
     Args:

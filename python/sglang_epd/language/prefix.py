@@ -21,13 +21,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_epd.errors import EpdError, MediaError
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader
 from sglang_epd.language.relay import Receive
 from sglang_epd.wire.messages import Expect, Settled
+
+if TYPE_CHECKING:  # it imports this module
+    from sglang_epd.language.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +88,24 @@ class Queue(Protocol):
     def discard(self, request: Any) -> None:
         """Give back the memory of a request that will not run."""
 
+    def running(self, request: Any) -> bool:
+        """Whether a request is being prefilled, with its KV not all in the tree yet."""
+
+    def holds(self, request: Any) -> bool:
+        """Whether a request waits or runs, wherever."""
+
+    def busy(self) -> tuple[bool, bool]:
+        """Whether requests wait to be prefilled; whether any decode."""
+
 
 def mark(output: Any, rows: list[Rows], resting: Resting) -> None:
-    """Note in a bare output's items where their rows would come from.
+    """Note in an output's items without rows where their rows would come from.
 
     On the tensors, which stay with their items through all that SGLang makes of a request.
     """
     for item, its_rows in zip(output.mm_items, rows, strict=True):
-        setattr(item.precomputed_embeddings, _MARK, Bare(resting, its_rows))
+        if not len(item.precomputed_embeddings):
+            setattr(item.precomputed_embeddings, _MARK, Bare(resting, its_rows))
 
 
 def bare_items(request: Any) -> list[tuple[Any, Bare]]:
@@ -121,9 +134,18 @@ class PrefixGate:
         queue: this rank's scheduler.
         leader: on the rank that leads; None on the others.
         receive: reads the items of a claim.
+        parts: parts of prompts, on this rank; None where there are none.
     """
 
-    def __init__(self, tree: Tree, queue: Queue, leader: Leader | None, receive: Receive) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        queue: Queue,
+        leader: Leader | None,
+        receive: Receive,
+        parts: Parts | None = None,
+    ) -> None:
+        self._parts = parts
         self._tree = tree
         self._queue = queue
         self._leader = leader
@@ -143,7 +165,10 @@ class PrefixGate:
         return len(self._locks)
 
     def admit(self, request: Any, *, retracted: bool = False) -> bool:
-        """Before a request is queued; False if it is held here until its items have landed."""
+        """Before a request is queued; False if it is held here until its items have landed, or
+        is a part of a prompt that is not worth it."""
+        if self._parts is not None and (verdict := self._parts.admit(request)) is not None:
+            return verdict
         bare = bare_items(request)
         if not bare:
             if self._leader is not None:
@@ -164,8 +189,11 @@ class PrefixGate:
     def may_run(self, request: Any, prefix_len: int) -> bool:
         """Before a request is prefilled from `prefix_len` on; False if it has lost its match.
 
-        It is not to be run then, and leaves the queue before the next batch is made.
+        It is not to be run then, and leaves the queue before the next batch is made. Nor is it
+        to be run yet while a part of its prompt is.
         """
+        if self._parts is not None and self._parts.holds_back(request):
+            return False
         bare = bare_items(request)
         if all(end(item) <= prefix_len for item, _ in bare):
             return True
@@ -177,6 +205,16 @@ class PrefixGate:
     def taken(self, request: Any) -> None:
         """The prefill holds the match itself from now on."""
         self._unlock(request.rid)
+        if self._parts is not None:
+            self._parts.taken(request)
+
+    def gives_way(self, request: Any) -> bool:
+        """Whether a request that there is no memory for is a part of a prompt, which leaves the
+        queue then: those behind it may be smaller."""
+        if self._parts is None or not self._parts.has(request):
+            return False
+        self._lost.append(request)
+        return True
 
     def let_go(self) -> None:
         """Memory is needed: nothing is locked any more."""
@@ -190,7 +228,8 @@ class PrefixGate:
         for request in lost:
             # Not if it was aborted meanwhile.
             if self._queue.remove(request):
-                logger.info("The prefix of %s is gone: its media are sent for", request.rid)
+                if self._parts is None or not self._parts.has(request):
+                    logger.info("The prefix of %s is gone: its media are sent for", request.rid)
                 self._queue.add(request, retracted=False)
         if self._locks:
             live = {*self._queue.waiting(), *self._parked}
@@ -200,6 +239,11 @@ class PrefixGate:
     def holds(self, rid: str) -> bool:
         """Whether a request of that id waits here."""
         return rid in self._parked
+
+    def announced(self, rid: str) -> Expect | None:
+        """How the items of a request were announced that waits here."""
+        parked = self._parked.get(rid)
+        return None if parked is None else bare_items(parked[0])[0][1].resting.expect
 
     def resolve(self, rid: str, settled: Settled) -> Failure | None:
         """A request's items have landed, or will not: it goes on, or fails."""

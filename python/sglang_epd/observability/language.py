@@ -111,6 +111,20 @@ class ReceiverMetrics(Metrics):
     kept_bytes = gauge("Bytes of idle embeddings, kept for later requests", across="livesum")
 
 
+class EarlyMetrics(Metrics):
+    prefix = "sglang:epd_early_"
+    parts = counter(
+        "Parts of prompts that were to be prefilled before the last item landed: done, covered "
+        "(by the prefix cache), withdrawn (the last item landed first), failed",
+        "outcome",
+    )
+    tokens = counter("Prompt tokens that such parts have prefilled")
+    won_seconds = histogram(
+        "Time that passes over such parts had run when their request's last item landed",
+        buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    )
+
+
 class DecodeMetrics(Metrics):
     prefix = "sglang:epd_decode_"
     prompts = counter(

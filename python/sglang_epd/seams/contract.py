@@ -87,9 +87,11 @@ managers.schedule_policy
 managers.scheduler
     seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
     seams/prefix: Scheduler._release_aborted_request(self req)
+    seams/prefix: Scheduler.collect_inflight_reqs(self)
     seams/prefix: Scheduler.flush_cache(self empty_cache)
 managers.scheduler_components.output_streamer
     seams/prefix: SchedulerOutputStreamer._stream_output_embedding(self reqs)
+    seams/prefix: SchedulerOutputStreamer.stream_output(self reqs return_logprob skip_req)
 managers.scheduler_components.request_receiver
     plugin: SchedulerRequestReceiver._pull_raw_reqs(self)
 managers.scheduler_pp_mixin
@@ -162,6 +164,7 @@ runtime_context
     encoder and seams: get_observability()
     encoder and seams: get_parallel()
     encoder and seams: get_serving()
+    seams/early: get_schedule()
     encoder/server and seams/roles: publish(server_args role hf_config ranks)
 server_args
     encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)

@@ -4,13 +4,15 @@ SGLang has no more use for.
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
 the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue`,
-`disagg_prefill_bootstrap_queue.queue`; `flush_cache`, which empties the tree;
+`disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch`,
+`collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
 takes it; on `managers.schedule_batch`: `ScheduleBatch.check_decode_mem`,
 `Req._compute_max_prefix_len` and `MultimodalInputs.release_features`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
-`scheduler_components.output_streamer.SchedulerOutputStreamer._stream_output_embedding`;
+`scheduler_components.output_streamer.SchedulerOutputStreamer`: `stream_output` and
+`_stream_output_embedding`;
 on `mem_cache.common._req_radix_key`; and on `match_prefix`,
 `lock` and `unlock` of the tree cache.
 """
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
+    from sglang_epd.language.parts import Parts
     from sglang_epd.language.prefix import PrefixGate
     from sglang_epd.language.relay import Receive
 
@@ -32,10 +35,12 @@ class Installed:
     Attributes:
         gate: before its queues; None where it is no language server's, and with several
             pipeline stages.
+        parts: parts of prompts that it prefills early; None where it does not.
         releases: whether it gives embeddings back as soon as SGLang is done with them.
     """
 
     gate: PrefixGate | None = None
+    parts: Parts | None = None
     releases = False
 
 
@@ -107,6 +112,25 @@ class SchedulerQueue:
             rids |= {request.rid for request in bootstrapping.queue}
         return rids
 
+    def running(self, request: Any) -> bool:
+        scheduler = self._scheduler
+        if request.finished():
+            return False
+        return scheduler.chunked_req is request or request in scheduler.collect_inflight_reqs()
+
+    def holds(self, request: Any) -> bool:
+        sent: Any = getattr(self._scheduler, "disagg_prefill_inflight_queue", None) or ()
+        return (
+            request.rid in self.waiting()
+            or self.running(request)
+            or any(one is request for one in sent)
+        )
+
+    def busy(self) -> tuple[bool, bool]:
+        scheduler = self._scheduler
+        waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
+        return waiting, not scheduler.running_batch.is_empty()
+
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler
         scheduler._release_aborted_request(request)
@@ -132,10 +156,13 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         # As if it had been taken: the next one in the queue is looked at.
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **options)
-    if adder.can_run_list and adder.can_run_list[-1] is req:
+    taken = adder.can_run_list and adder.can_run_list[-1] is req
+    if taken:
         gate.taken(req)
     if result is AddReqResult.NO_TOKEN:
         gate.let_go()
+        if not taken and gate.gives_way(req):
+            return AddReqResult.CONTINUE
     return result
 
 
@@ -186,15 +213,32 @@ def release_embedded(_result: None, _streamer: Any, reqs: Iterable[Any]) -> None
             request.multimodal_inputs.release_features()
 
 
-def install(scheduler: Any, leader: Leader | None, receive: Receive) -> PrefixGate:
+def stream(
+    original: Any, streamer: Any, reqs: Any, return_logprob: bool, skip_req: Any = None
+) -> None:
+    """Around `stream_output`: of a part of a prompt no client knows. With overlap scheduling
+    one that has ended may come twice."""
+    parts = Installed.parts
+    if parts is not None and parts.any:
+        reqs = [one for one in reqs if not parts.ended(one, chunked=one is skip_req)]
+        if not reqs:
+            return
+    original(streamer, reqs, return_logprob, skip_req)
+
+
+def install(
+    scheduler: Any, leader: Leader | None, receive: Receive, parts: Parts | None
+) -> PrefixGate:
     """Put a gate before this process's scheduler.
 
     Args:
         leader: None on ranks that do not lead.
         receive: reads the items of a claim.
+        parts: parts of prompts; None where there are none.
     """
     from sglang_epd.language.prefix import PrefixGate
 
     tree, queue = RadixTree(scheduler.tree_cache), SchedulerQueue(scheduler)
-    gate = Installed.gate = PrefixGate(tree, queue, leader, receive)
+    Installed.parts = parts
+    gate = Installed.gate = PrefixGate(tree, queue, leader, receive, parts)
     return gate

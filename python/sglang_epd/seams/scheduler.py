@@ -25,12 +25,21 @@ import zmq
 from sglang_epd.config import Settings
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare
+from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare, lay_out_some
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.relay import Receive, Relay
 from sglang_epd.language.uploads import Stager
-from sglang_epd.seams import embeddings, prefix, receiving, roles, rundir, staging, tracing
+from sglang_epd.seams import (
+    early,
+    embeddings,
+    prefix,
+    receiving,
+    roles,
+    rundir,
+    staging,
+    tracing,
+)
 from sglang_epd.seams.prompt import as_tokenized, lays_out
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.transfer.control import Claims
@@ -114,14 +123,54 @@ def _relay(elsewhere: range) -> Relay | None:
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else Relay(group)
 
 
+class _Inputs:
+    """The multimodal inputs of requests, as a processor of SGLang's lays their prompts out.
+
+    Args:
+        reads_text: whether it reads a prompt's text, rather than token ids.
+    """
+
+    def __init__(self, processor: Any, *, reads_text: bool) -> None:
+        self._processor = processor
+        self._reads_text = reads_text
+
+    def make(self, request: Any, items: Sequence[ReceivedItem]) -> Any:
+        return assemble(self._processor, self._prompt(request, items), items)
+
+    def make_bare(self, request: Any, expect: Expect) -> Any:
+        items = [
+            ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
+        ]
+        output, rows = lay_out_bare(self._processor, self._prompt(request, items), items)
+        mark(output, rows, Resting(request, expect))
+        return output
+
+    def make_part(
+        self, request: Any, items: Sequence[ReceivedItem | ItemLayout], expect: Expect | None
+    ) -> Any:
+        output, rows = lay_out_some(self._processor, self._prompt(request, items), items)
+        if expect is not None:
+            mark(output, rows, Resting(request, expect))
+        return output
+
+    def _prompt(self, request: Any, items: Sequence[HasLayout]) -> str | list[int]:
+        from sglang.srt.disaggregation.encoder.receiver import _select_mm_processor_prompt
+
+        given = [item.layout.modality for item in items]
+        ids = None
+        if not self._reads_text:
+            ids = as_tokenized(self._processor, request.input_ids, given)
+        if ids is not None:
+            return ids
+        prompt: str | list[int] = _select_mm_processor_prompt(request, self._processor)
+        return prompt
+
+
 def create_backend(
     server_args: Any, scheduler: Any, dtype: Any = None, hf_config: Any = None
 ) -> SchedulerSeam:
     """Stands in for `create_mm_receiver` in a scheduler process."""
-    from sglang.srt.disaggregation.encoder.receiver import (
-        MMReceiverBase,
-        _select_mm_processor_prompt,
-    )
+    from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
@@ -134,27 +183,10 @@ def create_backend(
     registered = load_processor(server_args, scheduler.model_config)
     processor = lays_out(registered, hf_config.architectures[0])
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
-    reads_text = family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate
-
-    def prompt_of(request: Any, items: Sequence[HasLayout]) -> str | list[int]:
-        given = [item.layout.modality for item in items]
-        ids = None if reads_text else as_tokenized(processor, request.input_ids, given)
-        if ids is not None:
-            return ids
-        prompt: str | list[int] = _select_mm_processor_prompt(request, processor)
-        return prompt
-
-    def make_inputs(request: Any, items: Sequence[ReceivedItem]) -> Any:
-        return assemble(processor, prompt_of(request, items), items)
-
-    def make_bare_inputs(request: Any, expect: Expect) -> Any:
-        items = [
-            ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
-        ]
-        output, rows = lay_out_bare(processor, prompt_of(request, items), items)
-        mark(output, rows, Resting(request, expect))
-        return output
-
+    reads_text = bool(family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate)
+    inputs = _Inputs(processor, reads_text=reads_text)
+    made = None if reads_text else early.parts(scheduler, ranks)
+    parts = made and made[1]
     prefix.Installed.releases = True
     arena, leader, gate = None, None, None
     receive: Receive
@@ -172,12 +204,13 @@ def create_backend(
             receive = relay.sending(receive)
         if ranks.leads:
             asks = receiving.asks_prefix(parallel, get_memory().disable_radix_cache)
-            leader = Leader(claims, secret, prefix=asks, resume=tracing.resume)
+            in_parts = early.leading(made, claims, processor, secret)
+            leader = Leader(claims, secret, prefix=asks, resume=tracing.resume, early=in_parts)
             # SGLang's Rust server brings a sleeper without one, which wakes once a second.
             if hasattr(scheduler.idle_sleeper, "poller"):
                 scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
     if parallel.pp_size == 1:
-        gate = prefix.install(scheduler, leader, receive)
+        gate = prefix.install(scheduler, leader, receive, parts)
     host = SimpleNamespace(scheduler=scheduler)
 
     def abortable(request: Any) -> Any:
@@ -189,11 +222,13 @@ def create_backend(
     backend = Backend(
         receive,
         ranks.reader,
-        assemble=make_inputs,
+        assemble=inputs.make,
         abortable=abortable,
         secret=secret,
-        lay_out=make_bare_inputs,
+        lay_out=inputs.make_bare,
         gate=gate,
         span_of=tracing.span_of,
+        parts=parts,
+        lay_out_part=inputs.make_part,
     )
     return SchedulerSeam(backend, leader, gate, staging.connect(arena))

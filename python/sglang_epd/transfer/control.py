@@ -309,15 +309,22 @@ class Claims:
         covered: tuple[int, ...] = (),
         *,
         prefix: bool = False,
+        early: bool = False,
     ) -> None:
         """Ask for a ticket's items; `take` will return the outcome under this name.
 
         Args:
             covered: items that are not needed; they come as None.
             prefix: whether layouts come first, where the prefix cache may have the items.
+            early: whether `take` returns word of each item that lands before others.
         """
         readers = self._first_reader, self._readers
-        self._send(wire.Claim(claim, expect, *readers, covered, prefix))
+        self._send(wire.Claim(claim, expect, *readers, covered, prefix, early))
+
+    def take_part(self, ticket: str, claim: str, name: str, items: tuple[int, ...]) -> None:
+        """Ask for some items of a claim, all of which have landed; `take` will return them
+        under `name`, with None for the others."""
+        self._send(wire.TakePart(ticket, claim, name, items))
 
     def again(self, rid: str, expect: wire.Expect) -> None:
         """Have the tokenizer send for items of a request that it had sent for before."""
@@ -327,16 +334,16 @@ class Claims:
         """The items are not wanted any more; their outcome comes all the same."""
         self._send(wire.Abandon(claim))
 
-    def take(self) -> list[wire.Settled | wire.AskPrefix]:
-        """The outcomes of claims since the last call; never blocks."""
-        settled: list[wire.Settled | wire.AskPrefix] = []
+    def take(self) -> list[wire.Settled | wire.AskPrefix | wire.Arrived]:
+        """The outcomes of claims, and word of items, since the last call; never blocks."""
+        settled: list[wire.Settled | wire.AskPrefix | wire.Arrived] = []
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return settled
             message = wire.decode_message(frame, wire.MAX_CONTROL_BYTES)
-            if not isinstance(message, wire.Settled | wire.AskPrefix):
+            if not isinstance(message, wire.Settled | wire.AskPrefix | wire.Arrived):
                 raise ProtocolError(f"{type(message).__name__} from the receiver")
             settled.append(message)
 

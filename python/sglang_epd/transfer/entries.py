@@ -92,6 +92,8 @@ class RequestEntry:
     consumers: int
     deadline: float
     claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
+    # Items that an early claim was told of.
+    told: set[int] = field(default_factory=set)
     # Items whose offer waits for memory.
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None

@@ -166,6 +166,7 @@ class Ledger:
             self._answer(claimant, error=error)
         else:
             entry.claims[claimant] = message
+            entry.told.clear()
             covered = frozenset(message.covered)
             first, asked = entry.plan is Plan.UNDECIDED, entry.plan is Plan.ASKING
             for number, item in enumerate(entry.items):
@@ -309,6 +310,21 @@ class Ledger:
         """End a request whose tokenizer has ended it; it will not be claimed."""
         self.fail(ticket, RequestCancelledError("the client went away"), now)
         self._end(ticket)
+
+    def hand_part(self, peer: bytes, message: wire.TakePart) -> None:
+        """Hand some items of a claim out that are here; the claim waits on for all of them."""
+        entry = self._entries.get(message.ticket)
+        claim = None if entry is None else entry.claims.get((peer, message.claim))
+        asked = set(message.items)
+        if entry is None or claim is None or not all(entry.items[item].here for item in asked):
+            gone = RequestCancelledError("the items are gone, or the claim is over")
+            self._answer((peer, message.name), error=gone)
+            return
+        landed = tuple(
+            self._landed(entry, claim, number) if number in asked else None
+            for number in range(len(entry.items))
+        )
+        self._answer((peer, message.name), landed)
 
     def abandon(self, peer: bytes, claim: str, now: float) -> None:
         """Give a claim up; its claimant gets an outcome without items."""
@@ -533,6 +549,7 @@ class Ledger:
             entry = self._entries[ticket]
             entry.items[number].move(_S.PLANNED)
             entry.items[number].asked = False
+            entry.told.discard(number)
             self._stirred.add((ticket, number))
             self._tell_needed(ticket, entry)
 
@@ -569,6 +586,8 @@ class Ledger:
         entry = self._entries[ticket]
         for claimant, claim in list(entry.claims.items()):
             if entry.error is None and not entry.satisfies(claim):
+                if claim.early:
+                    self._tell_arrived(entry, claimant, claim)
                 continue
             items = () if entry.error else self._hand(entry, claim)
             self._answer(claimant, items, entry.error)
@@ -591,17 +610,30 @@ class Ledger:
         ticket, covered = claim.expect.ticket, len(claim.covered)
         # The counts of the first claim are sent.
         entry.over = entry.over or wire.Needed(ticket, over=True, covered=covered, cached=cached)
-        landed: list[wire.Landed | None] = []
+        return tuple(
+            None if number in claim.covered else self._landed(entry, claim, number)
+            for number in range(len(entry.items))
+        )
+
+    def _landed(self, entry: RequestEntry, claim: wire.Claim, number: int) -> wire.Landed:
+        """Hand an item to the readers of a claim."""
+        item = entry.items[number]
+        block = item.block or self.reservations.find(item.key)
+        assert block is not None
+        self.reservations.hand(block, claim.first_reader, claim.readers)
+        key, layout = block.offer.key, block.offer.layout
+        return wire.Landed(key, layout, block.nbytes, block.slot, block.offset)
+
+    def _tell_arrived(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> None:
+        """Tell of the items that have landed since the last time."""
+        peer, name = claimant
         for number, item in enumerate(entry.items):
-            if number in claim.covered:
-                landed.append(None)
-                continue
-            block = item.block or self.reservations.find(item.key)
-            assert block is not None
-            self.reservations.hand(block, claim.first_reader, claim.readers)
-            key, layout = block.offer.key, block.offer.layout
-            landed.append(wire.Landed(key, layout, block.nbytes, block.slot, block.offset))
-        return tuple(landed)
+            if item.here and number not in entry.told and number not in claim.covered:
+                entry.told.add(number)
+                block = item.block or self.reservations.find(item.key)
+                assert block is not None
+                tokens = block.offer.layout.tokens
+                self._messages.append((peer, wire.Arrived(name, number, tokens)))
 
     def _see(self, key: bytes) -> None:
         """A request with that item goes on; the prefix cache will have it."""

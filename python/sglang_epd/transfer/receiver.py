@@ -285,6 +285,8 @@ class Receiver:
             if message.first_reader + message.readers > self._readers:
                 raise ProtocolError("claim: there are not that many readers")
             self._ledger.claim(peer, message, now)
+        elif isinstance(message, wire.TakePart):
+            self._ledger.hand_part(peer, message)
         elif isinstance(message, wire.Abandon):
             self._ledger.abandon(peer, message.claim, now)
         elif isinstance(message, wire.Fail):

@@ -14,6 +14,8 @@ channel's (the processes of one language server).
        | <------- Ack ------------ |                              |
        | -------- Withdraw ------> |                              |  instead of a Payload
        |                           | --- AskPrefix, Settled ----> |
+       |                           | -------- Arrived ----------> |  an item before the others
+       |                           | <------- TakePart ---------- |  answered by a Settled
        |                           | <- Fail, Cancel, Abandon --- |
 
 A ticket is an unguessable capability: a peer that names it may deliver that request's
@@ -295,6 +297,7 @@ class Claim(Message, frozen=True, tag="claim"):
         covered: items whose KV the asker has, so that it needs no embedding.
         prefix: whether the asker has a prefix cache to look into, should all layouts become
             known (`AskPrefix`).
+        early: whether the asker is told of each item as it lands (`Arrived`).
     """
 
     claim: str
@@ -303,6 +306,25 @@ class Claim(Message, frozen=True, tag="claim"):
     readers: Annotated[int, msgspec.Meta(ge=1)]
     covered: tuple[int, ...] = ()
     prefix: bool = False
+    early: bool = False
+
+
+class Arrived(Message, frozen=True, tag="arrived"):
+    """Receiver: an item of an early claim is here, and others are not."""
+
+    claim: str
+    item: int
+    tokens: int
+
+
+class TakePart(Message, frozen=True, tag="take_part"):
+    """The asker of a claim wants some of its items before the others are here. A Settled with
+    the given name answers; the claim stays, and will have all of its items."""
+
+    ticket: str
+    claim: str
+    name: str
+    items: tuple[int, ...]
 
 
 class AskPrefix(Message, frozen=True, tag="laid"):
@@ -354,6 +376,23 @@ class Settled(Message, frozen=True, tag="settled"):
     message: str = ""
 
 
+class Beginning(Message, frozen=True, tag="beginning"):
+    """Leading rank to the ranks: the request that carries this is the beginning of another's
+    prompt, to be prefilled into the prefix cache.
+
+    Attributes:
+        of: SGLang's id of the other request.
+        items: the numbers of the items that the part has, in ascending order.
+        landed: each of them; None where the prefix cache had it.
+        least: new tokens, beside what the prefix cache has, that it is run for.
+    """
+
+    of: str
+    items: tuple[int, ...]
+    landed: tuple[Landed | None, ...]
+    least: int = 1
+
+
 class Needed(Message, frozen=True, tag="needed"):
     """Receiver to the tokenizer: have these items encoded.
 
@@ -394,12 +433,12 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 _ToEncoders = Wait | Grant | Decline | Ack
-_ToReceiver = Hello | Expect | Claim | Fail | Cancel | Abandon
-_FromReceiver = Welcome | Needed | AskPrefix | Settled
+_ToReceiver = Hello | Expect | Claim | TakePart | Fail | Cancel | Abandon
+_FromReceiver = Welcome | Needed | AskPrefix | Arrived | Settled
 _ENCODER = msgspec.msgpack.Encoder()
 M = TypeVar("M")
 _DECODER = msgspec.msgpack.Decoder(
-    Offer | Payload | Withdraw | _ToEncoders | _ToReceiver | _FromReceiver | Again
+    Offer | Payload | Withdraw | _ToEncoders | _ToReceiver | _FromReceiver | Again | Beginning
 )
 _ENCODERS_DECODER = msgspec.msgpack.Decoder(UnreadOffer | Payload | Withdraw)
 _LAYOUT_DECODER = msgspec.msgpack.Decoder(Layout)

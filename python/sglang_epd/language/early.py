@@ -1,0 +1,272 @@
+"""Which part of a prompt to prefill while its later items are still being encoded, and when, on
+the rank that leads.
+
+A prompt is prefilled up to its first missing item, in the order of the prompt, whenever that is
+worth a forward pass; `parts` has what becomes of it on the ranks. At most one part of a request
+is in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_epd.language import manifest
+from sglang_epd.language.backend import PART
+from sglang_epd.language.parts import Parts
+from sglang_epd.spans import OFF, Span
+from sglang_epd.transfer.control import Claims
+from sglang_epd.wire import messages as wire
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with one placeholder an item.
+
+    Attributes:
+        ids: its token ids.
+        places: where the placeholders are, in ascending order.
+        items: the number of the item of each.
+    """
+
+    ids: array[int]
+    places: tuple[int, ...]
+    items: tuple[int, ...]
+
+    def end(self, count: int) -> int:
+        """How many ids come before the item that follows the first `count` ones, without a mark
+        that may open it."""
+        place = self.places[count]
+        after = self.places[count - 1] + 1 if count else 0
+        return max(place - 1, after)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Says whether a part is worth a forward pass.
+
+    Prefilling early gains what the accelerator would have been idle for. So there is no part
+    while others wait to be prefilled, which have the accelerator already. A pass takes some
+    time however small it is, and so many tokens come free. A part has as many tokens as that;
+    and four times as many where others decode, who wait for each pass. A part that still runs
+    when the last item lands delays its request by the cost of a pass; so the last item has to
+    be further off than a quarter of the part's time.
+
+    Args:
+        always: every part is.
+        page: tokens of a page of KV.
+    """
+
+    always: bool
+    page: int
+
+    def least(self, prefill_s: float, token_s: float, *, decoding: bool) -> int:
+        """New tokens of the smallest part.
+
+        Args:
+            prefill_s: seconds of the smallest pass; 0 where that is unknown.
+            token_s: seconds of a token of a large one.
+            decoding: whether others decode.
+        """
+        free = 0.0 if self.always or not token_s else prefill_s / token_s
+        return max(self.page + 1, math.ceil(free * (4 if decoding else 1)))
+
+    def may(self, part_s: float, left_s: float, *, waiting: bool) -> bool:
+        """Whether a part that is large enough is to be prefilled now.
+
+        Args:
+            part_s: seconds that it takes.
+            left_s: seconds until the last item lands, as far as can be told.
+            waiting: whether others wait to be prefilled.
+        """
+        return self.always or (not waiting and left_s >= part_s / 4)
+
+
+@dataclass
+class _Followed:
+    """A claim whose prompt may be prefilled in parts."""
+
+    claim: str
+    request: Any
+    ticket: str
+    prompt: Prompt
+    since: float
+    span: Span
+    covered: frozenset[int]
+    # Tokens of the items that have landed or are covered, by number.
+    tokens: dict[int, int]
+    # Tokens that a part has ended at, whatever became of it.
+    done: int = 0
+    in_flight: bool = False
+    # New tokens that the next part is run for.
+    least: int = 1
+    # Of the part in flight.
+    trace: Span = field(default=OFF)
+
+    def leading(self) -> int:
+        """How many items have landed before the first that has not."""
+        return sum(1 for _ in itertools.takewhile(self.tokens.__contains__, self.prompt.items))
+
+    def length(self, count: int) -> int:
+        """Tokens of the prompt up to the item that follows the first `count` ones."""
+        items = self.prompt.items[:count]
+        return self.prompt.end(count) - count + sum(self.tokens[item] for item in items)
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the last item lands, at the pace of those that have."""
+        landed = len(self.tokens) - len(self.covered)
+        if not landed:
+            return float("inf")
+        return (now - self.since) / landed * (len(self.prompt.items) - len(self.tokens))
+
+
+class Early:
+    """Makes parts of the prompts whose items land one after the other.
+
+    Args:
+        claims: how items are had before the others.
+        parts: what becomes of parts on this rank.
+        policy: whether a part is worth it.
+        read: a request's prompt; None where it is not to be prefilled in parts.
+        make: a request for the KV of a prompt's beginning, like another request, with an id and
+            token ids of its own.
+        secret: the key that signs manifests.
+    """
+
+    def __init__(
+        self,
+        claims: Claims,
+        parts: Parts,
+        policy: Policy,
+        *,
+        read: Callable[[Any, wire.Expect], Prompt | None],
+        make: Callable[[Any, str, array[int]], Any],
+        secret: bytes,
+    ) -> None:
+        self.read = read
+        self._claims = claims
+        self._parts = parts
+        self._policy = policy
+        self._make = make
+        self._secret = secret
+        self._names = itertools.count()
+        self._followed: dict[str, _Followed] = {}
+        # Of them, those that may have a part to prefill.
+        self._stirred: dict[str, None] = {}
+        # By the name that their items were asked for under: the claim, its request, and how many
+        # items, in the order of the prompt.
+        self._asked: dict[str, tuple[_Followed, int]] = {}
+        self._ready: list[Any] = []
+
+    def follow(
+        self,
+        claim: str,
+        request: Any,
+        expect: wire.Expect,
+        covered: tuple[int, ...],
+        *,
+        prompt: Prompt,
+        span: Span,
+    ) -> None:
+        """From now on the request of a claim may be prefilled in parts."""
+        known = {number: expect.layouts[number].tokens for number in covered}
+        one = _Followed(
+            claim,
+            request,
+            expect.ticket,
+            prompt,
+            time.monotonic(),
+            span,
+            frozenset(covered),
+            known,
+        )
+        self._followed[claim] = one
+        self._stirred[claim] = None
+        count = one.leading()
+        # The text behind the last covered item may not be covered.
+        one.done = one.length(count - 1) + known[prompt.items[count - 1]] if count else 0
+
+    def leave(self, claim: str) -> None:
+        """A claim is over."""
+        one = self._followed.pop(claim, None)
+        self._stirred.pop(claim, None)
+        if one is not None:
+            one.trace.end()
+
+    def hear(self, message: wire.Message) -> bool:
+        """Take what concerns parts; False if a message of the receiver does not."""
+        if isinstance(message, wire.Arrived):
+            if (one := self._followed.get(message.claim)) is not None:
+                one.tokens[message.item] = message.tokens
+                self._stirred[one.claim] = None
+            return True
+        if not isinstance(message, wire.Settled) or message.claim not in self._asked:
+            return False
+        one, count = self._asked.pop(message.claim)
+        if message.code:
+            one.in_flight = False
+        else:
+            # Even where the request is over: every rank has to give its items back.
+            self._begin(one, count, message.items)
+        return True
+
+    def take(self) -> list[Any]:
+        """The parts that are to be prefilled from now on, as requests for all ranks."""
+        if self._parts.broken:
+            self._stirred.clear()
+        now = time.monotonic() if self._stirred else 0.0
+        for claim in list(self._stirred):
+            self._consider(self._followed[claim], now)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _consider(self, one: _Followed, now: float) -> None:
+        if one.in_flight:
+            if any(asked is one for asked, _ in self._asked.values()):
+                return
+            if self._parts.alive(one.request.rid):
+                return
+            one.in_flight = False
+            one.trace.end()
+        count = one.leading()
+        if count == len(one.prompt.items):
+            del self._stirred[one.claim]
+            return
+        length, parts = one.length(count), self._parts
+        tokens = length - max(one.done, parts.reached(one.request.rid))
+        waiting, decoding = parts.busy()
+        one.least = self._policy.least(parts.prefill_s, parts.token_s, decoding=decoding)
+        if tokens < one.least:
+            if not decoding:
+                del self._stirred[one.claim]  # until another item lands
+            return
+        if not self._policy.may(tokens * parts.token_s, one.left_s(now), waiting=waiting):
+            return
+        one.done, one.in_flight = length, True
+        needed = tuple(sorted(set(one.prompt.items[:count]) - one.covered))
+        if not needed:
+            self._begin(one, count, (None,) * len(one.prompt.items))
+            return
+        name = f"part {next(self._names)}"
+        self._asked[name] = one, count
+        self._claims.take_part(one.ticket, one.claim, name, needed)
+
+    def _begin(self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]) -> None:
+        ids = one.prompt.ids[: one.prompt.end(count)]
+        items = tuple(sorted(one.prompt.items[:count]))
+        # SGLang aborts requests by the beginnings of their ids.
+        rid = f"{one.request.rid}{PART}{secrets.token_hex(4)}"
+        part = self._make(one.request, rid, ids)
+        carried = wire.Beginning(
+            one.request.rid, items, tuple(landed[item] for item in items), one.least
+        )
+        manifest.carry(part, manifest.write(carried, self._secret))
+        if one.claim in self._followed:
+            one.trace = one.span.child("epd_prefill_early", items=count, tokens=one.done)
+        self._ready.append(part)

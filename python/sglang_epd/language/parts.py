@@ -1,0 +1,223 @@
+"""Parts of prompts that are prefilled before all of their request's items have landed, on every
+rank.
+
+A part is a request of its own, of which no client knows: the beginning of another's prompt, to
+generate nothing. When it has ended its KV is in the prefix cache, where its request finds it
+like any other prefix, and loses it like any other. Until the last item has landed the request
+waits as it always does; then a part that is still queued is withdrawn, and a part that runs is
+waited for, or both would compute the same.
+
+Every rank decides by itself, and alike: by its tree, its queue and its batches, never by a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sglang_epd.language.prefix import Queue, Tree, bare_items, end
+from sglang_epd.tally import Tally
+
+# Courses whose request has not been queued yet: SGLang refused it, or compiles its grammar.
+_MAX_SETTLED = 256
+
+
+@dataclass(eq=False)
+class _Course:
+    """How far a request's prompt has been prefilled early.
+
+    Attributes:
+        base: tokens that the prefix cache had before the first part.
+        reached: tokens that it had, or was given, by the last one.
+        part: SGLang's request of the last one, once it is queued.
+        over: whether that one has ended, or was never queued.
+        began: seconds of `time.monotonic` at which it was taken into a batch.
+        seconds: of the passes of earlier ones.
+    """
+
+    base: int | None = None
+    reached: int = 0
+    part: Any = None
+    over: bool = True
+    began: float | None = None
+    seconds: float = 0.0
+    settled: bool = False
+
+
+class Parts:
+    """The parts of one rank's scheduler.
+
+    Args:
+        tree: this rank's radix tree.
+        queue: this rank's scheduler.
+        page: tokens of a page of KV.
+        tally: counts parts, on the rank that leads.
+
+    Attributes:
+        broken: whether a part's prompt could not be laid out; there are no more then.
+        prefill_s: seconds of the fastest prefill of any request; 0 before the first one.
+        token_s: seconds of a token, where a token took least.
+    """
+
+    def __init__(self, tree: Tree, queue: Queue, page: int, tally: Tally) -> None:
+        self._tree = tree
+        self._queue = queue
+        self._page = page
+        self._tally = tally
+        # By the id of their request, from its first part until SGLang queues it.
+        self._courses: dict[str, _Course] = {}
+        # By id: whose parts they are, and their least tokens, until SGLang queues them.
+        self._awaited: dict[str, tuple[str, int]] = {}
+        self._parts: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
+        # Requests that are queued, and had parts.
+        self._queued: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
+        # When requests were taken into a batch, with how many tokens, until their first output.
+        self._timed: WeakKeyDictionary[Any, tuple[float, int]] = WeakKeyDictionary()
+        self.broken = False
+        self.prefill_s = self.token_s = 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether the next output may be a part's, or a request's first one."""
+        return len(self._parts) > 0 or len(self._timed) > 0
+
+    def has(self, request: Any) -> bool:
+        """Whether a request is a part that was queued."""
+        return len(self._parts) > 0 and request in self._parts
+
+    def expect(self, rid: str, of: str, least: int) -> None:
+        """A part is about to be queued, to be run for so many new tokens at least."""
+        course = self._courses.setdefault(of, _Course())
+        course.part, course.over, course.began = None, False, None
+        self._awaited[rid] = of, least
+
+    def fail(self, rid: str) -> None:
+        """A part that was expected will not come."""
+        of, _ = self._awaited.pop(rid)
+        course = self._courses.get(of)
+        self._tally.add("parts", "failed")
+        if course is not None:
+            course.over = True
+
+    def admit(self, request: Any) -> bool | None:
+        """Before a request is queued: whether a part of a prompt may be; None of a request that
+        is no part."""
+        if self.has(request):
+            # It has lost its match, or gave way to others.
+            self._drop(request, self._parts[request], "failed")
+            return False
+        awaited = self._awaited.pop(request.rid, None)
+        if awaited is None:
+            course = self._courses.get(request.rid)
+            if course is not None and course.settled:
+                self._queued[request] = self._courses.pop(request.rid)
+            return None
+        of, least = awaited
+        course = self._courses.get(of, _Course(settled=True))
+        self._parts[request] = course
+        if course.settled:
+            self._drop(request, course, "withdrawn")
+            return False
+        length, _ = self._tree.match(request)
+        covered = all(end(item) <= length for item, _ in bare_items(request))
+        course.reached = max(course.reached, length)
+        if not covered or self._whole(request) - length < least:
+            self._drop(request, course, "covered" if covered else "failed")
+            return False
+        if course.base is None:
+            course.base = length
+        course.part = request
+        # That of a fake bootstrap is not kept otherwise.
+        request.skip_radix_cache_insert = False
+        return True
+
+    def holds_back(self, request: Any) -> bool:
+        """Whether a request is not to run yet: a part of it does."""
+        course = self._queued.get(request) if self._queued else None
+        return course is not None and not course.over and self._queue.running(course.part)
+
+    def taken(self, request: Any) -> None:
+        """A request goes into the next batch."""
+        tokens = len(request.origin_input_ids) - request.prefix_len
+        self._timed[request] = time.monotonic(), tokens
+        if (course := self._parts.get(request)) is not None:
+            course.began = course.began or time.monotonic()
+            return
+        course = self._queued.pop(request, None)
+        fresh = not request.retracted_stain and not request.already_computed
+        if course is not None and course.base is not None and fresh:
+            # What was prefilled early for it is not reported as cached.
+            request.already_computed = max(request.prefix_len - course.base, 0)
+
+    def ended(self, request: Any, *, chunked: bool = False) -> bool:
+        """Whether a request that SGLang would stream is a part, which may have ended.
+
+        Args:
+            chunked: whether more chunks of it follow.
+        """
+        if not chunked and (timed := self._timed.pop(request, None)) is not None:
+            since, tokens = timed
+            took = time.monotonic() - since
+            self.prefill_s = min(self.prefill_s or took, took)
+            self.token_s = min(self.token_s or took, took / max(tokens, 1))
+        course = self._parts.get(request)
+        if course is None:
+            return False
+        if request.finished() and course.part is request and not course.over:
+            course.over = True
+            spent = time.monotonic() - course.began if course.began else 0.0
+            course.seconds += spent
+            computed = len(request.origin_input_ids) - request.cached_tokens
+            if request.finished_reason.to_json()["type"] == "abort" or computed <= 0:
+                self._tally.add("parts", "failed")
+            else:
+                course.reached = max(course.reached, self._whole(request))
+                self._tally.add("parts", "done")
+                self._tally.add("tokens", amount=computed)
+        return True
+
+    def settle(self, rid: str) -> None:
+        """All items of a request have landed, or will not."""
+        course = self._courses.get(rid)
+        if course is None:
+            return
+        course.settled = True
+        running = not course.over and course.began is not None
+        since = time.monotonic() - course.began if running and course.began else 0.0
+        self._tally.observe("won_seconds", course.seconds + since)
+        if course.part is not None and self._queue.remove(course.part):
+            self._drop(course.part, course, "withdrawn")
+        settled = [rid for rid, one in self._courses.items() if one.settled]
+        if len(settled) > _MAX_SETTLED:
+            del self._courses[settled[0]]
+
+    def alive(self, rid: str) -> bool:
+        """Whether a part of a request waits or runs."""
+        course = self._courses.get(rid)
+        if course is None or course.over:
+            return False
+        if course.part is not None and not self._queue.holds(course.part):
+            # Aborted while it was queued, of which SGLang says nothing here.
+            course.over = True
+            self._tally.add("parts", "failed")
+        return not course.over
+
+    def reached(self, rid: str) -> int:
+        """Tokens of a request's prompt that the prefix cache had when that was last seen."""
+        course = self._courses.get(rid)
+        return 0 if course is None else course.reached
+
+    def busy(self) -> tuple[bool, bool]:
+        """Whether requests wait to be prefilled; whether any decode."""
+        return self._queue.busy()
+
+    def _whole(self, request: Any) -> int:
+        """Tokens of a part whose KV will be kept."""
+        return int(len(request.origin_input_ids) // self._page * self._page)
+
+    def _drop(self, request: Any, course: _Course, outcome: str) -> None:
+        self._queue.discard(request)
+        course.over = True
+        self._tally.add("parts", outcome)

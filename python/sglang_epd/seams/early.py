@@ -1,0 +1,136 @@
+"""Parts of prompts as SGLang's requests: which prompts may be prefilled in parts, and how a part
+is written.
+
+Leans on the fields of `managers.io_struct.TokenizedGenerateReqInput`; on
+`sampling.sampling_params.SamplingParams`, of which no tokens may be asked; on a fake bootstrap
+(`disaggregation.utils.FAKE_BOOTSTRAP_HOST`), by which a prefill server sends no KV; and on the
+scheduler's `tree_cache`, `is_generation` and `page_size`.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sglang_epd.config import Settings
+from sglang_epd.language.early import Early, Policy, Prompt
+from sglang_epd.language.parts import Parts
+from sglang_epd.modality import MODALITIES
+from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
+from sglang_epd.seams.receiving import Ranks
+from sglang_epd.tally import Tally
+from sglang_epd.transfer.control import Claims
+from sglang_epd.wire.messages import Expect
+
+# What a request asks of its whole prompt, or that a prefix cannot stand for; and an adapter,
+# which is in use only as long as its request is known to the tokenizer process.
+_WHOLE_PROMPT = (
+    "lora_id",
+    "session_params",
+    "session_id",
+    "input_embeds",
+    "token_type_ids",
+    "positional_embed_overrides",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+)
+
+
+def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
+    """When a part is worth it, and the parts on this rank; None where prompts are never
+    prefilled in parts."""
+    from sglang.srt.runtime_context import (
+        get_memory,
+        get_observability,
+        get_parallel,
+        get_schedule,
+    )
+
+    asked, tree = Settings.from_env().prefill_early, scheduler.tree_cache
+    if (
+        asked == "off"
+        or not scheduler.is_generation
+        or get_parallel().pp_size > 1
+        or ranks.elsewhere
+        or get_memory().disable_radix_cache
+        or tree.disable
+        or tree.supports_mamba()
+        or tree.supports_swa()
+        # A part could have another request refused.
+        or get_schedule().max_queued_requests is not None
+    ):
+        return None
+    page = scheduler.page_size
+    policy = Policy(asked == "on", page)
+    tally = Tally()
+    if ranks.leads and get_observability().enable_metrics:
+        from sglang_epd.observability.language import EarlyMetrics
+        from sglang_epd.observability.metrics import PrometheusTally
+
+        tally = PrometheusTally(EarlyMetrics())
+    return policy, Parts(RadixTree(tree), SchedulerQueue(scheduler), page, tally)
+
+
+def leading(
+    made: tuple[Policy, Parts] | None, claims: Claims, processor: Any, secret: bytes
+) -> Early | None:
+    """What begins parts, on the rank that leads.
+
+    Args:
+        made: as `parts` returned it.
+        processor: lays out the model's prompts.
+    """
+    if made is None:
+        return None
+    policy, parts = made
+    return Early(claims, parts, policy, read=reader(processor), make=make, secret=secret)
+
+
+def reader(processor: Any) -> Callable[[Any, Expect], Prompt | None]:
+    """What finds the items of a request in its prompt.
+
+    Args:
+        processor: lays out the model's prompts.
+    """
+    tokens = [getattr(processor, row.placeholder, None) for row in MODALITIES.values()]
+
+    def read(request: Any, expect: Expect) -> Prompt | None:
+        if request.input_ids is None or any(getattr(request, name, 0) for name in _WHOLE_PROMPT):
+            return None
+        if request.return_logprob and request.logprob_start_len >= 0:
+            return None
+        ids = np.array(request.input_ids)
+        # Items are numbered by modality, and by place in each.
+        found = [int(place) for token in tokens for place in np.flatnonzero(ids == token)]
+        if len(found) != expect.items:
+            return None
+        items = sorted(range(len(found)), key=found.__getitem__)
+        return Prompt(array("q", request.input_ids), tuple(sorted(found)), tuple(items))
+
+    return read
+
+
+def make(request: Any, rid: str, ids: array[int]) -> Any:
+    """A request that has the beginning of another's prompt prefilled, and generates nothing."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    part = copy.copy(request)
+    part.rid, part.input_ids = rid, ids
+    part.input_text, part.mm_inputs = "", None
+    part.sampling_params = SamplingParams(max_new_tokens=0, temperature=0.0)
+    part.sampling_params.normalize(None)
+    part.stream, part.return_logprob, part.logprob_start_len = False, False, -1
+    part.top_logprobs_num, part.token_ids_logprob = 0, None
+    part.return_sampling_mask, part.require_reasoning = False, False
+    part.custom_logit_processor, part.time_stats = None, None
+    if part.bootstrap_room is not None:
+        part.bootstrap_host, part.bootstrap_room = FAKE_BOOTSTRAP_HOST, 0
+    return part

@@ -1,0 +1,159 @@
+"""A prompt's beginning is prefilled while its last picture is still on its way, and nothing of
+the answer shows it."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from PIL import Image
+
+from integration.client import Client, Generation, data_url, image_part, text_part, until, user
+from integration.counters import total
+from integration.listener import Site
+from integration.topology import EARLY, Machine, Topology
+
+TOKENS = 8
+# Behind these servers a request's first token comes from the prefill.
+ENTRIES = {"language": "language", "router": "prefill"}
+
+
+@pytest.fixture(params=ENTRIES)
+def entry(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def asked(request: pytest.FixtureRequest, photographs: list[Image.Image]) -> list[dict[str, Any]]:
+    """A question that no other test asks, about four pictures of which two are the same. The
+    last one differs from all that were ever encoded."""
+    draw = random.Random(request.node.name)
+    crops = []
+    for _ in range(3):
+        left, top = draw.randrange(0, 300), draw.randrange(0, 200)
+        crops.append(image_part(data_url(photographs[0].crop((left, top, left + 224, top + 168)))))
+    name = text_part(f"This is {request.node.name}. Look closely at these pictures: ")
+    return [user(name, *crops[:2], text_part("and"), crops[0], crops[2], text_part("What now?"))]
+
+
+class Late:
+    """A question whose last picture is held up."""
+
+    def __init__(self, topology: Topology, entry: str, site: Site, asked: list[Any]) -> None:
+        self.url = topology.urls[ENTRIES[entry]]
+        self._before = {one: self.count(one) for one in ("done", "withdrawn", "failed")}
+        self._tokens = total(self.url, "early_tokens_total")
+        (last,) = site.linked([user(asked[0]["content"][-2])])[0]["content"]
+        site.slow_s = 60.0
+        self.messages = [user(*asked[0]["content"][:-2], last, asked[0]["content"][-1])]
+        self._path = last["image_url"]["url"].removeprefix(site.url)
+        self._site = site
+
+    def count(self, outcome: str) -> float:
+        return total(self.url, "early_parts_total", outcome=outcome)
+
+    def counted(self, outcome: str) -> float:
+        return self.count(outcome) - self._before[outcome]
+
+    @property
+    def tokens(self) -> float:
+        """Prefilled early since this was made."""
+        return total(self.url, "early_tokens_total") - self._tokens
+
+    def wait(self) -> None:
+        """Until all before the last picture is prefilled: text, and three pictures of 48 tokens."""
+        until(lambda: self._path in self._site.asked)
+        until(lambda: self.tokens > 3 * 48, 30.0, "nothing was prefilled early")
+        self.done = self.tokens
+
+
+def in_background(client: Client, late: Late) -> tuple[ThreadPoolExecutor, Future[Generation]]:
+    pool = ThreadPoolExecutor(1)
+    return pool, pool.submit(client.generation, *late.messages, tokens=TOKENS)
+
+
+def test_the_answer_is_one_servers(
+    machine: Machine, qwen2_5: Topology, site: Site, entry: str, asked: list[dict[str, Any]]
+) -> None:
+    expected = machine.reference(qwen2_5.model, asked, TOKENS)
+    late = Late(qwen2_5, entry, site, asked)
+    pool, answer = in_background(qwen2_5.client(entry), late)
+    with pool:
+        late.wait()
+        assert not answer.done()
+        site.released.set()
+        answer.result().check(expected)
+    assert late.counted("failed") == 0
+    assert late.tokens < expected.prompt_tokens
+    assert "early-" not in qwen2_5.log(ENTRIES[entry])
+
+
+def cached_tokens(client: Client, messages: list[dict[str, Any]]) -> int:
+    """What an answer says that the prefix cache had."""
+    usage = client.chat(*messages, max_tokens=1).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_what_was_prefilled_early_is_not_told_as_cached(
+    qwen2_5: Topology, site: Site, asked: list[dict[str, Any]]
+) -> None:
+    late = Late(qwen2_5, "language", site, asked)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(cached_tokens, qwen2_5.client(), late.messages)
+        late.wait()
+        site.released.set()
+        assert told.result() < 48 <= late.done
+    assert cached_tokens(qwen2_5.client(), late.messages) > late.done, "another time they are"
+
+
+def test_a_late_picture_that_fails_fails_the_request_alone(
+    machine: Machine, qwen2_5: Topology, site: Site, entry: str, asked: list[dict[str, Any]]
+) -> None:
+    late = Late(qwen2_5, entry, site, asked)
+    site.files.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(qwen2_5.client(entry).chat, *late.messages)
+        late.wait()
+        site.released.set()
+        assert answer.result().status_code == 400
+    # What was prefilled is a prefix like any other.
+    machine.check(qwen2_5.client(entry), qwen2_5.model, asked, TOKENS)
+    until(lambda: total(late.url, "receiver_held_bytes") == 0, 10.0, "its items are held")
+
+
+def test_an_aborted_request_leaves_nothing(
+    machine: Machine, qwen2_5: Topology, site: Site, asked: list[dict[str, Any]]
+) -> None:
+    late = Late(qwen2_5, "language", site, asked)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(qwen2_5.client().chat, *late.messages, rid="an early one")
+        late.wait()
+        requests.post(f"{late.url}/abort_request", json={"rid": "an early one"}, timeout=20)
+        assert answer.result().status_code >= 400
+    site.released.set()
+    until(lambda: total(late.url, "receiver_held_bytes") == 0, 10.0, "its items are held")
+    machine.check(qwen2_5.client(), qwen2_5.model, asked, TOKENS)
+
+
+@pytest.mark.extended
+def test_on_two_ranks_with_pages_and_memory_for_one_request(
+    machine: Machine, site: Site, asked: list[dict[str, Any]]
+) -> None:
+    """Parts of one request and another request fight for the KV cache; none waits for ever."""
+    flags = "--tp 2 --page-size 16 --max-total-tokens 512 --enable-metrics"
+    wanted = Topology("tiny-qwen2_5-vl", ("encoder", "language"), EARLY, {"language": flags})
+    expected = machine.reference(wanted.model, asked, TOKENS)
+    with machine.lend(wanted) as topology:
+        late = Late(topology, "language", site, asked)
+        pool, answer = in_background(topology.client(), late)
+        with pool:
+            late.wait()
+            # What was prefilled has to make room for it.
+            other = [user(*reversed(asked[0]["content"]))]
+            assert topology.client().answer(*other, max_tokens=200)
+            site.released.set()
+            answer.result().check(expected)
+        topology.check_alive()

@@ -1,0 +1,267 @@
+"""Which parts of a prompt are prefilled early: as much as has landed, one at a time."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_epd.language import early as early_module
+from sglang_epd.language import manifest
+from sglang_epd.language.backend import PART
+from sglang_epd.language.early import Early, Policy, Prompt
+from sglang_epd.spans import OFF
+from sglang_epd.wire.messages import (
+    Arrived,
+    Beginning,
+    Expect,
+    Landed,
+    Layout,
+    Settled,
+    TensorSpec,
+)
+
+SECRET = bytes(range(32))
+ROWS = 10
+LAYOUT = Layout("IMAGE", TensorSpec("float32", (ROWS, 4)), [[1, 2, 4]])
+# Three texts of three ids and an item each, and a text behind. The second item of the prompt is
+# the request's last one: a video, say.
+PROMPT = Prompt(array("q", [1, 1, 7, 9, 1, 1, 7, 8, 1, 1, 7, 9, 1, 1]), (3, 7, 11), (0, 2, 1))
+EXPECT = Expect("ticket", 3, 1, 60.0)
+IDLE = False, False
+
+
+class FakeClaims:
+    """The control channel: what is taken has landed."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, str, str, tuple[int, ...]]] = []
+
+    def take_part(self, ticket: str, claim: str, name: str, items: tuple[int, ...]) -> None:
+        self.taken.append((ticket, claim, name, items))
+
+
+class FakeParts:
+    """What the rank says of its parts."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.prefill_s = self.token_s = 0.0
+        self.in_flight = False
+        self.cached = 0
+        self.load = IDLE
+
+    def alive(self, rid: str) -> bool:
+        return self.in_flight
+
+    def reached(self, rid: str) -> int:
+        return self.cached
+
+    def busy(self) -> tuple[bool, bool]:
+        return self.load
+
+
+class World:
+    def __init__(self, policy: Policy) -> None:
+        self.claims, self.parts = FakeClaims(), FakeParts()
+        claims: Any = self.claims
+        parts: Any = self.parts
+        self.early = Early(
+            claims, parts, policy, read=lambda _request, _expect: PROMPT, make=make, secret=SECRET
+        )
+
+    def follow(self, covered: tuple[int, ...] = (), layouts: tuple[Layout, ...] = ()) -> None:
+        expect = Expect("ticket", 3, 1, 60.0, tuple(bytes(32) for _ in layouts), layouts)
+        request = SimpleNamespace(rid="r")
+        self.early.follow("c", request, expect, covered, prompt=PROMPT, span=OFF)
+
+    def arrive(self, item: int) -> None:
+        assert self.early.hear(Arrived("c", item, ROWS))
+
+    def part(self) -> tuple[Any, Beginning]:
+        """The part that begins now, its items handed out."""
+        assert not self.early.take(), "its items have to be asked for"
+        _, _, name, items = self.claims.taken[-1]
+        landed = tuple(
+            Landed(bytes([item]) * 32, LAYOUT, 32, item, 0) if item in items else None
+            for item in range(3)
+        )
+        assert self.early.hear(Settled(name, landed))
+        (part,) = self.early.take()
+        return part, read(part)
+
+
+def make(request: Any, rid: str, ids: array[int]) -> Any:
+    return SimpleNamespace(rid=rid, input_ids=ids, encoder_urls=None)
+
+
+def read(part: Any) -> Beginning:
+    message = manifest.read(part.encoder_urls, SECRET)
+    assert isinstance(message, Beginning)
+    return message
+
+
+@pytest.fixture
+def world() -> World:
+    return World(Policy(True, 1))
+
+
+@pytest.mark.parametrize(("count", "end"), [(0, 2), (1, 6), (2, 10)], ids=["none", "one", "two"])
+def test_a_part_ends_before_what_may_open_its_first_missing_item(count, end):
+    """Models lay a prompt out by its opening marks, and look for the item behind each."""
+    assert PROMPT.end(count) == end
+
+
+def test_an_item_right_behind_another_has_no_mark_to_leave_out():
+    prompt = Prompt(array("q", [9, 9, 1]), (0, 1), (0, 1))
+    assert [prompt.end(0), prompt.end(1)] == [0, 1]
+
+
+def test_the_text_before_the_first_item_is_a_part(world):
+    world.follow()
+    (part,) = world.early.take()
+    assert list(part.input_ids) == [1, 1]
+    assert part.rid.startswith(f"r{PART}"), "an abort of the request ends it too"
+    assert read(part) == Beginning("r", (), (), 2)
+
+
+def test_a_part_reaches_up_to_the_first_missing_item_in_the_order_of_the_prompt(world):
+    world.follow()
+    world.early.take()
+    world.arrive(1)
+    assert not world.early.take(), "the first item of the prompt is missing"
+    assert not world.claims.taken
+    world.arrive(0)
+    part, carried = world.part()
+    assert world.claims.taken == [("ticket", "c", "part 0", (0,))]
+    assert list(part.input_ids) == list(PROMPT.ids[:6])
+    assert carried.items == (0,)
+    assert [one.key for one in carried.landed if one] == [bytes(32)]
+    world.arrive(2)
+    assert not world.early.take(), "all have landed: the claim itself settles"
+    assert len(world.claims.taken) == 1
+
+
+def test_one_part_of_a_request_is_in_flight(world):
+    world.follow()
+    world.early.take()
+    world.parts.in_flight = True
+    world.arrive(0)
+    assert not world.early.take()
+    assert not world.claims.taken
+    world.parts.in_flight = False
+    _, carried = world.part()
+    world.parts.in_flight = True
+    world.arrive(2)
+    assert not world.early.take()
+    world.parts.in_flight = False
+    _, carried = world.part()
+    assert carried.items == (0, 2)
+
+
+def test_items_that_are_gone_again_make_no_part(world):
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    world.early.take()
+    (*_, name, _) = world.claims.taken[-1]
+    assert world.early.hear(Settled(name, (), "RequestCancelledError", "gone"))
+    assert not world.early.take()
+
+
+def test_items_that_were_handed_out_are_given_back_by_all_ranks(world):
+    """Even where their request has ended: only a part tells all ranks of them."""
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    world.early.take()
+    world.early.leave("c")
+    (*_, name, _) = world.claims.taken[-1]
+    item = Landed(bytes(32), LAYOUT, 32, 0, 0)
+    assert world.early.hear(Settled(name, (item, None, None)))
+    (part,) = world.early.take()
+    assert read(part).landed == (item,)
+    world.arrive(2)
+    assert not world.early.take(), "of a claim that is over"
+
+
+def test_what_the_prefix_cache_covers_is_not_taken(world):
+    world.follow((0,), (LAYOUT,) * 3)
+    (part,) = world.early.take()
+    assert read(part) == Beginning("r", (0,), (None,), 2), "the text behind it"
+    assert not world.claims.taken
+    world.arrive(2)
+    _, carried = world.part()
+    assert world.claims.taken[-1][-1] == (2,)
+    assert carried.items == (0, 2)
+    assert [one is None for one in carried.landed] == [True, False]
+
+
+def test_a_prompt_that_cannot_be_laid_out_in_parts_is_not_tried_again(world):
+    world.follow()
+    world.parts.broken = True
+    assert not world.early.take()
+
+
+def test_other_outcomes_are_not_taken(world):
+    assert not world.early.hear(Settled("c"))
+
+
+# The rule.
+
+AUTO = Policy(False, 1)
+
+
+def test_a_part_has_as_many_tokens_as_the_smallest_pass_has_time_for():
+    # A pass takes 40 ms at least, and a token one.
+    assert AUTO.least(0.04, 0.001, decoding=False) == 40
+    assert AUTO.least(0.04, 0.001, decoding=True) == 160
+    assert Policy(False, 64).least(0.04, 0.001, decoding=False) == 65, "less than a page is lost"
+    assert AUTO.least(0.0, 0.0, decoding=True) == 2, "nothing has been prefilled yet"
+    assert Policy(True, 1).least(0.04, 0.001, decoding=True) == 2
+
+
+@pytest.mark.parametrize(
+    ("part_s", "left_s", "waiting", "may"),
+    [(0.4, 0.1, False, True), (0.4, 0.09, False, False), (0.4, 1e9, True, False)],
+    ids=["far", "near", "others wait"],
+)
+def test_a_part_uses_idle_time_and_ends_soon(part_s, left_s, waiting, may):
+    assert AUTO.may(part_s, left_s, waiting=waiting) is may
+    assert Policy(True, 1).may(part_s, left_s, waiting=waiting)
+
+
+def test_a_part_waits_for_more_items_or_for_others_to_end():
+    world = World(AUTO)
+    world.parts.prefill_s, world.parts.token_s = 12e-9, 1e-9
+    world.follow()
+    assert not world.early.take(), "two tokens"
+    world.parts.load = False, True
+    world.arrive(0)
+    assert not world.early.take()
+    assert not world.claims.taken, "15 of 48 tokens"
+    world.parts.load = True, False
+    assert not world.early.take()
+    assert not world.claims.taken, "others wait"
+    world.parts.load = IDLE
+    _, carried = world.part()
+    assert (carried.items, carried.least) == ((0,), 12)
+
+
+def test_the_last_item_is_as_far_off_as_those_before_it_took(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(early_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    world = World(Policy(False, 1))
+    world.follow()
+    (_text,) = world.early.take()
+    world.parts.token_s = 1.0
+    clock.now += 1.0
+    world.arrive(0)
+    # Thirteen tokens, and two items to come in two seconds.
+    assert not world.early.take()
+    assert not world.claims.taken
+    clock.now += 0.7
+    assert not world.early.take()
+    assert world.claims.taken, "3.4 s are a quarter of them"

@@ -1,0 +1,304 @@
+"""Parts of prompts on one rank: none is answered, none is computed twice, and a request never
+waits for more than the part that runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_epd.language import parts as parts_module
+from sglang_epd.language.assembly import Rows
+from sglang_epd.language.parts import Parts
+from sglang_epd.language.prefix import PrefixGate, Resting, mark
+from sglang_epd.tally import Tally
+from sglang_epd.wire.messages import Expect, Layout, TensorSpec
+
+PAGE, LEAST = 4, 8
+LAYOUT = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
+
+
+class Ended:
+    """Why a request has ended."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def to_json(self) -> dict[str, str]:
+        return {"type": self.kind}
+
+
+class Request:
+    """What SGLang makes of a request, as far as it is used."""
+
+    def __init__(self, rid: str, tokens: int) -> None:
+        self.rid = rid
+        self.origin_input_ids = [0] * tokens
+        self.multimodal_inputs: Any = None
+        self.finished_reason: Ended | None = None
+        self.cached_tokens = self.already_computed = self.prefix_len = 0
+        self.retracted_stain = False
+        self.skip_radix_cache_insert = True
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+
+class Scheduler:
+    """A scheduler with a queue and a batch, and its tree."""
+
+    def __init__(self) -> None:
+        self.cached = 0
+        self.queue: list[Request] = []
+        self.batch: list[Request] = []
+        self.discarded: list[str] = []
+
+    def match(self, request: Request) -> tuple[int, Any]:
+        return min(self.cached, len(request.origin_input_ids) - 1) // PAGE * PAGE, "node"
+
+    def lock(self, node: Any) -> Any:
+        return node
+
+    def unlock(self, lock: Any) -> None:
+        """Nothing is counted."""
+
+    def add(self, request: Request, *, retracted: bool) -> None:
+        self.queue.append(request)
+
+    def remove(self, request: Request) -> bool:
+        there = request in self.queue
+        self.queue = [one for one in self.queue if one is not request]
+        return there
+
+    def waiting(self) -> set[str]:
+        return {request.rid for request in self.queue}
+
+    def discard(self, request: Request) -> None:
+        self.discarded.append(request.rid)
+
+    def running(self, request: Request) -> bool:
+        return request in self.batch and not request.finished()
+
+    def holds(self, request: Request) -> bool:
+        return request in self.queue or self.running(request)
+
+    def busy(self) -> tuple[bool, bool]:
+        return bool(self.queue), False
+
+
+class World:
+    def __init__(self) -> None:
+        self.scheduler, self.tally = Scheduler(), Tally()
+        self.parts = Parts(self.scheduler, self.scheduler, PAGE, self.tally)
+        self.gate = PrefixGate(self.scheduler, self.scheduler, None, lambda _: [], self.parts)
+
+    def begin(self, tokens: int, rid: str = "r.early-1") -> Request:
+        """A part of the request "r" comes."""
+        self.parts.expect(rid, "r", LEAST)
+        return self.come(Request(rid, tokens))
+
+    def come(self, request: Request) -> Request:
+        if self.gate.admit(request):
+            self.scheduler.queue.append(request)
+        return request
+
+    def run(self, request: Request) -> bool:
+        """It is taken into a batch, if the gate lets it."""
+        request.prefix_len, _ = self.scheduler.match(request)
+        if not self.gate.may_run(request, request.prefix_len):
+            return False
+        self.scheduler.remove(request)
+        self.gate.taken(request)
+        request.cached_tokens = request.prefix_len - request.already_computed
+        self.scheduler.batch = [request]
+        return True
+
+    def end(self, request: Request, kind: str = "length") -> None:
+        """Its result is processed: its KV is in the tree, and SGLang would stream it."""
+        request.finished_reason = Ended(kind)
+        self.scheduler.cached = len(request.origin_input_ids)
+        assert self.parts.ended(request)
+
+    def count(self, outcome: str) -> int:
+        return self.tally.counts["parts", outcome]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_part_runs_and_its_request_finds_its_kv(world):
+    part = world.begin(20)
+    assert not part.skip_radix_cache_insert, "a fake bootstrap's would not be kept"
+    assert world.run(part)
+    assert world.parts.alive("r")
+    world.end(part)
+    assert world.parts.ended(part), "with overlap scheduling it comes twice"
+    assert not world.parts.alive("r")
+    assert world.parts.reached("r") == 20
+    assert world.tally.counts["tokens", ""] == 20
+    assert (world.count("done"), world.scheduler.discarded) == (1, [])
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    assert world.run(request)
+    assert request.cached_tokens == 0, "nothing had been cached before it came"
+    assert not world.parts.ended(request)
+
+
+def test_what_was_cached_before_is_told_as_cached(world):
+    world.scheduler.cached = 12
+    part = world.begin(24)
+    assert world.run(part)
+    world.end(part)
+    assert world.tally.counts["tokens", ""] == 12
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    assert world.run(request)
+    assert request.cached_tokens == 12
+
+
+def test_a_retracted_request_is_not_counted_again(world):
+    world.run(part := world.begin(20))
+    world.end(part)
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    request.retracted_stain = True
+    assert world.run(request)
+    assert request.already_computed == 0
+
+
+@pytest.mark.parametrize(("cached", "runs"), [(13, True), (16, False), (24, False)])
+def test_a_part_that_the_tree_has_is_not_run(world, cached, runs):
+    """Whole pages only: of 22 tokens 20 are kept."""
+    world.scheduler.cached = cached
+    part = world.begin(22)
+    assert (part in world.scheduler.queue) is runs
+    assert world.parts.alive("r") is runs
+    assert world.count("covered") == (not runs)
+    assert world.scheduler.discarded == ([] if runs else [part.rid])
+
+
+def test_a_part_that_waits_when_the_last_item_lands_is_withdrawn(world):
+    part = world.begin(20)
+    world.parts.settle("r")
+    assert part not in world.scheduler.queue
+    assert world.scheduler.discarded == [part.rid]
+    assert world.count("withdrawn") == 1
+    assert world.run(world.come(Request("r", 40)))
+
+
+def test_a_part_that_comes_after_the_outcome_is_withdrawn(world):
+    """Both in one tick: the ranks read all messages before they queue a request."""
+    world.parts.expect("r.early-1", "r", LEAST)
+    world.parts.settle("r")
+    part = world.come(Request("r.early-1", 20))
+    assert part not in world.scheduler.queue
+    assert world.count("withdrawn") == 1
+    assert world.parts.ended(part)
+
+
+def test_a_request_waits_for_a_part_of_it_that_runs(world):
+    part = world.begin(20)
+    assert world.run(part)
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    assert not world.run(request)
+    assert request in world.scheduler.queue, "it keeps its place"
+    assert world.run(other := world.come(Request("other", 40)))
+    world.scheduler.batch = [part]
+    world.end(part)
+    assert world.run(request)
+    assert not world.parts.ended(other)
+
+
+def test_a_request_does_not_wait_for_a_part_that_is_gone(world):
+    part = world.begin(20)
+    assert world.run(part)
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    world.scheduler.batch = []  # aborted, without a word
+    assert world.run(request)
+
+
+def test_a_part_that_is_aborted_in_the_queue_does_not_stop_the_next_one(world):
+    part = world.begin(20)
+    assert world.parts.alive("r")
+    world.scheduler.remove(part)
+    assert not world.parts.alive("r")
+    assert world.count("failed") == 1
+    assert world.run(world.begin(30, "r.early-2"))
+
+
+def test_an_aborted_part_is_not_answered_and_not_counted_as_computed(world):
+    part = world.begin(20)
+    world.run(part)
+    world.end(part, "abort")
+    assert world.count("failed") == 1
+    assert world.tally.counts["tokens", ""] == 0
+
+
+def test_a_user_that_knows_how_parts_are_called_is_answered(world):
+    request = world.come(Request("r.early-1", 20))
+    assert request in world.scheduler.queue
+    assert not world.parts.ended(request)
+
+
+def test_covered_items_have_to_be_in_the_tree(world):
+    part = Request("r.early-1", 40)
+    item = type("Item", (), {"offsets": [(2, 9)], "precomputed_embeddings": torch.empty(0, 4)})
+    part.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
+    expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
+    mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
+    world.parts.expect(part.rid, "r", LEAST)
+    assert world.come(part) not in world.scheduler.queue
+    assert world.count("failed") == 1
+
+
+def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
+    part = Request("r.early-1", 40)
+    item = type("Item", (), {"offsets": [(2, 9)], "precomputed_embeddings": torch.empty(0, 4)})
+    part.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
+    expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
+    mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
+    world.scheduler.cached = 12
+    world.parts.expect(part.rid, "r", LEAST)
+    assert world.come(part) in world.scheduler.queue
+    world.scheduler.cached = 0
+    assert not world.run(part)
+    world.scheduler.add = lambda request, retracted: world.come(request)
+    world.gate.tidy()
+    assert part not in world.scheduler.queue
+    assert world.count("failed") == 1
+    assert not world.parts.alive("r")
+
+
+def test_courses_of_requests_that_sglang_refuses_are_not_kept_for_ever(world):
+    for number in range(1000):
+        world.parts.expect(f"{number}.early-1", str(number), LEAST)
+        world.parts.settle(str(number))
+    assert len(world.parts._courses) <= 256
+
+
+def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(parts_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def prefill(tokens: int, seconds: float, *, chunked: bool = False) -> None:
+        request = world.come(Request(str(tokens), tokens))
+        assert world.run(request)
+        clock.now += seconds
+        world.parts.ended(request, chunked=chunked)
+        clock.now += 5.0
+        world.parts.ended(request)  # another token of its answer
+
+    prefill(10, 2.0)
+    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.2)
+    prefill(100, 4.0)
+    prefill(50, 4.0)
+    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.04)
+    assert not world.parts.any, "nothing has to be looked at"
+    prefill(1000, 4.0, chunked=True)
+    assert world.parts.token_s == 9.0 / 1000, "all of its chunks"

@@ -1,0 +1,99 @@
+"""Which requests are prefilled in parts, and parts as requests of SGLang's."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_epd.seams import early
+from sglang_epd.wire.messages import Expect
+
+IMAGE, VIDEO, AUDIO = 151_655, 151_656, 7
+PROCESSOR = SimpleNamespace(IM_TOKEN_ID=IMAGE, VIDEO_TOKEN_ID=VIDEO, audio_token_id=None)
+
+
+@pytest.fixture
+def request_of(sglang):
+    """A request as the tokenizer sends it."""
+    io_struct = sglang("managers.io_struct")
+    sampling = sglang("sampling.sampling_params")
+
+    def make(*ids: int, **fields: Any) -> Any:
+        given = {
+            "input_text": "text",
+            "input_ids": array("q", ids),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "sampling_params": sampling.SamplingParams(max_new_tokens=9, regex="a", n=2),
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 3,
+            "token_ids_logprob": [1],
+            "stream": True,
+            "rid": "r",
+            **fields,
+        }
+        return io_struct.TokenizedGenerateReqInput(**given)
+
+    return make
+
+
+def read(request: Any, items: int) -> Any:
+    return early.reader(PROCESSOR)(request, Expect("ticket", items, 1, 60.0))
+
+
+def test_items_are_numbered_by_modality_and_found_by_place(request_of):
+    prompt = read(request_of(1, VIDEO, 2, IMAGE, 3, IMAGE), 3)
+    assert prompt.places == (1, 3, 5)
+    assert prompt.items == (2, 0, 1), "pictures come first"
+    assert list(prompt.ids) == [1, VIDEO, 2, IMAGE, 3, IMAGE]
+
+
+def test_a_prompt_whose_placeholders_are_not_its_items_has_no_parts(request_of):
+    assert read(request_of(1, IMAGE, IMAGE), 1) is None, "expanded already"
+    assert read(request_of(1, 2), 1) is None
+    assert read(request_of(1, IMAGE, input_ids=None), 1) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_id": "adapter"},
+        {"session_id": "session"},
+        {"return_hidden_states": True},
+        {"return_routed_experts": True},
+        {"return_logprob": True, "logprob_start_len": 0},
+    ],
+    ids=str,
+)
+def test_what_needs_its_whole_prompt_has_no_parts(request_of, fields):
+    assert read(request_of(1, IMAGE, **fields), 1) is None
+
+
+def test_log_probabilities_of_the_answer_need_no_prompt(request_of):
+    assert read(request_of(1, IMAGE, return_logprob=True), 1) is not None
+
+
+def test_a_part_asks_for_nothing_but_kv(request_of):
+    whole = request_of(1, IMAGE, 2, cache_salt="salt", extra_key="key", priority=5)
+    part = early.make(whole, "r.early-1", array("q", [1]))
+    assert (part.rid, list(part.input_ids), part.input_text) == ("r.early-1", [1], "")
+    assert part.sampling_params.max_new_tokens == 0
+    assert part.sampling_params.is_normalized
+    assert (part.sampling_params.regex, part.sampling_params.n) == (None, 1)
+    assert (part.stream, part.return_logprob, part.token_ids_logprob) == (False, False, None)
+    assert (part.cache_salt, part.extra_key, part.priority) == ("salt", "key", 5)
+    assert part.bootstrap_room is None
+    assert (whole.rid, list(whole.input_ids)) == ("r", [1, IMAGE, 2]), "the request is as it was"
+    assert whole.sampling_params.max_new_tokens == 9
+
+
+def test_a_part_of_a_prefill_servers_request_is_sent_to_no_decode_server(request_of):
+    whole = request_of(1, IMAGE, bootstrap_host="there", bootstrap_port=1, bootstrap_room=7)
+    part = early.make(whole, "r.early-1", array("q", [1]))
+    assert (part.bootstrap_host, part.bootstrap_room) == ("2.2.2.2", 0)
+    assert (whole.bootstrap_host, whole.bootstrap_room) == ("there", 7)

@@ -76,6 +76,7 @@ _HEAD_START_S = 0.1
 _BESIDE = 1.3
 # Requests of an arm's turn under load.
 _TURN = 6
+replace = msgspec.structs.replace
 Spent = tuple[dict[str, list[Counted]], float]
 
 
@@ -86,10 +87,18 @@ def arms_of(topology: str, chosen: Sequence[str]) -> list[Arm]:
         chosen: of `on`, `off`, `in-tree` and `one`.
     """
     ours, *others = read_all(reproduce.HERE / "arms", Arm, list(TOPOLOGIES[topology]))
-    on = msgspec.structs.replace(ours, name="on", title=ON, env={SETTING: "auto"})
-    off = msgspec.structs.replace(ours, name="off", title=OFF, env={SETTING: "off"})
+    on, off = _set(ours, "on", ON, "auto"), _set(ours, "off", OFF, "off")
     known = dict(zip(("on", "off", "in-tree", "one"), (on, off, *others), strict=True))
     return [known[name] for name in known if name in chosen]
+
+
+def _set(arm: Arm, name: str, title: str, value: str) -> Arm:
+    """With the setting on the server that prefills."""
+    servers = [
+        replace(server, env={SETTING: value}) if server.role in ("language", "prefill") else server
+        for server in arm.servers
+    ]
+    return replace(arm, name=name, title=title, servers=servers)
 
 
 @contextmanager

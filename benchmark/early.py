@@ -114,14 +114,15 @@ def running(one: Cell, arms: Sequence[Arm], dilation: float, folder: Path) -> It
     model = str(ensure(MACHINES[one.machine].checkpoint))
     place = Place(cores=sorted(os.sched_getaffinity(0)))
     servers = [Running(arm, model, "", place, folder) for arm in arms]
-    try:
-        with ThreadPoolExecutor(len(servers)) as threads:
+    # The threads outlive the servers, which the kernel ends with the thread that started them.
+    with ThreadPoolExecutor(len(servers)) as threads:
+        try:
             for arm, seconds in zip(arms, threads.map(Running.start, servers), strict=True):
                 print(f"{arm.title}: up after {seconds:.0f} s", flush=True)
-        yield [Up(arm, found) for arm, found in zip(arms, servers, strict=True)]
-    finally:
-        for found in servers:
-            found.stop()
+            yield [Up(arm, found) for arm, found in zip(arms, servers, strict=True)]
+        finally:
+            for found in servers:
+                found.stop()
 
 
 @dataclass

@@ -212,6 +212,25 @@ async def test_what_a_silent_encoder_has_goes_elsewhere_once_it_is_given_up(two,
     assert all(one["requests"] == one["patches"] == 0 for one in pool.describe())
 
 
+async def test_an_encoder_that_is_given_up_as_its_answer_comes_has_answered(
+    two, run, client, monkeypatch
+):
+    pool, encode, complaints = ready(*urls(two)), client.encode, []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: complaints.append(what))
+
+    async def answered(url, *asked):
+        reply = await encode(url, *asked)
+        for _ in range(2 if url == two[0].url else 0):
+            pool.failed(url, "silent")
+        return reply
+
+    monkeypatch.setattr(client, "encode", answered)
+    await run(pool)
+    await asyncio.sleep(0.05)
+    assert [encoder.items for encoder in two] == [[0], [1]]
+    assert not complaints
+
+
 async def test_an_encoder_that_takes_too_long_is_not_the_only_one(two, dispatch):
     slow, other = two
     slow.hangs()

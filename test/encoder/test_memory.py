@@ -51,7 +51,7 @@ print((resident_bytes() - before) >> 20)
     assert 29 <= resident_mib <= 35
 
 
-def test_an_encoder_of_a_gpu_keeps_large_blocks_for_the_next_item_until_it_is_idle():
+def test_a_process_with_a_tower_keeps_large_blocks_for_the_next_item_until_it_is_idle():
     check = """
 import resource, threading
 from sglang_epd.encoder.memory import give_back, keep_freed, keep_large_apart

@@ -9,17 +9,20 @@ by a fault of the user's media is not tried again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import ItemCost, Policy, RetryBudget, pause
-from sglang_epd.dispatch.pool import Pool, View, usable
+from sglang_epd.dispatch.pool import Pool, Snapshot, View, usable
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -62,9 +65,9 @@ class _Progress:
 
     work: ItemCost
     # The encoders that have had it since it last came back to all of them.
-    tried: set[str] = field(default_factory=set)
+    tried: frozenset[str] = frozenset()
     # The encoders that failed at the item itself, by their own account.
-    faults: set[str] = field(default_factory=set)
+    faults: frozenset[str] = frozenset()
     # How many encoders went away while they had it.
     losses: int = 0
     # How often it came back to encoders that had failed it, and was given to one.
@@ -183,9 +186,8 @@ class Dispatcher:
         begun = 0
         try:
             while tasks or begun < len(items):
-                most = _AHEAD * max(1, len(self._candidates(())))
-                room = most - sum(tasks.values())
-                if begun < len(items) and room >= _MOST_ITEMS:
+                room = self._room(tasks) if begun < len(items) else 0
+                if room >= _MOST_ITEMS:
                     part, begun = items[begun : begun + room], begun + room
                     works = self._describe(part)
                     run.progress |= {
@@ -208,6 +210,10 @@ class Dispatcher:
             if run.asked:
                 self._tally.observe("request_encoders", len(run.asked))
         return run.layouts
+
+    def _room(self, tasks: Mapping[Any, int]) -> int:
+        """How many items a request may have on their way beside those of its tasks."""
+        return _AHEAD * max(1, len(self._candidates(()))) - sum(tasks.values())
 
     def _launch(
         self, run: _Run, items: Sequence[EncodeItem], reason: EpdError | None
@@ -280,7 +286,7 @@ class Dispatcher:
             await self._pool.changed(min(seconds, until - now))
         for one in progress:
             one.returns += 1
-            one.tried = set(one.faults)
+            one.tried = one.faults
         return [(item, nobody) for item in items]
 
     def _nobody(self) -> str:
@@ -299,7 +305,7 @@ class Dispatcher:
         """Each item to an encoder that has not had it; and those that all have had."""
         groups: defaultdict[frozenset[str], list[EncodeItem]] = defaultdict(list)
         for item in items:
-            groups[frozenset(run.progress[item.item].tried)].append(item)
+            groups[run.progress[item.item].tried].append(item)
         shares: defaultdict[str, list[EncodeItem]] = defaultdict(list)
         stranded: list[EncodeItem] = []
         snapshot = self._pool.snapshot()
@@ -309,11 +315,11 @@ class Dispatcher:
                 stranded += members
                 continue
             works = [run.progress[item.item].work for item in members]
-            chosen = self._policy(works, replace(snapshot, encoders=tuple(views)), self._rng)
+            chosen = self._policy(works, Snapshot(tuple(views), snapshot.turn), self._rng)
             for item, url in zip(members, chosen, strict=True):
                 shares[url].append(item)
                 run.asked.add(url)
-                run.progress[item.item].tried.add(url)
+                run.progress[item.item].tried |= {url}
                 run.progress[item.item].attempts += 1
         self._pool.assigned(len(items) - len(stranded))
         return shares, stranded
@@ -356,7 +362,7 @@ class Dispatcher:
         self._tally.add("retries", error.code)
         progress = run.progress[item.item]
         if isinstance(error, EncodeError | NamespaceError):
-            progress.faults.add(url)
+            progress.faults |= {url}
         if isinstance(error, EncodeError) and len(progress.faults) >= _MAX_FAULTS:
             raise error
         if isinstance(error, EncoderLostError):
@@ -381,20 +387,22 @@ class Dispatcher:
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as given_up:
-            answer = asyncio.create_task(self._client.encode(url, request, span.headers))
-            given_up.add_done_callback(lambda _: answer.cancel())
             try:
-                async with asyncio.timeout(min(self._patience.attempt_s, ttl_s + 1.0)):
-                    return await answer
+                async with asyncio.timeout(min(self._patience.attempt_s, ttl_s + 1.0)) as limit:
+                    given_up.add_done_callback(partial(_end, limit))
+                    return await self._client.encode(url, request, span.headers)
             except TimeoutError:
+                if given_up.done():
+                    raise UnavailableError(f"encoder {url} does not answer any more") from None
                 raise UnavailableError(
                     f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
                 ) from None
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                raise UnavailableError(f"encoder {url} does not answer any more") from None
+
+
+def _end(limit: asyncio.Timeout, _given_up: asyncio.Future[None]) -> None:
+    """Nothing is waited for any more."""
+    with contextlib.suppress(RuntimeError):  # the answer came in this very turn
+        limit.reschedule(0.0)
 
 
 def _describe(span: Span, run: _Run, url: str, items: list[EncodeItem]) -> None:

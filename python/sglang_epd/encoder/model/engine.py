@@ -122,8 +122,7 @@ class Engine:
         self._threads, team = preparing_threads(device, cores)
         torch.set_num_threads(team)  # here, and in threads that begin from now on
         sys.setswitchinterval(_SWITCH_S)
-        if not device.startswith("cpu"):
-            keep_freed()
+        keep_freed()
         if rendezvous is None:
             port = PortArgs.init_new(server_args).nccl_port
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()

@@ -11,10 +11,12 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from sglang_epd.cli.places import Place
 from sglang_epd.cli.processes import ServerProcess, free_port
@@ -86,24 +88,29 @@ def processes_of(fleet: Fleet, options: argparse.Namespace, logs: Path) -> list[
     ]
 
 
-def counted(url: str) -> Counted:
-    """What a server's metrics say of its accelerator."""
+def read_metrics(url: str) -> Iterator[Sample]:
+    """All that a server counts."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
+
+
+def counted(url: str) -> Counted:
+    """What a server's metrics say of its accelerator."""
     seconds: dict[str, float] = {}
     items: Counter[str] = Counter()
     other = {"overrun_seconds_total": 0.0, "passes_total": 0.0}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix(_PREFIX)
-            if sample.name == f"{_PREFIX}seconds_total":
-                kind = sample.labels["kind"]
-                seconds[kind] = seconds.get(kind, 0.0) + sample.value
-            elif sample.name == _ITEMS:
-                items[sample.labels["source"]] += int(sample.value)
-            elif sample.name.startswith(_PREFIX) and name in other:
-                other[name] += sample.value
+    for sample in read_metrics(url):
+        name = sample.name.removeprefix(_PREFIX)
+        if sample.name == f"{_PREFIX}seconds_total":
+            kind = sample.labels["kind"]
+            seconds[kind] = seconds.get(kind, 0.0) + sample.value
+        elif sample.name == _ITEMS:
+            items[sample.labels["source"]] += int(sample.value)
+        elif sample.name.startswith(_PREFIX) and name in other:
+            other[name] += sample.value
     return Counted(seconds, other["overrun_seconds_total"], other["passes_total"], items)
 
 

@@ -107,23 +107,28 @@ class Comparison(Data, frozen=True):
 
     def shrunk(self, profile: Profile) -> Profile:
         """The costs of tokens, patches and steps of which each stands for several."""
-        by, steps, language = self.shrink, self.answer_shrink, profile.language
-        return replace(
-            profile,
-            name=f"{profile.name}, each token for {by:g}",
-            encoder=replace(profile.encoder, tower=_tower(profile.encoder.tower, by)),
-            language=replace(
-                language,
-                tower=_tower(language.tower, by),
-                prefill_token_s=language.prefill_token_s * by,
-                prefill_context_s=language.prefill_context_s * by**2,
-                decode_launch_s=language.decode_launch_s * steps,
-                decode_sequence_s=language.decode_sequence_s * steps,
-                decode_context_s=language.decode_context_s * steps * by,
-                chunk_tokens=round(language.chunk_tokens / by),
-                kv_tokens=round(language.kv_tokens / by),
-            ),
-        )
+        return shrunk(profile, self.shrink, self.answer_shrink)
+
+
+def shrunk(profile: Profile, by: float, steps: float = 1.0) -> Profile:
+    """A profile whose tokens and patches stand for `by` each, and whose steps for `steps`."""
+    language = profile.language
+    return replace(
+        profile,
+        name=f"{profile.name}, each token for {by:g}",
+        encoder=replace(profile.encoder, tower=_tower(profile.encoder.tower, by)),
+        language=replace(
+            language,
+            tower=_tower(language.tower, by),
+            prefill_token_s=language.prefill_token_s * by,
+            prefill_context_s=language.prefill_context_s * by**2,
+            decode_launch_s=language.decode_launch_s * steps,
+            decode_sequence_s=language.decode_sequence_s * steps,
+            decode_context_s=language.decode_context_s * steps * by,
+            chunk_tokens=round(language.chunk_tokens / by),
+            kv_tokens=round(language.kv_tokens / by),
+        ),
+    )
 
 
 def _tower(tower: TowerCosts, by: float) -> TowerCosts:

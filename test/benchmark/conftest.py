@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
     *("reproduce", "needless", "validate_report", "validate_loads", "validate_client"),
-    "validate_emulated",
+    *("validate_emulated", "early_cells", "early_page", "early"),
     *("hostile_media", "hostile_attacks", "hostile_report"),
 )
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from encoder.site import BODY, Site
-from encoder.towers import until
+from encoder.towers import settle, until
 from sglang_epd.encoder.pipeline import computations as module
 from sglang_epd.errors import OverloadedError
 from sglang_epd.wire.messages import Wait
@@ -51,6 +51,25 @@ async def test_what_is_known_is_neither_read_nor_encoded_again(encode, fakes, si
     # Two URLs of one content are one embedding.
     assert (await encode("/b")).key == first.key
     assert len(cache) == 1
+
+
+async def test_items_that_came_late_have_their_places_yet(service, fakes, asking, monkeypatch):
+    fetch, here = fakes.fetch, {f"u{place}": asyncio.Event() for place in range(4)}
+
+    async def fetch_late(source, deadline, account):
+        await here[source.url].wait()
+        return await fetch(source, deadline, account)
+
+    monkeypatch.setattr(fakes, "fetch", fetch_late)
+    fakes.forwarded.hold()
+    encoding = asyncio.create_task(service.encode(asking(*here)))
+    for place in (3, 2, 1, 0):
+        here[f"u{place}"].set()
+        await settle()
+    fakes.forwarded.go_on()
+    await encoding
+    # One was being encoded, and one was prepared, when the others came.
+    assert fakes.batches == [[b"u3"], [b"u2"], [b"u0"], [b"u1"]]
 
 
 async def test_options_and_modality_make_another_embedding_of_one_content(

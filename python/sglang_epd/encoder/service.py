@@ -336,6 +336,7 @@ class EncoderService:
                     content.data,
                     request.request_id,
                     asked.deadline,
+                    place=item.item,
                     looked=looked,
                 )
                 del content

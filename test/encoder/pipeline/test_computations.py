@@ -191,6 +191,21 @@ async def test_no_more_than_a_batch_is_ready_at_a_time(tower, computations, ask,
     assert max(map(len, tower.batches)) <= 4
 
 
+async def test_items_of_a_request_are_prepared_and_run_in_the_order_of_their_places(
+    tower, computations, ask, busy
+):
+    names = [b"%c" % (97 + place) for place in range(7)]  # each a batch of its own
+    tower.slow[names[0]] = asyncio.Event()
+    holds = [busy, *(ask(names[place], place=place) for place in reversed(range(7)))]
+    await until(lambda: states(computations).get("ready") == 3)
+    tower.slow[names[0]].set()
+    await until(lambda: states(computations)["ready"] == 4)
+    tower.go_on()
+    await asyncio.gather(*map(value, holds))
+    assert tower.preparations == [b"busy", *names]
+    assert tower.batches == [[b"busy"], *([name] for name in names)]
+
+
 async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, computations, ask):
     """Whose size is not told may be anything, and is large."""
     small = [encoded(picture(448, 448 - n), "JPEG") for n in range(3)]

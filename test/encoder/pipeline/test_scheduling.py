@@ -74,7 +74,7 @@ class Plain:
             for job in self.jobs
             if not job.parked and job.deadline > now and (large or not job.large)
         ]
-        return min(may, key=lambda job: (self.ends[job.owner], job.number), default=None)
+        return min(may, key=lambda job: (self.ends[job.owner], job.place, job.number), default=None)
 
 
 def order(queue: FairQueue, bounds: BatchBounds = ONE, **more) -> list[Job]:
@@ -95,6 +95,7 @@ def test_the_first_is_who_would_be_first_among_all(random, owners, steps):
                 random.choice("abcdef"[:owners]),
                 random.choice((0.5, 1.0, 3.0)),
                 now + random.choice((1.0, 50.0, FOREVER)),
+                place=random.randrange(3),
                 large=random.random() < 0.3,
                 parked=random.random() < 0.2,
             )

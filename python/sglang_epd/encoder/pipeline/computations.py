@@ -120,6 +120,7 @@ class Computations:
         owner: str,
         deadline: float,
         *,
+        place: int = 0,
         looked: bool = False,
     ) -> Hold:
         """Ask for an embedding.
@@ -130,6 +131,7 @@ class Computations:
                 wanted, or not be in the store, the hold raises MediaNeededError.
             owner: whose turn it is taken in.
             deadline: in seconds of `time.monotonic()`; nothing is begun after it.
+            place: among those that the owner asks for; the smallest is made first.
             looked: as of `at_hand`: the store is not asked once more.
         """
         hold = Hold(
@@ -139,6 +141,7 @@ class Computations:
             owner,
             deadline,
             looked,
+            place=place,
             changed=self._want,
             released=self._release,
         )
@@ -238,6 +241,7 @@ class Computations:
                 hold.owner,
                 0.0,
                 hold.deadline,
+                hold.place,
                 key=hold.key,
                 modality=hold.modality,
                 data=hold.data,

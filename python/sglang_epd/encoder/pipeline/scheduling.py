@@ -10,6 +10,9 @@ here. (The protocol also counts those that are done but would not be with their 
 one client that asks for an image whenever it has one would hold up a request of 64 for
 thousands: its images would share the tower long after they were done.)
 
+An owner's jobs go by their places among its items: its language server may prefill what comes
+before the first item that is missing.
+
 Deadline-aware: a job that would miss its deadline in that order, and would not if it
 went now, goes first; among several the earliest deadline. A job whose deadline has
 passed is never returned.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -52,6 +56,7 @@ class Job:
         owner: the request it is for.
         cost: in patches, or the measure that all jobs of a queue share.
         deadline: in the caller's clock.
+        place: among its owner's jobs; the smallest goes first.
         nbytes: memory that it will take when it has run.
         group: only jobs of equal groups are run together.
         alone: never to be run with others.
@@ -63,6 +68,7 @@ class Job:
     owner: Hashable
     cost: float
     deadline: float
+    place: int = 0
     nbytes: int = 0
     group: Hashable = None
     alone: bool = False
@@ -86,8 +92,8 @@ class FairQueue(Generic[_J]):
         self._jobs: dict[_J, None] = {}
         # Those of them that are not large.
         self._small: dict[_J, None] = {}
-        # The same, by owner, in the order in which they came.
-        self._waiting: dict[Hashable, dict[_J, None]] = {}
+        # The same, by owner, in the order of their places.
+        self._waiting: dict[Hashable, list[_J]] = {}
         self._virtual = 0.0
         # When owners would be done with their shares, if they wait or that is later than now.
         # After it comes the number of their first job, as two may be done at the same time.
@@ -119,7 +125,7 @@ class FairQueue(Generic[_J]):
         self._jobs[job] = None
         if not job.large:
             self._small[job] = None
-        self._waiting.setdefault(job.owner, {})[job] = None
+        insort(self._waiting.setdefault(job.owner, []), job, key=_place)
         self.cost += job.cost
         self._note_end(job.owner, max(self._virtual, end) + job.cost, number)
         self.hurry(job)
@@ -139,7 +145,7 @@ class FairQueue(Generic[_J]):
         del self._jobs[job]
         self._small.pop(job, None)
         waiting = self._waiting[job.owner]
-        del waiting[job]
+        del waiting[bisect_left(waiting, _place(job), key=_place)]
         if not waiting:
             del self._waiting[job.owner]
         self.cost -= job.cost
@@ -171,8 +177,8 @@ class FairQueue(Generic[_J]):
                 return owner
             heapq.heappop(self._turns)
 
-    def _turn(self, job: _J) -> tuple[tuple[float, int], int]:
-        return self._ends[job.owner], job.number
+    def _turn(self, job: _J) -> tuple[tuple[float, int], tuple[int, int]]:
+        return self._ends[job.owner], _place(job)
 
     def first(self, now: float, rate: float, *, large: bool = True) -> _J | None:
         """The job that `take` would take first; None if none may run now.
@@ -187,7 +193,7 @@ class FairQueue(Generic[_J]):
             if any(job.deadline < now + self.cost / rate for job in jobs):
                 return self._order(jobs, now, rate)[0]
         # In any order, none will be late.
-        job = next(iter(self._waiting[self._first_owner()]))
+        job = self._waiting[self._first_owner()][0]
         if _may_run(job, now, large):
             return job
         return min(self._runnable(now, large=large), key=self._turn, default=None)
@@ -262,6 +268,10 @@ class FairQueue(Generic[_J]):
             (urgent if saved else others).append(job)
         urgent.sort(key=lambda job: job.deadline)
         return urgent + others
+
+
+def _place(job: Job) -> tuple[int, int]:
+    return job.place, job.number
 
 
 def _may_run(job: Job, now: float, large: bool) -> bool:

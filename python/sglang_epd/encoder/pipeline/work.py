@@ -229,7 +229,7 @@ class Hold:
     asker waits, says whether it wants the embedding now, and releases it.
 
     Attributes:
-        key, modality, data, owner, deadline, looked: as of `Computations.hold`.
+        key, modality, data, owner, deadline, looked, place: as of `Computations.hold`.
         changed: called when the asker wants the embedding again, or does not any more.
         released: called once.
         wanted: whether the embedding is of use now.
@@ -249,6 +249,7 @@ class Hold:
     looked: bool
     changed: Callable[[Hold], None]
     released: Callable[[Hold], None]
+    place: int = 0
     wanted: bool = True
     work: Work | None = None
     entry: Entry | None = None

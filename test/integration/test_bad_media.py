@@ -44,8 +44,10 @@ def good(photographs: list[Image.Image]) -> str:
     return data_url(photographs[0].resize((112, 112)))
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    ("kind", "stream"),
+    [*((kind, False) for kind in BAD), ("truncated", True), ("local file", True)],
+)
 def test_a_bad_image_is_a_4xx_that_names_it(
     qwen2_5: Topology, language: Client, good: str, site: Site, kind: str, stream: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -273,20 +274,29 @@ def _children() -> list[psutil.Process]:
     return [child for forker in psutil.Process().children() for child in forker.children()]
 
 
+def _ended(child: psutil.Process) -> bool:
+    """Whether it runs no more; nobody may have reaped it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return child.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_child_that_is_struck_over_an_item_fails_that_item_alone(make: Make, blow: int) -> None:
     before = _children()
     decoders = make()
     image(decoders, GOOD)
     (child,) = [one for one in _children() if one not in before]
+    used = sum(child.cpu_times()[:2])
     with ThreadPoolExecutor(1) as pool:
-        bad = pool.submit(outcome, decoders, SLOW, 3.0)
-        time.sleep(0.5)
+        bad = pool.submit(outcome, decoders, SLOW, 3.0 if blow == signal.SIGSTOP else 60.0)
+        while sum(child.cpu_times()[:2]) < used + 0.1 and not bad.done():
+            time.sleep(0.01)
         os.kill(child.pid, blow)
         error = bad.result()
     assert isinstance(error, DeadlineError if blow == signal.SIGSTOP else MediaError)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert _ended(child)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -295,9 +305,11 @@ def test_idle_children_and_the_process_that_forks_them_may_be_struck(make: Make,
     image(decoders, GOOD)
     forker = decoders.pictures.nursery.pid
     assert forker is not None
+    idle = psutil.Process(forker).children()
     os.kill(forker, blow)
     if blow == signal.SIGKILL:
-        time.sleep(0.5)  # its children end with it
+        while not all(map(_ended, idle)):  # with it
+            time.sleep(0.01)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
 
 

@@ -280,7 +280,7 @@ async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline_at_most(
         # The break of the connection is noticed before the payload is sent, or after it.
         with pytest.raises((DeadlineError, GrantLostError)):
             await sender.deliver(receiver.endpoint, decision, EMBEDDING, 0.1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PATIENCE_S
 
 
 # With a receiver that does what the test wants.
@@ -404,7 +404,7 @@ async def test_a_silent_receiver_costs_the_deadline_and_no_more(sender, deaf_end
             await offered.decided
     with pytest.raises(DeadlineError):
         await sender.deliver(deaf_endpoint, granted(), EMBEDDING, 0.1)
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < PATIENCE_S
 
 
 async def test_a_peer_that_reads_nothing_costs_the_deadline(sender, deaf_endpoint):

@@ -460,17 +460,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "reuse": lambda: Topology(
         _TINY,
         ("encoder", "language", "language@kv", "language@budget"),
-        flags={
+        # All others have it.
+        {"SGLANG_EPD_SHARED_MEMORY": "off"},
+        {
             "language": "--enable-metrics --enable-cache-report",
             "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
         },
         own_env={
             "language@kv": _NOTHING_KEPT,
             # Eight images of 448 px.
-            "language@budget": {
-                "SGLANG_EPD_RECEIVE_BUDGET_MB": "1",
-                "SGLANG_EPD_SHARED_MEMORY": "off",
-            },
+            "language@budget": {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1"},
         },
     ),
     "reuse_missed": lambda: Topology(

@@ -18,9 +18,10 @@ settings.register_profile("fast", settings.get_profile("shared"), max_examples=1
 settings.load_profile("shared")
 
 
-# Folders of tests that import most of SGLang, which takes ten processor seconds, and a file whose
+# Folders of tests that import most of SGLang, which takes ten processor seconds, and files whose
 # tests import a part of it.
-_IMPORTING = {"seams", "families", "test_preparing"}
+_IMPORTING = {"seams", "families", "test_preparing", "test_sglang_rpc", "test_server"}
+_IMPORTING |= {"test_commands", "test_names", "test_up"}
 
 
 def _imports_sglang(path: Path) -> bool:

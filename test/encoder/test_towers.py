@@ -20,17 +20,13 @@ def start(tmp_path_factory):
     """Runs the towers of some flags; what they made, and what their process printed."""
     folder = tmp_path_factory.mktemp("towers")
 
-    def run(
-        *flags: str, status: int = 0, script: str = "real_towers.py"
-    ) -> tuple[dict[str, np.ndarray], str]:
+    def run(*flags: str, script: str = "real_towers.py") -> tuple[dict[str, np.ndarray], str]:
         out = folder / ("".join(flags) + "one.npz").replace("/", "_")
         model = ("--model-path", str(ensure("tiny-qwen2_5-vl")), "--encoder-only")
         command = [sys.executable, str(HERE / script), str(out), *model, "--dtype", "float32"]
         command += flags
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == status, done.stderr[-8000:]
-        if status:
-            return {}, done.stderr
+        assert done.returncode == 0, done.stderr[-8000:]
         return dict(np.load(out)), done.stdout
 
     return run
@@ -76,13 +72,6 @@ def test_the_way_through_an_accelerator(start):
     assert said_of("memory", said) == "0.3"
     assert float(said_of("switch", said)) < 0.001, "passes are launched beside preparing threads"
     assert said_of("calls", said) == "stream synchronize copy", "weights are waited for"
-
-
-@pytest.mark.servers
-@pytest.mark.timeout(600)
-def test_heads_that_do_not_divide_are_refused(start):
-    _, said = start("--tp-size", "3", status=1)
-    assert "ConfigError: --tp-size 3 with --encoder-only: the 2 attention heads" in said
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "integration" in item.path.parts]
-    items[:] = [item for item in items if "integration" not in item.path.parts]
-    items += sorted(here, key=lambda item: order.place(item.nodeid))
+    # What takes less than a start of servers comes last, where it keeps every process busy.
+    others = [item for item in items if "integration" not in item.path.parts]
+    items[:] = sorted(here, key=lambda item: order.place(item.nodeid)) + others
 
 
 @pytest.fixture(scope="session")
-def machine() -> Iterator[Machine]:
-    machine = Machine()
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp)
     yield machine
     machine.clear()
 

@@ -59,8 +59,11 @@ def main(number: int) -> None:
     # `multiprocessing.get_context("spawn")` is asked for at some imports.
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"]
+    given = set(os.environ)
     for name in _IMPORTED:
         importlib.import_module(name)
+    # As in a server that imports them itself.
+    set_meanwhile = {name: os.environ[name] for name in os.environ.keys() - given}
     # SGLang names its processes; where a name is written is found by the first environment.
     setproctitle.getproctitle()
     # What is there by now is shared by all, as long as no collector writes to it.
@@ -68,7 +71,7 @@ def main(number: int) -> None:
     gc.freeze()
     request = _forked(socket.socket(fileno=number))
     if request is not None:
-        _serve(request)
+        _serve({**request, "env": {**set_meanwhile, **request["env"]}})
 
 
 def _forked(control: socket.socket) -> dict[str, Any] | None:

@@ -7,37 +7,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Files, and whose servers they use; those that are compared with the same server in a row.
-# Files that are not named use "qwen2_5", or that and "qwen3".
+# Files, and whose servers they use: what takes longest comes first, and those that are compared
+# with the same server in a row. Files that are not named use "qwen2_5", or that and "qwen3".
 _USES = {
     "test_reuse": "qwen2_5",
-    "test_embeddings": "embeddings",
-    "test_adaptive": "adaptive",
-    "test_budget": "small_budget",
-    "test_rival": "in_tree",
-    "test_emulation": "emulated",
-    "test_grpc": "grpc",
-    "test_store": "store",
-    "": "qwen3",
-    # Compared with what has been asked of either by now.
-    "test_backends": "backends",
-    "test_large": "large",
-    "test_chaos": "chaos",
+    "test_budget": "qwen2_5",
+    "test_towers": "towers",
     "test_survival_links": "two_encoders",
     "test_survival": "two_encoders",
-    "test_trace": "trace",
+    "test_backends": "backends",
+    "test_emulation": "emulated",
+    "test_chaos": "chaos",
     "test_hub": "hub",
-    "test_towers": "towers",
+    "test_adaptive": "adaptive",
+    "test_store": "store",
+    # So many servers that nothing of its process runs beside them.
+    "test_router": "two_of_each",
+    "test_grpc": "grpc",
+    "test_large": "large",
+    "test_trace": "trace",
+    "test_rival": "in_tree",
+    # Compared with servers of their own.
+    "": "qwen3",
     "test_content": "content",
     "test_quantised": "quantised",
-    "test_refusal": "none",
-    "test_cli": "up",
-    "test_observe": "observe",
+    "test_embeddings": "embeddings",
     "test_audio": "audio",
     "test_families": "families",
     "test_family_video": "families",
-    # So many servers that nothing of its process runs beside them.
-    "test_router": "two_of_each",
+    "test_cli": "up",
+    "test_observe": "observe",
+    "test_refusal": "none",
 }
 _FAMILIES = "families"
 _ORDER = ["qwen2_5", *dict.fromkeys(_USES.values())]

@@ -130,18 +130,18 @@ def test_the_answer_depends_on_the_sound(topology: Topology) -> None:
 
 
 BAD = {
-    "text": (b"This is a text.", 400, "not an audio file"),
-    "head of a file": (clips.audio(container="FLAC")[:40], 400, "damaged"),
-    "no sound": (clips.audio()[:44], 400, "no sound"),
-    "too long": (clips.audio(container="FLAC", seconds=601.0), 413, "longer than 600 s"),
+    "text": (lambda: b"This is a text.", 400, "not an audio file"),
+    "head of a file": (lambda: clips.audio(container="FLAC")[:40], 400, "damaged"),
+    "no sound": (lambda: clips.audio()[:44], 400, "no sound"),
+    "too long": (lambda: clips.audio(container="FLAC", seconds=601.0), 413, "longer than 600 s"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_clip_is_a_4xx_that_names_it(topology: Topology, kind: str) -> None:
-    bad, status, reason = BAD[kind]
-    language = topology.client()
-    response = language.chat(user(audio_part(clips.audio()), audio_part(bad), text_part("What?")))
+    make, status, reason = BAD[kind]
+    language, bad = topology.client(), audio_part(make())
+    response = language.chat(user(audio_part(clips.audio()), bad, text_part("What?")))
     assert response.status_code == status, response.text
     assert "audio 2 of 2" in response.json()["message"]
     assert reason in response.json()["message"]

@@ -24,11 +24,11 @@ ENTRIES = [
     ("others", "language@zmq_to_tokenizer"),
     ("others", "language@mooncake"),
     ("others", "language@stages"),
-    ("ranks", "language@zmq_to_scheduler"),
-    ("ranks", "language@mooncake"),
+    ("others", "language@ranks"),
     *(
         pytest.param(entry, marks=pytest.mark.extended)
         for entry in (
+            ("ranks", "language@mooncake"),
             ("zmq_to_tokenizer_apart", "router"),
             ("mooncake_apart", "router"),
             ("replicas", "language@zmq_to_tokenizer"),

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from integration.client import TOLERANCE, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, Client, data_url, image_part, text_part, user
 from integration.counters import counted, total
 from integration.topology import Machine, Topology
 
@@ -16,13 +16,17 @@ Photographs = list[Image.Image]
 
 @pytest.fixture(scope="module")
 def topology(machine: Machine) -> Topology:
-    return machine.use("small_budget")
+    return machine.use("reuse")
+
+
+@pytest.fixture
+def client(topology: Topology) -> Client:
+    return topology.client("language@budget")
 
 
 def test_requests_wait_for_memory_and_all_are_answered(
-    machine: Machine, topology: Topology, photographs: Photographs
+    machine: Machine, topology: Topology, client: Client, photographs: Photographs
 ) -> None:
-    client = topology.client()
     pictures = [photographs[index % 2].resize((448, 448)).rotate(7 * index) for index in range(4)]
     parts = [image_part(data_url(picture)) for picture in pictures]
     message = user(*parts, text_part("What do these have in common?"))
@@ -35,9 +39,8 @@ def test_requests_wait_for_memory_and_all_are_answered(
 
 
 def test_more_than_the_budget_fails_at_once_and_nobody_else(
-    topology: Topology, photographs: Photographs
+    topology: Topology, client: Client, photographs: Photographs
 ) -> None:
-    client = topology.client()
     square = photographs[0].resize((448, 448))
     part = image_part(data_url(square))
     huge = image_part(data_url(photographs[0].resize((1920, 1344))))
@@ -51,8 +54,7 @@ def test_more_than_the_budget_fails_at_once_and_nobody_else(
     topology.check_alive()
 
 
-def test_every_step_is_counted(topology: Topology, photographs: Photographs) -> None:
-    client = topology.client()
+def test_every_step_is_counted(client: Client, photographs: Photographs) -> None:
     steps = [f"receiver_{name}_total" for name in ("offers", "grants", "received_bytes")]
     before = [total(client.url, step) for step in steps]
     client.answer(user(image_part(data_url(photographs[0]))))

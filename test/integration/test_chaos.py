@@ -26,7 +26,7 @@ from integration.client import (
 from integration.counters import delivered, status, total
 from integration.topology import START_TIMEOUT_S, Machine, Topology
 
-BURST = 200
+BURST = 100
 # A load with a fault: so many requests before it, one each so often, and many at once with it.
 STEADY, EVERY_S, AT_ONCE = 30, 0.05, 50
 TOKENS = 4
@@ -165,4 +165,7 @@ def test_an_encoder_that_is_told_to_go_finishes_and_costs_nothing(
     os.kill(server.pid, signal.SIGTERM)
     _check([*asked, *_go_on(case, pool)])
     until(lambda: not server.running, SOON_S, "told to go, it stays")
+    _, drains, then = case.topology.log("encoder@2").partition("Draining: ")
+    assert drains
+    assert "given up" not in then
     assert case.ask(0) < TOLERANCE

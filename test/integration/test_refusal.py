@@ -104,6 +104,7 @@ def test_an_encoder_whose_target_was_renamed(sglang, output_of):
     assert "sglang.srt.disaggregation.encoder.http_server.launch_server, and" in told
 
 
+@pytest.mark.extended  # as where it has another name
 def test_a_language_server_whose_target_is_in_another_module(sglang, output_of):
     folder, name = "srt/managers", "scheduler_components.request_receiver"
     sglang.change(f"{folder}/scheduler.py", name, "scheduler_components.intake")

@@ -19,6 +19,8 @@ from integration.test_parity import Messages, Photographs
 from integration.topology import Machine, Topology
 
 TOKENS = 8
+# An answer that says where its pictures came from: the encoder's word on it is there first.
+LONG = {"max_new_tokens": 128, "temperature": 0, "ignore_eos": True}
 _TURNS = 6
 _MODEL = "tiny-qwen2_5-vl"
 # KV and language cache; KV alone, paged, in chunks and scarce; KV that is always lost
@@ -133,7 +135,7 @@ def test_a_language_server_that_was_restarted_finds_all_in_the_encoders_cache(
         # faster than the last word on them.
         until(lambda one=source: counted(client.url, "dispatch_items_total", "source")[one] == 4)
     body = {"text": f"{IMAGE}What is it?", "image_data": [data_url(photographs[0].rotate(0))]}
-    answer = client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
+    answer = client.generate(**body, sampling_params=LONG).json()
     assert answer["meta_info"]["media_sources"] == {"encoder_cache": 1}
     after = work(url)
     # An item whose payload was late is asked for again, and found again.
@@ -245,14 +247,13 @@ def test_an_answer_does_not_tell_what_another_tenant_has_sent(
     body = {
         "text": f"{IMAGE} Look at it for a while, and then say what there is to be seen.",
         "image_data": [data_url(photographs[0].rotate(17))],
-        # Long enough for the word on where it came from to be here first.
-        "sampling_params": {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True},
+        "sampling_params": LONG,
         "return_logprob": True,
     }
 
     def ask(**salts: str) -> tuple[dict[str, int], list[float]]:
         told = server.client.generate(**body, **salts).json()["meta_info"]
-        return told["media_sources"], [one[0] for one in told["output_token_logprobs"]]
+        return told["media_sources"], [one[0] for one in told["output_token_logprobs"][:TOKENS]]
 
     def known(**salts: str) -> list[float]:
         """Asked until it is known that it was here."""
@@ -306,7 +307,7 @@ def test_answers_say_where_their_pictures_came_from(
     both = {"text": f"{IMAGE}{text}{IMAGE}{text}", "image_data": [first, second]}
 
     def sources(body: dict[str, Any]) -> dict[str, int]:
-        answer = server.client.generate(**body, sampling_params={"max_new_tokens": 32}).json()
+        answer = server.client.generate(**body, sampling_params=LONG).json()
         return dict(answer["meta_info"]["media_sources"])
 
     def soon(body: dict[str, Any], wanted: dict[str, int]) -> None:

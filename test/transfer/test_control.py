@@ -64,10 +64,10 @@ async def test_the_endpoint_is_asked_once(receiver, control):
 async def test_all_who_ask_in_vain_are_told_within_their_own_time(control):
     started = time.monotonic()
     outcomes = await asyncio.gather(
-        *(control.endpoint(0.1) for _ in range(20)), return_exceptions=True
+        *(control.endpoint(0.1) for _ in range(100)), return_exceptions=True
     )
     assert {type(outcome) for outcome in outcomes} == {UnavailableError}
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
 
 
 async def test_a_receiver_that_comes_later_is_found(control, request):

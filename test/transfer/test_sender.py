@@ -280,7 +280,7 @@ async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline_at_most(
         # The break of the connection is noticed before the payload is sent, or after it.
         with pytest.raises((DeadlineError, GrantLostError)):
             await sender.deliver(receiver.endpoint, decision, EMBEDDING, 0.1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PATIENCE_S
 
 
 # With a receiver that does what the test wants.
@@ -404,7 +404,7 @@ async def test_a_silent_receiver_costs_the_deadline_and_no_more(sender, deaf_end
             await offered.decided
     with pytest.raises(DeadlineError):
         await sender.deliver(deaf_endpoint, granted(), EMBEDDING, 0.1)
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < PATIENCE_S
 
 
 async def test_a_peer_that_reads_nothing_costs_the_deadline(sender, deaf_endpoint):
@@ -459,7 +459,7 @@ async def test_closing_ends_the_open_questions_at_once(router):
     await sender.close()
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [UnavailableError] * 3
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE_S / 2
 
 
 async def test_unused_connections_are_closed_and_used_ones_are_not(sender, router, monkeypatch):

@@ -43,11 +43,7 @@ SERVED = [
 # Of the processors whose patches are not cut in children.
 OTHERS = {"gemma3", "glm4v", "mistral3"}
 SIZES = [(1, 1), (31, 47), (200, 2), (3, 300), (333, 517), (448, 448), (1280, 61), (900, 1100)]
-FILES = {
-    **{f"{w}x{h}": encoded(picture(w, h)) for w, h in SIZES},
-    **{f"jpeg {w}x{h}": encoded(picture(w, h), "JPEG") for w, h in SIZES},
-    **SAMPLES,
-}
+FILES = [encoded(picture(*size), kind) for kind in ("PNG", "JPEG") for size in SIZES]
 
 
 def processor_of(family: Family, folder: Path) -> Any:
@@ -75,7 +71,9 @@ def test_each_family_sees_what_its_own_processor_makes(
     processor = processor_of(family, tmp_path)
     made = proven(processor, {}, Host())
     assert (made is None) == (family.name in OTHERS)
-    for data in FILES.values() if made is not None else ():
+    # Formats are decoded before a processor sees them: each is shown to every fourth family.
+    files = [*FILES, *list(SAMPLES.values())[SERVED.index(family) % 4 :: 4]]
+    for data in files if made is not None else ():
         image = decode_image(data, MediaLimits())
         with decoders.begin(time.monotonic() + 60) as item:
             cut, grid = item.patches(data, made.cut)

@@ -6,6 +6,7 @@ the rest of these tests.
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,29 @@ def test_a_backend_that_has_no_handler_takes_tritons():
     assert 'register("torch_native"' not in handlers
     methods = source("sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods")
     assert "    MLA = auto()" in methods
+
+
+def test_batches_of_data_parallel_attention_are_made_by_names_that_are_looked_up():
+    attention = source("sglang.srt.layers.dp_attention")
+    assert "memcpy_func = memcpy_cpu if _is_cpu else memcpy_triton" in attention
+    assert "    memcpy_func(dst, src, dim, offset, sz, offset_src)" in attention
+    assert attention.count("memcpy_triton") == 3, "two of its import, and the choice"
+    batches = source("sglang.srt.model_executor.forward_batch_info")
+    assert "self.use_pin_memory = not _is_cpu" in batches
+    length = "model_runner.attn_backend.get_cpu_graph_seq_len_fill_value()\n            if _is_cpu"
+    assert length in batches
+    assert len(re.findall(r"\b_is_cpu\b", batches)) == 3, "its assignment, and the two above"
+    groups = source("sglang.srt.distributed.parallel_state")
+    for collective in ("reduce_scatter", "all_gather_into"):
+        assert re.search(
+            rf"if _is_cpu:\n *#.*\n *self\._{collective}_tensor\(output, input\)", groups
+        )
+    assert len(re.findall(r"\b_is_cpu\b", groups)) == 4, "one more, where memory is freed"
+    module = "sglang.srt.layers.attention"
+    base = class_of(f"{module}.base_attn_backend", "AttentionBackend")
+    native = class_of(f"{module}.torch_native_backend", "TorchNativeAttnBackend")
+    for backend in (base, native):
+        assert "get_cpu_graph_seq_len_fill_value" not in ast.unparse(backend)
 
 
 def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():

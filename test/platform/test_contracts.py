@@ -161,3 +161,21 @@ def test_towers_are_run_by_the_methods_that_are_priced():
     assert 'target = self.model.thinker if hasattr(self.model, "thinker")' in " ".join(
         encoder.split()
     )
+
+
+def test_speculation_has_no_part_that_runs_on_this_platform():
+    """docs/compatibility.md says what stops it."""
+    drafts = source("sglang.srt.speculative.draft_utils")
+    assert '"triton": self._create_triton_decode_backend' in drafts
+    assert "torch_native" not in drafts
+    assert "EAGLE is not supported in decode attention backend {backend_type}" in drafts
+    tree = source("sglang.kernels.ops.speculative.reconstruct_tree")
+    kernels = "from sgl_kernel.speculative import reconstruct_indices_from_tree_mask"
+    assert f"elif not _is_xpu:\n    {kernels}" in tree
+
+
+def test_the_hierarchical_caches_memory_is_cudas():
+    """Also what stops it."""
+    pool = source("sglang.srt.mem_cache.pool_host.common")
+    assert "cudart = torch.cuda.cudart()" in pool
+    assert "        _cuda_host_register(buffer, registration_granularity_bytes)" in pool

@@ -35,12 +35,8 @@ ENTRIES = [
             ("replicas", "language@zmq_to_tokenizer"),
             ("replicas", "language@replicas"),
             ("ranks_apart", "router"),
-            *(
-                (f"attention, {backend}", f"language@{backend}")
-                for backend in ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
-            ),
+            ("attention", "language@zmq_to_scheduler"),
             ("attention_stages", "language@stages"),
-            ("attention_hosts", "language@zmq_to_tokenizer"),
             ("stages_glm4v", "language@stages"),
             ("stages_glm4v", "language@zmq_to_tokenizer"),
             ("stages", "language@zmq_to_tokenizer"),

@@ -316,16 +316,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@replicas": "--dp-size 2",
         },
     ),
+    # Data-parallel attention: two replicas, which share the layers behind it. SGLang takes
+    # further ports, next to each other, for each such server.
+    "attention": lambda: Topology(
+        "tiny-qwen3-vl", ("encoder", "language@zmq_to_scheduler"), flags={"language": _DPA}
+    ),
     "attention_stages": lambda: Topology(
         "tiny-qwen3-vl",
         ("encoder", "language@stages"),
         {"SGLANG_PP_LAYER_PARTITION": "2,1"},
         {"language": f"{_DPA} {_PP2}"},
-    ),
-    "attention_hosts": lambda: Topology(
-        "tiny-qwen3-vl",
-        ("encoder", "language@zmq_to_tokenizer", "language@zmq_to_tokenizer#1"),
-        flags={"language": f"{_DPA} --encoder-transfer-backend zmq_to_tokenizer"},
     ),
     "stages": lambda: Topology(
         _TINY,
@@ -567,18 +567,8 @@ def _family(family: Family) -> dict[str, Callable[[], Topology]]:
     }
 
 
-def _attention(backend: str) -> Topology:
-    """Of data-parallel attention: two replicas, which share the layers behind it. SGLang takes
-    further ports, next to each other, for each such server."""
-    flags = _backend(backend) | {f"language@{backend}": _DPA}
-    return Topology("tiny-qwen3-vl", ("encoder", f"language@{backend}"), flags=flags)
-
-
 for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
-
-for _name in ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"):
-    TOPOLOGIES[f"attention, {_name}"] = partial(_attention, _name)
 
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]

@@ -179,3 +179,9 @@ def test_the_hierarchical_caches_memory_is_cudas():
     pool = source("sglang.srt.mem_cache.pool_host.common")
     assert "cudart = torch.cuda.cudart()" in pool
     assert "        _cuda_host_register(buffer, registration_granularity_bytes)" in pool
+
+
+def test_adapters_have_tables_in_pinned_memory():
+    """Also what stops them."""
+    assert "pin_memory=True" in source("sglang.srt.lora.layers")
+    assert "pin_memory=True" in source("sglang.srt.lora.backend.torch_backend")

@@ -57,9 +57,11 @@ _PROMPTS = (
     "| as one server; refuses options of items, and several videos that one server would make "
     "smaller |\n"
     "| InternS2-Preview | fails on videos, as one server does | takes no videos |\n"
+    "| Kimi-K3 | drops the transparency of a picture, which one server lays over a background "
+    "| as in-tree EPD |\n"
     "| MiMo-V2 | fails on a video with sound; follows no options of items "
     "| refuses both |\n"
-    "| MiniMax-M3 | as one server | refuses options of items |\n"
+    "| MiniMax-M3 | as one server, with options of items | refuses options of items |\n"
     "| Qwen2.5-VL | videos at other positions | as one server |\n"
     "| Qwen3-Omni-MoE | videos of another size | as one server |\n"
 )

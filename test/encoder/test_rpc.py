@@ -10,9 +10,12 @@ from functools import partial
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from sglang_epd.cli.checks import Finding, Verdict
+from sglang_epd.cli.checks.servers import servers
+from sglang_epd.cli.probes import ServerView, ask, target
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Prober
@@ -259,6 +262,69 @@ async def test_health_and_names_are_asked_for_as_of_any_grpc_server(serve, servi
         async for answer in stub.ServerReflectionInfo(iter([names])):
             found = {one.name for one in answer.list_services_response.service}
         assert {"sglang_epd.Encoder", "grpc.health.v1.Health"} < found
+
+
+async def status(url: str) -> ServerView:
+    """As `sglang-epd status` finds it."""
+    (view,) = await asyncio.to_thread(ask, [target(url)])
+    return view
+
+
+async def doctor(url: str, token: str) -> dict[str, Finding]:
+    """As `sglang-epd doctor` finds it, by subject."""
+    return {
+        one.subject: one for one in await asyncio.to_thread(list, servers([target(url)], token))
+    }
+
+
+async def test_status_asks_by_grpc(serve, service, client, asking, fakes, unused_tcp_port):
+    url = await serve("secret")
+    fakes.forwarded.hold()
+    call = asyncio.create_task(client.encode(url, asking(b"a")))
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), 10)
+    view = await status(url)
+    assert (view.role, view.state, view.problem) == ("encoder", "ready", "")
+    assert (view.running, view.queued, view.namespace) == (1, 0, service.namespace)
+    assert (view.items, view.hit_rate) == (None, None)
+    assert "SGLANG_EPD_ENCODER_HTTP_PORT" in view.hint
+    fakes.forwarded.go_on()
+    await call
+    service.drain()
+    assert (await status(url)).state == "draining"
+    nobody = await status(f"grpc://127.0.0.1:{unused_tcp_port}")
+    assert (nobody.state, "out of reach" in nobody.problem) == ("unreachable", True)
+
+
+async def test_an_encoder_without_a_working_tower_does_not_serve(serve, fakes):
+    url = await serve()
+    fakes.alive = False
+    view = await status(url)
+    assert (view.state, view.problem) == ("silent", "grpc.health.v1 answers NOT_SERVING")
+
+
+async def test_doctor_shows_the_token_by_grpc(serve, service):
+    url = await serve("secret")
+    right, wrong = await doctor(url, "secret"), await doctor(url, "wrong")
+    assert right[url].found == "encoder, ready"
+    assert (right["token"].verdict, wrong["token"].verdict) == (Verdict.OK, Verdict.FAIL)
+    assert service.namespace in right["namespace"].found
+
+
+async def test_an_encoder_of_sglangs_tells_its_health_alone():
+    server = grpc.aio.server()
+    told = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(told, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        view = await status(f"grpc://127.0.0.1:{port}")
+        assert (view.role, view.state, view.problem) == ("server", "ready", "")
+        assert "is it a sglang-epd encoder?" in view.hint
+        assert [*await doctor(f"grpc://127.0.0.1:{port}", "secret")] == [f"grpc://127.0.0.1:{port}"]
+        await told.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await status(f"grpc://127.0.0.1:{port}")).state == "silent"
+    finally:
+        await server.stop(0)
 
 
 async def test_a_port_that_is_taken_is_an_error(serve, service, metrics):

@@ -16,6 +16,7 @@ from integration.hostile import flood_the_payload_port
 from integration.listener import Site
 from integration.test_parity import CASES, TOKENS
 from integration.topology import TOPOLOGIES, Machine, Topology
+from sglang_epd.cli.processes import ServerError
 
 Photographs = list[Image.Image]
 
@@ -34,6 +35,10 @@ ENTRIES = [
             ("replicas", "language@zmq_to_tokenizer"),
             ("replicas", "language@replicas"),
             ("ranks_apart", "router"),
+            ("attention", "language@zmq_to_scheduler"),
+            ("attention_stages", "language@stages"),
+            ("stages_glm4v", "language@stages"),
+            ("stages_glm4v", "language@zmq_to_tokenizer"),
             ("stages", "language@zmq_to_tokenizer"),
             ("stages", "language@mooncake"),
             ("stages_apart", "router"),
@@ -64,6 +69,12 @@ def test_log_probabilities_equal_one_servers(
 ) -> None:
     topology, client = entry
     machine.check(client, topology.model, case(photographs), TOKENS)
+
+
+@pytest.mark.extended
+def test_a_model_without_stages_is_sglangs_own_error(machine: Machine) -> None:
+    with pytest.raises(ServerError, match="Pipeline Parallel is not compatible with this model"):
+        machine.use("stages_gemma3")
 
 
 def test_embeddings_travel_the_way_that_was_asked_for(

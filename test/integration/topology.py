@@ -269,6 +269,7 @@ _TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
 _PP2 = "--pp-size 2"
+_DPA = f"{_TP2} --dp-size 2 --enable-dp-attention"
 _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
@@ -346,6 +347,17 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@replicas": "--dp-size 2",
         },
     ),
+    # Data-parallel attention: two replicas, which share the layers behind it. SGLang takes
+    # further ports, next to each other, for each such server.
+    "attention": lambda: Topology(
+        "tiny-qwen3-vl", ("encoder", "language@zmq_to_scheduler"), flags={"language": _DPA}
+    ),
+    "attention_stages": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language@stages"),
+        {"SGLANG_PP_LAYER_PARTITION": "2,1"},
+        {"language": f"{_DPA} {_PP2}"},
+    ),
     "stages": lambda: Topology(
         _TINY,
         ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
@@ -355,6 +367,21 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
             "language@mooncake": "--encoder-transfer-backend mooncake",
         },
+    ),
+    # Of a family that in-tree EPD does not list.
+    "stages_glm4v": lambda: Topology(
+        "tiny-glm4v",
+        ("encoder", "language@stages", "language@zmq_to_tokenizer"),
+        flags={
+            "language": _PP2,
+            "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+    ),
+    # SGLang's class of it has none.
+    "stages_gemma3": lambda: Topology(
+        "tiny-gemma3",
+        _TOGETHER,
+        flags={"encoder": "--enable-multimodal", "language": f"--enable-multimodal {_PP2}"},
     ),
     # Three layers; features of the tower's lower layers are added to the first two.
     "stages_apart": lambda: Topology(
@@ -453,6 +480,25 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         flags={
             "encoder": "--grpc-mode",
             "language": _NO_PREFIXES,
+        },
+    ),
+    # SGLang's own language server asks an encoder of this package.
+    "grpc_in_tree": lambda: Topology(
+        _TINY,
+        _TOGETHER,
+        flags={
+            "encoder": "--grpc-mode",
+            "language": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+        own_env={
+            "encoder": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
+            "language": {
+                "SGLANG_EPD": "off",
+                "SGLANG_HOST_IP": "127.0.0.1",
+                "SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc",
+                # It would ask for /health over HTTP, and drop the encoder after three answers.
+                "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": "0",
+            },
         },
     ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),

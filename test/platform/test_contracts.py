@@ -6,6 +6,7 @@ the rest of these tests.
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_a_backend_that_has_no_handler_takes_tritons():
     assert "    MLA = auto()" in methods
 
 
+def test_batches_of_data_parallel_attention_are_made_by_names_that_are_looked_up():
+    attention = source("sglang.srt.layers.dp_attention")
+    assert "memcpy_func = memcpy_cpu if _is_cpu else memcpy_triton" in attention
+    assert "    memcpy_func(dst, src, dim, offset, sz, offset_src)" in attention
+    assert attention.count("memcpy_triton") == 3, "two of its import, and the choice"
+    batches = source("sglang.srt.model_executor.forward_batch_info")
+    assert "self.use_pin_memory = not _is_cpu" in batches
+    length = "model_runner.attn_backend.get_cpu_graph_seq_len_fill_value()\n            if _is_cpu"
+    assert length in batches
+    assert len(re.findall(r"\b_is_cpu\b", batches)) == 3, "its assignment, and the two above"
+    groups = source("sglang.srt.distributed.parallel_state")
+    for collective in ("reduce_scatter", "all_gather_into"):
+        assert re.search(
+            rf"if _is_cpu:\n *#.*\n *self\._{collective}_tensor\(output, input\)", groups
+        )
+    assert len(re.findall(r"\b_is_cpu\b", groups)) == 4, "one more, where memory is freed"
+    module = "sglang.srt.layers.attention"
+    base = class_of(f"{module}.base_attn_backend", "AttentionBackend")
+    native = class_of(f"{module}.torch_native_backend", "TorchNativeAttnBackend")
+    for backend in (base, native):
+        assert "get_cpu_graph_seq_len_fill_value" not in ast.unparse(backend)
+
+
 def test_attention_behind_a_prefix_is_asked_for_as_we_take_it():
     backend = class_of("sglang.srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend")
     theirs = method(backend, "_run_sdpa_forward_extend").args
@@ -137,3 +161,27 @@ def test_towers_are_run_by_the_methods_that_are_priced():
     assert 'target = self.model.thinker if hasattr(self.model, "thinker")' in " ".join(
         encoder.split()
     )
+
+
+def test_speculation_has_no_part_that_runs_on_this_platform():
+    """docs/compatibility.md says what stops it."""
+    drafts = source("sglang.srt.speculative.draft_utils")
+    assert '"triton": self._create_triton_decode_backend' in drafts
+    assert "torch_native" not in drafts
+    assert "EAGLE is not supported in decode attention backend {backend_type}" in drafts
+    tree = source("sglang.kernels.ops.speculative.reconstruct_tree")
+    kernels = "from sgl_kernel.speculative import reconstruct_indices_from_tree_mask"
+    assert f"elif not _is_xpu:\n    {kernels}" in tree
+
+
+def test_the_hierarchical_caches_memory_is_cudas():
+    """Also what stops it."""
+    pool = source("sglang.srt.mem_cache.pool_host.common")
+    assert "cudart = torch.cuda.cudart()" in pool
+    assert "        _cuda_host_register(buffer, registration_granularity_bytes)" in pool
+
+
+def test_adapters_have_tables_in_pinned_memory():
+    """Also what stops them."""
+    assert "pin_memory=True" in source("sglang.srt.lora.layers")
+    assert "pin_memory=True" in source("sglang.srt.lora.backend.torch_backend")

@@ -15,6 +15,7 @@ class Scheduler:
         self.waits: list[Any] = []
         self.fully_idle = True
         self.mm_receiver: Any = None
+        self.attn_dp_enabled = False
         self.idle_sleeper: Any = SimpleNamespace(
             poller=SimpleNamespace(poll=self.waits.append), maybe_sleep=lambda: None
         )
@@ -41,6 +42,12 @@ def scheduler():
 def test_an_idle_scheduler_sleeps(scheduler):
     scheduler.on_idle()
     assert scheduler.waits == ["asleep"]
+
+
+def test_an_idle_replica_of_data_parallel_attention_keeps_no_other_waiting(scheduler):
+    scheduler.attn_dp_enabled = True
+    scheduler.on_idle()
+    assert scheduler.waits == [idle.REPLICA_POLL_MS]
 
 
 def test_a_stalled_scheduler_yields_its_core(scheduler):

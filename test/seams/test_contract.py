@@ -517,6 +517,18 @@ def test_layouts_carry_all_that_sglangs_encoder_sends(sglang):
     assert read - of_sound == {"video_timestamps", "second_per_grid_ts", "original_image_sizes"}
 
 
+def test_sglangs_encoder_drops_transparency_which_one_server_of_kimi_k3_shows(sglang):
+    encoder = sglang("disaggregation.encoder.preprocessor").EncoderPreprocessor
+    load = inspect.signature(encoder._load_single_item)
+    assert load.parameters["discard_alpha_channel"].default is True
+    assert "discard_alpha" not in inspect.getsource(encoder._submit_data_loading_tasks)
+    # Imported, it would look for an accelerator's kernels.
+    one_server = (
+        Path(inspect.getfile(encoder)).parents[2] / "multimodal" / "processors" / "kimi_k3.py"
+    )
+    assert "discard_alpha_channel=False" in one_server.read_text()
+
+
 def test_the_prompts_of_a_batch_do_not_carry_what_a_user_wrote_into_it(sglang):
     module = sglang("managers.io_struct")
     batch = module.GenerateReqInput(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_epd.seams import prefix
 from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
@@ -192,6 +193,56 @@ def test_nothing_is_covered_without_a_radix_cache_or_where_prefill_may_begin_ear
     cache = FakeCache()
     setattr(cache, switch, True)
     assert RadixTree(cache).match(prompt()) == (0, None)
+
+
+@pytest.fixture
+def tree(sglang):
+    """SGLang's own tree, which has the KV of the tokens 1 to 6 of an adapter."""
+    module = sglang("mem_cache.unified_radix_cache")
+    base = sglang("mem_cache.base_prefix_cache")
+    full = sglang("mem_cache.unified_cache.components").ComponentType.FULL
+
+    def make(*, eagle: bool) -> Any:
+        parameters = sglang("mem_cache.cache_init_params").CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=SimpleNamespace(device="cpu"),
+            page_size=1,
+            is_eagle=eagle,
+            tree_components=(full,),
+        )
+        tree = module.UnifiedRadixCache(parameters)
+        ids = array("q", range(1, 7))
+        key = sglang("mem_cache.radix_cache").RadixKey(token_ids=ids, extra_key="lora")
+        tree.insert(base.InsertParams(key=key, value=torch.arange(6)))
+        return tree
+
+    return make
+
+
+@pytest.mark.parametrize(("eagle", "covered"), [(False, 6), (True, 5)])
+def test_a_draft_models_tree_covers_pairs_of_tokens(tree, eagle, covered):
+    """The KV of a draft model depends on the token behind, too."""
+    cache = tree(eagle=eagle)
+    ids = array("q", [*range(1, 7), 9, 9])
+    one = prompt(origin_input_ids=ids, output_ids=array("q"), cache_salt=None)
+    length, node = RadixTree(cache).match(one)
+    assert length == covered
+    lock = RadixTree(cache).lock(node)
+    assert (cache.protected_size(), cache.evictable_size()) == (covered, 0)
+    RadixTree(cache).unlock(lock)
+    assert (cache.protected_size(), cache.evictable_size()) == (0, covered)
+
+
+def test_the_kv_of_an_adapter_covers_no_other(sglang, tree):
+    request = sglang("managers.schedule_batch").Req
+    sampling = sglang("sampling.sampling_params").SamplingParams()
+    cache = tree(eagle=False)
+    covered = {}
+    for adapter in ("lora", "other", None):
+        one = request("r", "", array("q", [*range(1, 7), 9]), sampling, lora_id=adapter)
+        covered[adapter], _ = RadixTree(cache).match(one)
+    assert covered == {"lora": 6, "other": 0, None: 0}
 
 
 class FakeScheduler:

@@ -103,6 +103,18 @@ def test_the_first_stages_ranks_on_the_first_host_read(sglang, monkeypatch, widt
             assert [*place.elsewhere] == [*range(here, tp_size)]
 
 
+def test_replicas_of_attention_have_leaders_in_the_first_stage_alone():
+    widths = {"tp_size": 4, "attn_dp_size": 2, "pp_size": 2, "nnodes": 2}
+    first, later = (
+        [ranks(parallel(tp_rank, None, pp_rank, **widths)) for tp_rank in range(4)]
+        for pp_rank in range(2)
+    )
+    leaders = [(place.first_in_group, place.group) for place in first if place.leads]
+    assert leaders == [(0, 2), (2, 2)]
+    assert {(place.reads, place.readers) for place in first} == {(True, 4)}
+    assert not any(place.reads or place.leads for place in later)
+
+
 @pytest.mark.parametrize(
     ("widths", "disabled", "asks"),
     [

@@ -32,7 +32,6 @@ SERVED = {
     "encoder_urls": ["http://encoder:30000"],
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
-LISTED = SimpleNamespace(architectures=["Qwen2_5_VLForConditionalGeneration"])
 GEMMA = "Gemma3ForConditionalGeneration"
 ENCODER = {"encoder_only": True, "language_only": False}
 
@@ -62,10 +61,13 @@ def check(sglang, monkeypatch):
         {"encoder_transfer_backend": "zmq_to_tokenizer"},
         {"encoder_transfer_backend": "mooncake"},
         {"tp_size": 4},
-        {"pp_size": 2, "model": LISTED},
+        {"pp_size": 2},
         {"nnodes": 2, "tp_size": 4, "encoder_transfer_backend": "mooncake"},
-        {"pp_size": 2, "model": LISTED, "encoder_transfer_backend": "zmq_to_tokenizer"},
+        {"pp_size": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"attn_dp_size": 2, "tp_size": 2},
+        {"attn_dp_size": 2, "tp_size": 2, "pp_size": 2},
+        # A stage a host.
+        {"attn_dp_size": 2, "tp_size": 2, "pp_size": 2, "nnodes": 2},
         {"nnodes": 2, "attn_dp_size": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"is_embedding": True},
         # A generation with media is refused by SGLang, each by itself.
@@ -97,11 +99,11 @@ def test_the_flags_that_are_served_pass(check, changes):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (
-            {"pp_size": 2, "attn_dp_size": 2, "model": LISTED},
-            "--pp-size 2 with --enable-dp-attention",
-        ),
         ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --enable-dp-attention"),
+        (
+            {"nnodes": 4, "pp_size": 2, "attn_dp_size": 2, "tp_size": 4},
+            "--nnodes 4 with --enable-dp-attention",
+        ),
         (
             {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
             "--tokenizer-worker-num 2 with --encoder-transfer-backend zmq_to_tokenizer",
@@ -274,7 +276,7 @@ def test_models_that_sglang_does_not_list_are_served(resolve, role):
             "--enable-adaptive-dispatch-to-encoder is not served with Gemma3",
         ),
         # Ours, after theirs.
-        ({"pp_size": 2}, "--pp-size with --language-only was not tried with Gemma3"),
+        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --enable-dp-attention"),
     ],
     ids=str,
 )

@@ -1,7 +1,8 @@
 """Asks servers for their kind, state, queue and hit rate.
 
 Encoders tell by `/v1/status` and `/metrics`, servers of SGLang by `/metrics`, which they
-have with `--enable-metrics`, and all of them by `/health`. None of these wants a token.
+have with `--enable-metrics`, and all of them by `/health`. Encoders at `grpc://` tell by `Status`
+and `grpc.health.v1`. None of these wants a token.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_epd.errors import ConfigError, ProtocolError
+from sglang_epd.errors import ConfigError, ProtocolError, UnavailableError
 from sglang_epd.trust import Trust
+from sglang_epd.wire import rpc
 from sglang_epd.wire.http import open_session, read_body
-from sglang_epd.wire.urls import server_url
+from sglang_epd.wire.urls import ENCODERS, server_url
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 _MAX_SHOWN = 300
 _NO_METRICS = "tells no more; language, prefill and decode servers do with --enable-metrics"
+_NO_RPC_METRICS = "tells its hit rate over HTTP, where SGLANG_EPD_ENCODER_HTTP_PORT is set"
 # An encoder's works that have not come to the tower yet.
 _QUEUED = ("looking", "waiting", "preparing", "ready")
 # Items that an encoder, and that a language server, did not have to compute.
@@ -104,7 +107,7 @@ def target(url: str) -> Target:
     """
     typed = url if "://" in url else f"http://{url}"
     try:
-        return Target(server_url(typed))
+        return Target(server_url(typed, ENCODERS))
     except ProtocolError as error:
         raise ConfigError(f"{url!r}: {error}") from None
 
@@ -140,6 +143,8 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
     view = ServerView(target.name or target.url, target.role or "server", target.url, **target.told)
     if view.state in ("pending", "down", "failed", "stopped"):
         return view
+    if target.url.startswith(rpc.SCHEME):
+        return await _rpc_view(view)
     asked = ("/health", "/v1/status", "/metrics")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -148,8 +153,7 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
             )
     except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
         state = view.state if view.state in ("starting", "silent") else "unreachable"
-        problem = f"{type(error).__name__}: {error}".rstrip(": ")
-        return replace(view, state=state, problem=_plain(problem))
+        return replace(view, state=state, problem=_problem(error))
     if health[0] == 200:
         view = replace(view, state="ready")
     elif view.state != "starting":
@@ -163,7 +167,33 @@ async def _view(session: aiohttp.ClientSession, target: Target) -> ServerView:
             view = replace(view, hint=_NO_METRICS)
         return _sglang(view, samples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return replace(view, problem=_plain(f"its answers cannot be understood: {error}"))
+        return replace(view, problem=_misunderstood(error))
+
+
+async def _rpc_view(view: ServerView) -> ServerView:
+    """An encoder over gRPC; of SGLang's own there is its health alone."""
+    # gRPC is imported where an encoder wants it.
+    from sglang_epd.dispatch.rpc import Rpc
+
+    channels = Rpc()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            if not await channels.healthy(view.url):
+                view = replace(view, state="silent", problem="grpc.health.v1 answers NOT_SERVING")
+            else:
+                view = replace(view, state="ready")
+            try:
+                told = await channels.status(view.url)
+            except UnavailableError as error:
+                return replace(view, hint=_plain(error))
+        known = _encoder(view, json.loads(told), Samples(""))
+        return replace(known, items=None, hits=None, hint=_NO_RPC_METRICS)
+    except (UnavailableError, TimeoutError) as error:
+        return replace(view, state="unreachable", problem=_problem(error))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return replace(view, problem=_misunderstood(error))
+    finally:
+        await channels.close()
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
@@ -247,6 +277,14 @@ def _sglang(view: ServerView, samples: Samples) -> ServerView:
             if number
         },
     )
+
+
+def _problem(error: Exception) -> str:
+    return _plain(f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def _misunderstood(error: Exception) -> str:
+    return _plain(f"its answers cannot be understood: {error}")
 
 
 def _plain(text: object) -> str:

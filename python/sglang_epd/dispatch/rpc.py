@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sglang_epd.dispatch.transport import (
     CONNECT_TIMEOUT_S,
@@ -74,6 +75,19 @@ class Rpc:
         except grpc.aio.AioRpcError as error:
             raise _failure(url, error.code()) from None
         return answer
+
+    async def healthy(self, url: str) -> bool:
+        """Whether an encoder, of SGLang's own too, says of itself that it serves.
+
+        Raises:
+            UnavailableError: it says nothing.
+        """
+        try:
+            stub = health_pb2_grpc.HealthStub(await self._connected(url))
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
+        except grpc.aio.AioRpcError as error:
+            raise _failure(url, error.code()) from None
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         channels, self._channels = self._channels, {}

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 EMBEDDING_POLL_MS = 2
+REPLICA_POLL_MS = 10
 STALL_POLL_MS = 1
 
 
@@ -26,6 +27,9 @@ def install(scheduler_module: ModuleType) -> None:
     def maybe_sleep_on_idle(self: Any) -> None:
         if awaits_embeddings(self.mm_receiver):
             poll(self.idle_sleeper, EMBEDDING_POLL_MS)
+        elif self.attn_dp_enabled:
+            # A replica that has a request waits for each of the others, which hear nothing of it.
+            poll(self.idle_sleeper, REPLICA_POLL_MS)
         else:
             sleep_on_idle(self)
 

@@ -1,6 +1,6 @@
-"""The modules of SGLang that this platform changes, and the changes: here, or in `idle`,
-`prefix_attention`, `vision_attention` and, where it is asked for, `emulation`, which changes
-uvicorn's too."""
+"""The modules of SGLang that this platform changes, and the changes: here, or in `attention_dp`,
+`idle`, `prefix_attention`, `vision_attention` and, where it is asked for, `emulation`, which
+changes uvicorn's too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from sglang_epd.deferred import when_imported
-from sglang_epd.platform import emulation, idle, prefix_attention, vision_attention
+from sglang_epd.platform import (
+    attention_dp,
+    emulation,
+    idle,
+    prefix_attention,
+    vision_attention,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +69,17 @@ def absorb_latents(handlers: ModuleType) -> None:
 
 
 _CHANGES = {
+    "sglang.srt.distributed.parallel_state": attention_dp.gather,
+    "sglang.srt.layers.attention.base_attn_backend": attention_dp.say_length,
     "sglang.srt.layers.attention.vision": vision_attention.install,
+    "sglang.srt.layers.dp_attention": attention_dp.copy_rows,
     "sglang.srt.managers.scheduler": idle.install,
     "sglang.srt.disaggregation.mooncake.conn": send_page_indices,
     "sglang.srt.utils.video_decoder": decode_on_cpu,
     "sglang.kernels.ops.gemm.fp8_kernel": name_device,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latents,
     "sglang.srt.layers.attention.torch_native_backend": prefix_attention.install,
+    "sglang.srt.model_executor.forward_batch_info": attention_dp.fill_up,
     "sglang.srt.multimodal.processors.qwen_vl": leave_frames,
 }
 _asked = False

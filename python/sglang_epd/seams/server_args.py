@@ -77,10 +77,6 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
         architecture = hf_config.architectures[0]
         if family_of(architecture) is not None:
             yield f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
-    if args.pp_size > 1 and args.language_only:
-        architecture = hf_config.architectures[0]
-        if family_of(architecture) is not None:
-            yield f"--pp-size with --language-only was not tried with {architecture}"
     yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
 
 
@@ -114,14 +110,14 @@ def _of_language_servers(args: Any) -> Iterator[str]:
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --language-only is not served; {_RIVAL}"
     to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"
-    if args.attn_dp_size > 1 and not to_tokenizer:
-        for flag, value in {"--pp-size": args.pp_size, "--nnodes": args.nnodes}.items():
-            if value > 1:
-                yield (
-                    f"{flag} {value} with --enable-dp-attention and embeddings that go to the "
-                    "schedulers is not in this version; --encoder-transfer-backend "
-                    f"zmq_to_tokenizer sends them with the requests; or {_RIVAL}"
-                )
+    # Hosts take whole stages where there are enough of them.
+    if args.attn_dp_size > 1 and args.nnodes > args.pp_size and not to_tokenizer:
+        yield (
+            f"--nnodes {args.nnodes} with --enable-dp-attention and embeddings that go to the "
+            "schedulers is not in this version, but for a stage a host; "
+            "--encoder-transfer-backend zmq_to_tokenizer sends them with the requests; "
+            f"or {_RIVAL}"
+        )
     if args.is_embedding and args.enable_tokenizer_batch_encode:
         yield (
             "--enable-tokenizer-batch-encode with --language-only and an embedding model: SGLang "

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 
 import aiohttp
 
 from sglang_epd.cli.checks import Finding, fail, ok, warn
 from sglang_epd.cli.probes import Target, ask
+from sglang_epd.errors import EpdError
 from sglang_epd.trust import Trust
+from sglang_epd.wire import rpc
 from sglang_epd.wire.http import open_session
 
 _TIMEOUT_S = 5.0
@@ -63,6 +65,8 @@ async def _knock(
     async with open_session(headers, ssl=tls) as session:
 
         async def knock(url: str) -> tuple[str, int | None, float | None]:
+            if url.startswith(rpc.SCHEME):
+                return url, await _knock_by_rpc(url, headers), None
             try:
                 async with (
                     asyncio.timeout(_TIMEOUT_S),
@@ -73,6 +77,18 @@ async def _knock(
                 return url, None, None  # reported above
 
         return list(await asyncio.gather(*map(knock, urls)))
+
+
+async def _knock_by_rpc(url: str, headers: Mapping[str, str]) -> int | None:
+    from sglang_epd.dispatch.rpc import Rpc
+
+    channels = Rpc()
+    try:
+        return (await channels.post(url, [b""], headers, _TIMEOUT_S)).status
+    except EpdError:
+        return None  # reported above
+    finally:
+        await channels.close()
 
 
 def _skew_s(date: str) -> float | None:

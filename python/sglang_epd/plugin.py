@@ -21,7 +21,6 @@ from sglang_epd.seams import (
     prefix,
     requests,
     roles,
-    rundir,
     server_args,
     stages,
     staging,
@@ -181,4 +180,3 @@ def register(*, role: bool) -> None:
     hooks.install(HOOKS if installed == wanted else GUARDS)
     if role:
         hooks.require()
-    rundir.draw_run_id()

@@ -78,7 +78,8 @@ def manager(sglang, hooked, disagg, monkeypatch):
     manager.enable_trace = False
     manager.model_config = SimpleNamespace(vocab_size=100)
     manager.rid_to_state = {}
-    manager.mm_receiver = TokenizerSeam(FakeFrontend(), FakeCollector(), 60.0)
+    seam = TokenizerSeam(FakeFrontend(), FakeCollector(), 60.0, secret=rundir.secret())
+    manager.mm_receiver = seam
     return manager
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 # Files that are not named use "qwen2_5", or that and "qwen3".
 _USES = {
     "test_reuse": "qwen2_5",
+    "test_engine": "qwen2_5",
     "test_embeddings": "embeddings",
     "test_adaptive": "adaptive",
     "test_budget": "small_budget",
@@ -33,6 +34,8 @@ _USES = {
     "test_refusal": "none",
     "test_cli": "up",
     "test_observe": "observe",
+    "test_rerank": "reranker",
+    "test_sglangs_own": "sglangs_own",
     "test_audio": "audio",
     "test_families": "families",
     "test_family_video": "families",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -256,6 +257,8 @@ _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
 _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 _NO_PREFIXES = "--disable-radix-cache"
+# Answers of /v1/responses, for those that go on from them.
+_STORED = "--enable-response-store"
 # Pictures of these tests are larger.
 _EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
 _BFLOAT16 = "--dtype bfloat16"
@@ -270,13 +273,31 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
+# What its servers have besides.
+_OWN = "--trust-remote-code --tp 1 --encoder-transfer-backend zmq_to_scheduler"
+_OWN_READING = (
+    "--reasoning-parser qwen3 --model-loader-extra-config "
+    '\'{"enable_multithread_load": true, "num_threads": 64}\''
+)
+
+
+def _own(model: str, *more: str, **flags: str) -> Topology:
+    """Encoders, prefill and decode behind the mini-lb, but for --base-gpu-id: a CPU has none."""
+    given = {
+        "encoder": f"{_OWN} {flags.get('encoder', '')}",
+        "prefill": f"{_OWN} {flags.get('prefill', '')}",
+        "decode": "--trust-remote-code --tp 1",
+    }
+    return Topology(model, (*_APART, *more), flags=given)
+
+
 TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
         _TINY,
         _FULL,
         _NOTHING_KEPT,
-        {"language": "--enable-metrics", "encoder": _CACHE},
+        {"language": f"--enable-metrics {_STORED}", "encoder": f"--enable-metrics {_CACHE}"},
         typed=_TOGETHER,
     ),
     "qwen3": lambda: Topology(
@@ -428,6 +449,28 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language": _NO_PREFIXES,
         },
     ),
+    # Those of SGLang's own test of EPD.
+    "own_omni": lambda: _own("tiny-qwen3-omni-moe"),
+    "own_one": lambda: _own(_TINY, encoder=_CACHE),
+    "own_several": lambda: _own(_TINY, "encoder@2", encoder=_CACHE),
+    "own_mooncake": lambda: _own(
+        _TINY,
+        encoder=f"{_CACHE} --encoder-transfer-backend mooncake",
+        prefill="--encoder-transfer-backend mooncake",
+    ),
+    "own_grpc": lambda: dataclasses.replace(
+        _own(_TINY, encoder=f"{_CACHE} --grpc-mode"),
+        own_env={
+            "encoder": {
+                "SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8",
+                "SGLANG_EPD_MEDIA_LOCAL_ROOT": tempfile.gettempdir(),
+            },
+            "prefill": {"SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc"},
+        },
+    ),
+    "own_reasoning": lambda: Topology(
+        "tiny-qwen3-vl", _TOGETHER, flags=dict.fromkeys(_TOGETHER, f"{_OWN} {_OWN_READING}")
+    ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.
     "store": lambda: Topology(
@@ -525,7 +568,9 @@ for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
-    TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
+    TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
+        model, ("colocated",), flags={"colocated": _STORED}
+    )
 
 # Those that end as they look for a driver, because a fork would be told that it is one.
 _NOT_FORKED = {

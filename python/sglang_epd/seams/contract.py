@@ -69,6 +69,8 @@ disaggregation.prefill
 distributed.device_communicators.mooncake_transfer_engine
     transfer/mooncake: get_mooncake_transfer_engine()
     transfer/mooncake: maybe_init_shared_mooncake_transfer_engine(gpu_id)
+entrypoints.engine
+    seams/bootstrap: Engine.shutdown(self)
 entrypoints.http_server
     seams/large_bodies: async ORJSONRequest.json(self)
     seams/large_bodies: get_global_state()
@@ -140,6 +142,8 @@ multimodal.processors.internvl
     families/family: InternVLProcessor._resolve_video_num_frames(self requested num_videos text_len
         image_tile_cnt)
     families/family: InternVLProcessor._token_len(self text)
+multimodal.processors.qwen_audio
+    seams/prompt: Qwen2AudioMultimodalProcessor._build_transcription_prompt(self input_text)
 multimodal.processors.qwen_vl
     encoder/model/preparing: smart_nframes(ele total_frames video_fps)
     seams/decode: async QwenVLImageProcessor.process_mm_data_async(self image_data input_text

@@ -373,7 +373,7 @@ def main() -> None:
     for results in measure(options):
         data = msgspec.json.format(msgspec.json.encode(results), indent=1)
         options.out.with_suffix(".json").write_bytes(data + b"\n")
-    options.out.write_text(page(results))
+    options.out.with_suffix(".md").write_text(page(results))
 
 
 if __name__ == "__main__":

@@ -204,9 +204,10 @@ def scale(cells: int) -> dict[str, Any]:
 
 
 def _most(profile: Profile, workload: Workload) -> float:
-    """Requests a second of an encoder and a language server, at most."""
+    """Requests a second of an encoder and a language server, at most: of so few users that none
+    waits until its deadline."""
     closed = convert(
-        {**msgspec.to_builtins(workload), "arrival": {"kind": "closed", "users": 64}}, Workload, ""
+        {**msgspec.to_builtins(workload), "arrival": {"kind": "closed", "users": 16}}, Workload, ""
     )
     run: Report = simulate(profile, closed, parse("1E1PD"), Traffic(requests=500))
     return run.throughput

@@ -77,7 +77,7 @@ def arm(topology: Topology) -> Arm:
         servers += [Server(role="router", flags="--mini-lb")]
     else:
         role: Any = "language" if topology.encoders else "server"
-        servers += [Server(role=role, flags=flags)] * topology.language
+        servers += [Server(role=role, flags=flags)] * topology.prefills
     family: Any = "sglang-epd" if topology.encoders else "colocated"
     return Arm(name=topology.name, title=topology.name, family=family, servers=servers)
 
@@ -171,7 +171,7 @@ async def measure(
     """Cases of one topology; and its goodput, if it is asked for. Each is kept at once."""
     urls = [running.url]
     if not topology.decodes:
-        urls = running.urls("language" if topology.encoders else "server")[: topology.language]
+        urls = running.urls("language" if topology.encoders else "server")[: topology.prefills]
     # A connection of its own for each request: servers close idle ones after 5 s.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         sender = Sender(session, topology.name)
@@ -293,7 +293,7 @@ def sharing(names: Iterable[str]) -> list[list[str]]:
         topology = parse(name)
         groups.setdefault((topology.encoders, topology.decodes), []).append(name)
     return [
-        sorted(group, key=lambda name: parse(name).language, reverse=True)
+        sorted(group, key=lambda name: parse(name).prefills, reverse=True)
         for group in groups.values()
     ]
 

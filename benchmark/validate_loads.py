@@ -134,7 +134,7 @@ def figures(ttft: Sequence[float], tpot: Sequence[float], rate: float) -> dict[s
 def worked(run: Report) -> dict[str, float]:
     """Seconds of all simulated accelerators by kind."""
     topology = run.topology
-    prefills = topology.prefills or topology.language
+    prefills = topology.prefills
     servers = {
         "tower": ("encode", topology.encoders or prefills),
         "prefill": ("prefill", prefills),

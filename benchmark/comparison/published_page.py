@@ -16,8 +16,8 @@ from sglang_epd_plan import plots
 HEAD = ["case", "load", "arm", "GPUs", "answered", "mean TTFT (s)", "p50", "p99",
         "mean TPOT (ms)", "p50", "p99", "mean time of an answer (s)", "p50", "p99", "requests/s",
         "encoders busy", "language busy: tower", "prefill", "decode", "overrun"]  # fmt: skip
-RATIOS = ["case", "load", "arm", "mean TTFT: the first's by it", "p50", "TPOT: the first's by it",
-          "requests/s: by the first's", "requests/s a GPU: by the first's"]  # fmt: skip
+RATIOS = ["case", "load", "arm", "mean TTFT, times lower", "p50", "TPOT, times lower",
+          "requests/s, times higher", "requests/s a GPU, times higher"]  # fmt: skip
 # Of a picture of a request, from the cheapest; its column's head.
 SOURCES = {"kv": "KV cached", "language_cache": "embedding kept",
            "encoder_cache": "encoder's cache", "coalesced": "encoded for another",
@@ -205,7 +205,7 @@ run of a few percent is faithful.
 
 {plotted}
 {self._sources()}
-## Beside the first arm
+## How many times better than the first arm
 
 {table([RATIOS, *beside])}
 

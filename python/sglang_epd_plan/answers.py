@@ -12,7 +12,7 @@ from sglang_epd_plan import plots
 from sglang_epd_plan.model import simulate
 from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, plan
 from sglang_epd_plan.report import Report, Slo
-from sglang_epd_plan.topology import parse, parse_failure
+from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic, Workload
 
 Answer = dict[str, Any]
@@ -33,28 +33,20 @@ class Question:
 
 
 def simulated(
-    question: Question,
-    topologies: Sequence[str],
-    failures: Sequence[str],
-    *,
-    plots_to: Path | None,
+    question: Question, topologies: Sequence[str], *, plots_to: Path | None
 ) -> list[Answer]:
     """The results of each topology at the rate.
 
     Raises:
-        ConfigError: a topology, a failure or the rate cannot be used.
+        ConfigError: a topology or the rate cannot be used.
     """
     policy, cells = question.policy, question.cells
     parsed = [parse(one, policy=policy, cells=cells) for one in topologies]
-    ends = tuple(map(parse_failure, failures))
     traffic = Traffic(rate=question.rate, requests=question.requests * cells)
     reports = {
-        one.name: simulate(
-            question.profile, question.workload, one, traffic,
-            seed=question.seed, failures=ends,
-        )
+        one.name: simulate(question.profile, question.workload, one, traffic, seed=question.seed)
         for one in parsed
-    }  # fmt: skip
+    }
     _draw_steps(plots_to, reports)
     return [_answer(report, question.slo) for report in reports.values()]
 

@@ -32,12 +32,6 @@ def plan(
         list[str] | None,
         typer.Option(help="Simulate this and plan nothing: 4EPD, 1E3PD, 2E1P1D, 1EP1D."),
     ] = None,
-    failure: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --topology, in each cell: 0@60+30 ends encoder 0 after 60 s, for 30 s."
-        ),
-    ] = None,
     policy: Annotated[str, typer.Option(help="Dispatch policy.")] = "affinity",
     cells: Annotated[int, typer.Option(help="Independent deployments that share the rate.")] = 1,
     requests: Annotated[int, typer.Option(help="Requests of each run, in each cell.")] = 2000,
@@ -63,14 +57,12 @@ def plan(
 
     if topology and shape:
         raise ConfigError("--topology simulates what is given, --shape plans: give one")
-    if failure and not topology:
-        raise ConfigError("--failure is for --topology: a plan has no encoder to end yet")
     slo = convert({"ttft_s": ttft_s, "tpot_s": tpot_s, "quantile": quantile}, Slo, "SLO")
     question = answers.Question(
         load_profile(profile), load(workload, Workload), slo, rate, policy, cells, requests, seed
     )
     if topology:
-        found = answers.simulated(question, topology, failure or (), plots_to=plots)
+        found = answers.simulated(question, topology, plots_to=plots)
     else:
         found = answers.planned(question, shape, plots_to=plots)
     if as_json:

@@ -13,43 +13,17 @@ from functools import partial
 import simpy
 
 from sglang_epd.dispatch.policies import ItemCost, RetryBudget, pause, policy
-from sglang_epd.dispatch.pool import Health, Snapshot, View
+from sglang_epd.dispatch.pool import Snapshot, View
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.records import Item
 
-# The interval of status reports, the silence after which an encoder is given up, and how long a
-# full encoder is left alone.
+# The interval of status reports, and how long a full encoder is left alone.
 PROBE_S = 1.0
-_SILENT_S = 2.0
 _RETRY_AFTER_S = 1.0
 
 
-class Reports:
-    """The last reports of encoders, all of one moment.
-
-    Attributes:
-        number: counts the rounds of reports.
-        views: one per encoder; its load is the patches in its queue.
-        silent: numbers of the encoders that did not answer.
-    """
-
-    def __init__(self, encoders: Sequence[Encoder]) -> None:
-        self._encoders = encoders
-        self.number = 0
-        self.views = [View(encoder.url) for encoder in encoders]
-        self.silent: set[int] = set()
-
-    def renew(self) -> None:
-        self.number += 1
-        self.silent = {number for number, one in enumerate(self._encoders) if not one.alive}
-        for number, (encoder, view) in enumerate(zip(self._encoders, self.views, strict=True)):
-            # Most have not changed.
-            if view.load != encoder.queued or view.rate != encoder.rate:
-                self.views[number] = View(encoder.url, Health.READY, encoder.queued, encoder.rate)
-
-
 class Dispatch:
-    """Sends items to encoders, and sends them again if an encoder refuses or loses them.
+    """Sends items to encoders, and sends them again if an encoder refuses them.
 
     Attributes:
         retries: items that were sent again.
@@ -59,7 +33,6 @@ class Dispatch:
         self,
         env: simpy.Environment,
         encoders: Sequence[Encoder],
-        reports: Reports,
         policy_name: str,
         rng: random.Random,
     ) -> None:
@@ -67,17 +40,16 @@ class Dispatch:
         self._env = env
         self._encoders = encoders
         self._numbers = {encoder.url: number for number, encoder in enumerate(encoders)}
-        self._reports = reports
-        self._reports_read = 0
         self._policy = policy(policy_name)
         self._rng = rng
         self._budget = RetryBudget(lambda: env.now)
         self._turn = 0
-        # By encoder, without zeros: patches that this server has outstanding there, and had when
-        # the encoder reported last; and until when a full encoder is left alone.
-        self._outstanding: dict[int, float] = {}
-        self._reported: dict[int, float] = {}
-        self._full_until: dict[int, float] = {}
+        self._views = [View(encoder.url) for encoder in encoders]
+        # By encoder: patches that this server has outstanding there, and had when the encoder
+        # reported last; and until when it is left alone because it was full.
+        self._outstanding = [0.0] * len(encoders)
+        self._reported = self._outstanding.copy()
+        self._full_until = self._outstanding.copy()
 
     def send(self, items: Sequence[Item]) -> None:
         """Spread a request's items over the encoders."""
@@ -86,44 +58,23 @@ class Dispatch:
 
     def settle(self, item: Item) -> None:
         """An encoder has answered for the item, or its request has ended."""
-        self._read_reports()
         self._outstanding[item.encoder] -= item.patches
 
-    def lost(self, item: Item) -> None:
-        """The item's encoder died, which its silence shows later."""
-        self.settle(item)
-        item.encoder = -1
-        self._again(item, _SILENT_S)
-
-    def _read_reports(self) -> None:
-        """Take the latest reports into account.
-
-        Called before each change of `_outstanding`, so that its values are those at the moment of
-        the reports."""
-        if self._reports_read != self._reports.number:
-            self._reports_read = self._reports.number
-            self._outstanding = {n: patches for n, patches in self._outstanding.items() if patches}
-            self._reported = self._outstanding.copy()
+    def hear(self, views: list[View]) -> None:
+        """Take the reports of all encoders; their loads are the patches in their queues."""
+        self._views = views
+        self._reported = self._outstanding.copy()
 
     def _usable(self) -> tuple[View, ...]:
-        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon: only where
-        this server has sent something do they differ from the reports."""
-        views = self._reports.views.copy()
-        for number in self._outstanding.keys() | self._reported.keys():
-            view = views[number]
-            outstanding = self._outstanding.get(number, 0.0)
-            load = max(outstanding, view.load + outstanding - self._reported.get(number, 0.0))
-            views[number] = View(view.url, Health.READY, load, view.rate)
-        if self._full_until:
-            now = self._env.now
-            self._full_until = {n: end for n, end in self._full_until.items() if end > now}
-        skipped = self._reports.silent | self._full_until.keys()
-        if skipped:
-            views = [view for number, view in enumerate(views) if number not in skipped]
-        return tuple(views)
+        """Encoders that may be asked, with the loads that `dispatch.pool` would reckon."""
+        columns = (self._views, self._outstanding, self._reported, self._full_until)
+        return tuple(
+            View(view.url, view.state, max(mine, view.load + mine - reported), view.rate)
+            for view, mine, reported, full_until in zip(*columns, strict=True)
+            if full_until <= self._env.now
+        )
 
     def _spread(self, items: Sequence[Item]) -> None:
-        self._read_reports()
         views = self._usable()
         if not views:
             for item in items:
@@ -135,11 +86,9 @@ class Dispatch:
         for item, url in zip(items, urls, strict=True):
             number = self._numbers[url]
             encoder = self._encoders[number]
-            if not encoder.alive:
-                self._again(item, _SILENT_S)
-            elif encoder.ask(item):
+            if encoder.ask(item):
                 item.encoder = number
-                self._outstanding[number] = self._outstanding.get(number, 0.0) + item.patches
+                self._outstanding[number] += item.patches
             else:
                 self._full_until[number] = self._env.now + _RETRY_AFTER_S
                 self._again(item, 0.0)

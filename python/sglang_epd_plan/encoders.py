@@ -30,7 +30,6 @@ class Encoder:
         items: in work, in any stage.
         queued: patches of those items that are not encoded yet.
         rate: patches a second, a running mean of its batches; 0 before the first.
-        alive: whether it answers.
         busy_s: time of its tower.
         hits, shared, refused: items from the cache, items that joined the same item in work,
             and items refused because the encoder was full.
@@ -38,7 +37,6 @@ class Encoder:
     Args:
         grant: (item, then) calls `then` when the receiver has memory for the item.
         deliver: takes an item that has its embedding.
-        lose: takes items that were in work when the encoder died.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class Encoder:
         *,
         grant: Callable[[Item, Callable[[], None]], None],
         deliver: Callable[[Item], None],
-        lose: Callable[[list[Item]], None],
     ) -> None:
         self.url = url
         self.outward = Port()
@@ -61,36 +58,17 @@ class Encoder:
         self._bytes_per_token = profile.links.bytes_per_token
         self._grant = grant
         self._deliver = deliver
-        self._lose = lose
         tower = self._costs.tower
         self._bounds = BatchBounds(tower.batch_patches, tower.batch_items)
-        self._life = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.alive = True
         self.items, self.queued = 0, 0.0
         self._threads = Threads(self._costs.host.workers)
         self._queue: FairQueue[Job] = FairQueue()
         self._cache = _cache(self._costs.cache_mb << 20)
         # Jobs by the key of their items, of which the first is encoded for all.
         self._jobs: dict[bytes, Job] = {}
-        # Items that have their embedding and wait to be sent, in order.
-        self._sending: dict[Item, None] = {}
         self._preparing = 0
         # The tower's batches: the first runs.
         self._batches: deque[list[Job]] = deque()
-
-    def die(self) -> None:
-        """Lose the cache and all items in work."""
-        lost = [item for job in self._jobs.values() for item in job.content] + list(self._sending)
-        self._life += 1
-        self._reset()
-        self.alive = False
-        self._lose(lost)
-
-    def revive(self) -> None:
-        self.alive = True
 
     def ask(self, item: Item) -> bool:
         """Take an item in; False if the encoder is full."""
@@ -106,7 +84,6 @@ class Encoder:
         elif self._cache is not None and (entry := self._cache.find(item.key)) is not None:
             self._cache.release(entry)
             self.hits += 1
-            self._sending[item] = None
             self._after(self._costs.hit_s, partial(self._send, item))
         else:
             job = Job(request.number, item.patches, request.deadline, content=[item])
@@ -117,23 +94,13 @@ class Encoder:
             self._after(end - now, partial(self._prepared, job))
         return True
 
-    def _in_this_life(self, then: Callable[[], None]) -> Callable[..., None]:
-        """`then`, which does nothing after the encoder has died."""
-        life = self._life
-
-        def call(*_event: simpy.Event) -> None:
-            if life == self._life:
-                then()
-
-        return call
-
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
-        self._env.timeout(seconds).callbacks.append(self._in_this_life(then))
+        self._env.timeout(seconds).callbacks.append(lambda _event: then())
 
     def _prepared(self, job: Job) -> None:
         self._preparing -= 1
         job.content[0].prepared = self._env.now
-        self._grant(job.content[0], self._in_this_life(partial(self._enqueue, job)))
+        self._grant(job.content[0], partial(self._enqueue, job))
 
     def _enqueue(self, job: Job) -> None:
         job.content[0].granted = self._env.now
@@ -196,14 +163,12 @@ class Encoder:
         for item in job.content:
             item.prepared, item.granted = first.prepared, first.granted
             item.begun, item.encoded = first.begun, first.encoded
-            self._sending[item] = None
             self._send(item)
 
     def _send(self, item: Item) -> None:
-        self._grant(item, self._in_this_life(partial(self._sent, item)))
+        self._grant(item, partial(self._sent, item))
 
     def _sent(self, item: Item) -> None:
-        del self._sending[item]
         self.items -= 1
         self._deliver(item)
 

@@ -11,15 +11,16 @@ from typing import Any
 import msgspec
 import simpy
 
+from sglang_epd.dispatch.pool import View
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile
 from sglang_epd_plan.clients import Clients, Demand, generators
-from sglang_epd_plan.dispatch import PROBE_S, Dispatch, Reports
+from sglang_epd_plan.dispatch import PROBE_S, Dispatch
 from sglang_epd_plan.encoders import Encoder
 from sglang_epd_plan.language import Server
 from sglang_epd_plan.records import Item, Outcome, Request
 from sglang_epd_plan.report import Report
-from sglang_epd_plan.topology import Failure, Topology
+from sglang_epd_plan.topology import Topology
 from sglang_epd_plan.transfer import ReceiveBudget, arrival
 from sglang_epd_plan.workload import Closed, Traffic, Workload
 
@@ -34,20 +35,18 @@ def simulate(
     traffic: Traffic,
     *,
     seed: int = 0,
-    failures: tuple[Failure, ...] = (),
     stop: StopWhen | None = None,
 ) -> Report:
     """Run a deployment, one cell after the other. The same arguments give the same report.
 
     Args:
         traffic: of all cells together; each gets its share.
-        failures: in each cell.
         stop: may end a run early; for one cell only.
 
     Raises:
         ConfigError: the arguments do not go together.
     """
-    make = partial(Deployment, profile, workload, failures=failures)
+    make = partial(Deployment, profile, workload)
     cells = topology.cells
     if cells == 1:
         return make(topology, traffic, seed=seed, stop=stop).run()
@@ -67,8 +66,7 @@ class Deployment:
         live: requests that have arrived and not ended.
 
     Raises:
-        ConfigError: a closed loop has a rate, or open arrivals have none; or an encoder that
-            fails does not exist.
+        ConfigError: a closed loop has a rate, or open arrivals have none.
     """
 
     def __init__(
@@ -79,14 +77,10 @@ class Deployment:
         traffic: Traffic,
         *,
         seed: int = 0,
-        failures: tuple[Failure, ...] = (),
         stop: StopWhen | None = None,
     ) -> None:
         if isinstance(workload.arrival, Closed) == bool(traffic.rate):
             raise ConfigError("arrivals have a rate, unless they are a closed loop")
-        for failure in failures:
-            if failure.encoder >= topology.encoders:
-                raise ConfigError(f"there is no encoder {failure.encoder} that could fail")
         self.env = env = simpy.Environment()
         self._links = profile.links
         self._stop = stop
@@ -100,7 +94,6 @@ class Deployment:
                 profile,
                 grant=self._grant,
                 deliver=self._deliver,
-                lose=self._lose,
             )
             for number in range(topology.encoders)
         ]
@@ -109,19 +102,12 @@ class Deployment:
         )
         self.prefills = [
             server(encodes=not self.encoders, decodes=not topology.decodes)
-            for _ in range(topology.prefills or topology.language)
+            for _ in range(topology.prefills)
         ]
         self.decodes = [server(encodes=False, decodes=True) for _ in range(topology.decodes)]
         self.budgets = [ReceiveBudget(profile.language.receive_mb << 20) for _ in self.prefills]
-        self._reports = Reports(self.encoders)
         self.dispatches = [
-            Dispatch(
-                env,
-                self.encoders,
-                self._reports,
-                topology.policy,
-                random.Random(policies.random()),
-            )
+            Dispatch(env, self.encoders, topology.policy, random.Random(policies.random()))
             for _ in self.prefills
         ]
         # By request: the number of the server that prefills it, and the one that decodes it.
@@ -142,8 +128,6 @@ class Deployment:
         )
         if self.encoders:
             env.process(self._probe())
-        for failure in failures:
-            env.process(self._fail(failure))
 
     def run(self) -> Report:
         """Run to the end of the last request, or until `stop` says so."""
@@ -198,10 +182,7 @@ class Deployment:
         """Nothing of the prompt is missing; the decode server may still have to make room."""
         request.complete = self.env.now
         server = self.prefills[self._prefill_of[request.number]]
-        if request.room > self.env.now:
-            self._after(request.room - self.env.now, partial(server.add, request))
-        else:
-            server.add(request)
+        self._at(request.room, partial(server.add, request))
 
     def _prefilled(self, request: Request, server: Server) -> None:
         """Send the KV to a decode server."""
@@ -218,12 +199,9 @@ class Deployment:
 
     def _handed_over(self, request: Request, server: Server, decode: Server) -> None:
         """The decode server has the KV, which the prefill server sees when it looks."""
-        seconds, budget = server.looks_s(), self.budgets[self._prefill_of[request.number]]
-        request.passed_on = self.env.now + seconds
-        if seconds:
-            self._after(seconds, partial(self._sent, request, server, budget))
-        else:
-            self._sent(request, server, budget)
+        budget = self.budgets[self._prefill_of[request.number]]
+        request.passed_on = self.env.now + server.looks_s()
+        self._at(request.passed_on, partial(self._sent, request, server, budget))
         decode.add_prefilled(request)
 
     def _sent(self, request: Request, server: Server, budget: ReceiveBudget) -> None:
@@ -233,11 +211,7 @@ class Deployment:
 
     def _answered(self, request: Request) -> None:
         """The last token was made; its router may still hold the answer back."""
-        if request.first > self.env.now:
-            end = partial(self._finish, request, Outcome.DONE)
-            self._after(request.first - self.env.now, end)
-        else:
-            self._finish(request, Outcome.DONE)
+        self._at(request.first, partial(self._finish, request, Outcome.DONE))
 
     def _expire(self, request: Request) -> None:
         if request.items_left and request.outcome is None:
@@ -309,11 +283,6 @@ class Deployment:
         if not request.items_left:
             self._complete(request)
 
-    def _lose(self, items: list[Item]) -> None:
-        for item in items:
-            if item.request.outcome is None:
-                self._dispatch_of(item.request).lost(item)
-
     # Around both
 
     def _dispatch_of(self, request: Request) -> Dispatch:
@@ -334,6 +303,13 @@ class Deployment:
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
         self.env.timeout(max(0.0, seconds)).callbacks.append(lambda _event: then())
 
+    def _at(self, moment: float, then: Callable[[], None]) -> None:
+        """Call `then` at a moment, at once if that has come."""
+        if moment > self.env.now:
+            self._after(moment - self.env.now, then)
+        else:
+            then()
+
     def _probe(self) -> Generator[simpy.Event, Any, None]:
         while True:
             if not self.live:
@@ -342,11 +318,6 @@ class Deployment:
                 yield self._wake_prober
                 self._wake_prober = None
             yield self.env.timeout(PROBE_S)
-            self._reports.renew()
-
-    def _fail(self, failure: Failure) -> Generator[simpy.Event, Any, None]:
-        encoder = self.encoders[failure.encoder]
-        yield self.env.timeout(failure.at_s)
-        encoder.die()
-        yield self.env.timeout(failure.down_s)
-        encoder.revive()
+            views = [View(one.url, load=one.queued, rate=one.rate) for one in self.encoders]
+            for dispatch in self.dispatches:
+                dispatch.hear(views)

@@ -7,7 +7,7 @@ slowest requests wait for grows until the SLO holds, and servers that are not ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,21 +22,18 @@ from sglang_epd_plan.workload import Closed, Kind, Workload, mean
 
 # Kinds of deployment, and the counts of a topology that each has.
 SHAPES: dict[str, tuple[str, ...]] = {
-    "EPD": ("language",),
-    "E+PD": ("encoders", "language"),
+    "EPD": ("prefills",),
+    "E+PD": ("encoders", "prefills"),
     "EP+D": ("prefills", "decodes"),
     "E+P+D": ("encoders", "prefills", "decodes"),
 }
-# The kinds of server to blame for a step of the time to first token; the first that exists.
-_BLAME: dict[str, tuple[str, ...]] = {
-    "prepare": ("encoders", "prefills", "language"),
-    "memory": ("prefills", "language"),
-    "encoder queue": ("encoders",),
-    "encode": ("encoders",),
-    "transfer": ("prefills", "language"),
-    "prefill queue": ("prefills", "language"),
-    "prefill": ("prefills", "language"),
-    "hand over": ("decodes",),
+# The kind of server to blame for a step of the time to first token: where it does not exist, and
+# for the other steps, those that prefill.
+_BLAME = {
+    "prepare": "encoders",
+    "encoder queue": "encoders",
+    "encode": "encoders",
+    "hand over": "decodes",
 }
 # How busy servers are by the first guess; by which share a count grows; and how often.
 _BUSY = 0.85
@@ -68,17 +65,9 @@ class Plan:
     steps: list[tuple[str, bool]]
 
 
-@dataclass(frozen=True)
-class Work:
-    """Seconds that a mean request takes of one server of each kind."""
-
-    encode: float
-    prefill: float
-    decode: float
-
-
-def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
-    """The mean work of a request, decoded in the largest batch whose steps keep the SLO."""
+def work(profile: Profile, workload: Workload, slo: Slo) -> dict[str, float]:
+    """Seconds that a mean request takes of one server of each kind, decoded in the largest batch
+    whose steps keep the SLO."""
     total = sum(kind.weight for kind in workload.kinds)
     encode = prefill = decode = 0.0
     for kind in workload.kinds:
@@ -92,7 +81,7 @@ def work(profile: Profile, workload: Workload, slo: Slo) -> Work:
         output = mean(kind.output_tokens)
         batch = _batch(profile, slo, tokens + output / 2)
         decode += share * output * language.step_s(batch, batch * tokens) / batch
-    return Work(encode, prefill, decode)
+    return {"encoders": encode, "prefills": prefill, "decodes": decode}
 
 
 def plan(
@@ -195,19 +184,16 @@ def _trim(
     return found
 
 
-def blame(report: Report, slo: Slo, names: Iterable[str]) -> str:
+def blame(report: Report, slo: Slo, names: Sequence[str]) -> str:
     """The kind of server of which there are too few."""
-    known = set(names)
     ttft = report.quantile("ttft", slo.quantile) / slo.ttft_s
     tpot = report.quantile("tpot", slo.quantile) / slo.tpot_s
     if tpot > max(1.0, ttft):
-        return next(name for name in ("decodes", "language") if name in known)
-    slowest = report.step_means(1 - slo.quantile)
-    for step in sorted(slowest, key=lambda step: -slowest[step]):
-        for name in _BLAME[step]:
-            if name in known:
-                return name
-    return next(iter(known))
+        name = "decodes"
+    else:
+        slowest = report.step_means(1 - slo.quantile)
+        name = _BLAME.get(max(slowest, key=lambda step: slowest[step]), "prefills")
+    return name if name in names else "prefills"
 
 
 def breaking(limit: Goodput, slo: Slo) -> str:
@@ -239,14 +225,9 @@ def breaking(limit: Goodput, slo: Slo) -> str:
 def _least(
     profile: Profile, workload: Workload, slo: Slo, rate: float, names: tuple[str, ...]
 ) -> dict[str, int]:
-    one = work(profile, workload, slo)
-    own = one.encode if "encoders" not in names else 0.0
-    seconds = {
-        "encoders": one.encode,
-        "prefills": own + one.prefill,
-        "decodes": one.decode,
-        "language": own + one.prefill + one.decode,
-    }
+    seconds = work(profile, workload, slo)
+    # Servers that prefill do the work of the kinds that are missing.
+    seconds["prefills"] += sum(seconds[name] for name in seconds if name not in names)
     return {name: max(1, math.ceil(rate * seconds[name] / _BUSY)) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""How many servers of which kind, and which of them fail.
+"""How many servers of which kind.
 
 The notation is the field's: 4EPD are four colocated servers, 1E3PD is one encoder with three
 servers that prefill and decode, 2E1P1D and 1EP1D have prefill and decode apart.
@@ -11,13 +11,12 @@ import re
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import Profile
-from sglang_epd.schema import Cost, Count, Data, Positive, Rate, convert
+from sglang_epd.schema import Count, Data, Positive, convert
 
 # Servers without encoders of their own encode, too.
 _NOTATION = re.compile(
     r"(?:(?P<encoders>[1-9]\d*)E)?(?P<prefills>[1-9]\d*)(?(encoders)|E)P(?P<decodes>[1-9]\d*)?D"
 )
-_FAILURE = re.compile(r"(?P<encoder>\d+)@(?P<at_s>\d+\.?\d*)\+(?P<down_s>\d+\.?\d*)")
 
 
 class Topology(Data, frozen=True):
@@ -25,37 +24,30 @@ class Topology(Data, frozen=True):
 
     Attributes:
         encoders: 0 where the servers that prefill encode, too.
-        language: servers that prefill and decode; or
-        prefills, decodes: servers that do one of both.
+        prefills: servers that prefill, and decode where there are no
+        decodes: servers that only decode.
         policy: of dispatch (`SGLANG_EPD_DISPATCH_POLICY`).
         cells: independent deployments of all of that, which share the requests.
     """
 
+    prefills: Positive
     encoders: Count = 0
-    language: Count = 0
-    prefills: Count = 0
     decodes: Count = 0
     policy: str = "affinity"
     cells: Positive = 1
 
     def __post_init__(self) -> None:
-        if bool(self.prefills) != bool(self.decodes) or bool(self.language) == bool(self.prefills):
-            raise ValueError(
-                "a topology has servers that prefill and decode, or some that prefill and "
-                "some that decode"
-            )
         policy(self.policy)
 
     @property
     def name(self) -> str:
-        prefills = self.language or self.prefills
-        begin = f"{self.encoders}E{prefills}P" if self.encoders else f"{prefills}EP"
+        begin = f"{self.encoders}E{self.prefills}P" if self.encoders else f"{self.prefills}EP"
         one = f"{begin}{self.decodes or ''}D"
         return f"{self.cells} x {one}" if self.cells > 1 else one
 
     def gpus(self, profile: Profile) -> float:
         """Accelerators of all servers."""
-        servers = self.language + self.prefills + self.decodes
+        servers = self.prefills + self.decodes
         return self.cells * (self.encoders * profile.encoder.gpus + servers * profile.language.gpus)
 
     def hour_cost(self, profile: Profile) -> float:
@@ -73,27 +65,4 @@ def parse(text: str, *, policy: str = "affinity", cells: int = 1) -> Topology:
     if found is None:
         raise ConfigError(f"{text!r} is no topology: write 4EPD, 1E3PD, 2E1P1D or 1EP1D")
     counts = {name: int(count) for name, count in found.groupdict().items() if count}
-    if not found["decodes"]:
-        counts["language"] = counts.pop("prefills")
     return convert({**counts, "policy": policy, "cells": cells}, Topology, text)
-
-
-class Failure(Data, frozen=True):
-    """An encoder that dies and comes back, with nothing in its cache."""
-
-    encoder: Count
-    at_s: Cost
-    down_s: Rate
-
-
-def parse_failure(text: str) -> Failure:
-    """A failure from its notation: 0@60+30 ends encoder 0 after 60 seconds, for 30 seconds.
-
-    Raises:
-        ConfigError: the text is no failure.
-    """
-    found = _FAILURE.fullmatch(text.strip())
-    if found is None:
-        raise ConfigError(f"{text!r} is no failure: write ENCODER@SECONDS+SECONDS")
-    values = {name: float(value) for name, value in found.groupdict().items()}
-    return convert({**values, "encoder": int(found["encoder"])}, Failure, f"failure {text}")

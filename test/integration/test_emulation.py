@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 from integration.client import Client, data_url, image_part, text_part, user
 from integration.counters import total
 from integration.topology import DILATION, Machine, Topology
+from sglang_epd.platform.emulation import HEADER
 from sglang_epd.profile import load_profile
 
 PROFILE = load_profile("h100-qwen2_5-vl-7b")
@@ -69,5 +71,7 @@ def test_servers_say_that_they_are_emulated_and_overlap_scheduling(
     mark = {"profile": PROFILE.name, "dilation": DILATION}
     assert [state["emulated"] for state in told["internal_states"]] == [mark]
     assert told["disable_overlap_schedule"] is False
-    encoder = requests.get(f"{topology.urls['encoder']}/v1/info", timeout=20).json()
-    assert encoder["emulated"] == mark
+    encoder = requests.get(f"{topology.urls['encoder']}/v1/info", timeout=20)
+    assert encoder.json()["emulated"] == mark
+    chat = Client(topology.urls[entry]).chat(user(text_part("Hello")), max_tokens=2, stream=True)
+    assert [json.loads(one.headers[HEADER]) for one in (chat, encoder)] == [mark, mark]

@@ -43,13 +43,6 @@ def test_a_topology_is_simulated_as_it_is(files):
     assert all(one["outcomes"] == {"done": 200} for one in answers)
 
 
-def test_an_encoder_that_dies_has_its_items_sent_again(files):
-    typed = [*files, "--rate", "5", "--topology", "2E1PD"]
-    shown = CliRunner().invoke(app, [*typed, "--failure", "0@5+10"], catch_exceptions=False)
-    assert "sent again" in shown.stdout
-    assert "sent again" not in CliRunner().invoke(app, typed).stdout
-
-
 def test_what_cannot_be_planned_is_said_beside_what_can(files):
     shown = CliRunner().invoke(app, [*files, "--rate", "5", "--ttft-s", "0.01"])
     assert shown.exit_code == 0 and shown.stdout.count("no plan") == 4
@@ -61,11 +54,6 @@ def test_what_cannot_be_planned_is_said_beside_what_can(files):
         (["--rate", "-1"], "positive rate"),
         (["--rate", "5", "--topology", "0EPD"], "is no topology"),
         (["--rate", "5", "--topology", "1EPD", "--shape", "EPD"], "give one"),
-        (["--rate", "5", "--failure", "0@5+10"], "--failure is for --topology"),
-        (["--rate", "5", "--topology", "1E1PD", "--failure", "0@5"], "is no failure"),
-        (["--rate", "5", "--topology", "1E1PD", "--failure", "0@1.2.3+4"], "is no failure"),
-        (["--rate", "5", "--topology", "1E1PD", "--failure", "1@5+10"], "no encoder 1"),
-        (["--rate", "5", "--topology", "1E1PD", "--failure", "0@5+0"], r"failure 0@5\+0: "),
         (["--rate", "5", "--quantile", "2"], "quantile"),
         (["--rate", "5", "--policy", "best"], "not a policy"),
         (["--rate", "5", "--cells", "0"], "at least one cell"),

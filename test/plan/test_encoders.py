@@ -19,7 +19,6 @@ def test_a_shared_item_is_encoded_for_the_request_that_ends_last(profile):
         profile(),
         grant=lambda _item, then: then(),
         deliver=delivered.append,
-        lose=lambda _items: None,
     )
     # 10 s, 0.1 s and 0.1 s of the tower.
     items = [
@@ -49,7 +48,6 @@ def ends(profile, asked_at):
         profile,
         grant=lambda _item, then: then(),
         deliver=lambda _item: found.append(env.now),
-        lose=lambda _items: None,
     )
     for number, at in enumerate(asked_at):
         item = Item(Request(number, 0, at, 99.0, 1, 1), b"%d" % number, 1024.0, 1)

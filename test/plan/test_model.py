@@ -16,7 +16,7 @@ from sglang_epd.schema import convert, load
 from sglang_epd_plan.model import Deployment, simulate
 from sglang_epd_plan.records import Outcome, Request
 from sglang_epd_plan.report import Slo
-from sglang_epd_plan.topology import Failure, Topology, parse
+from sglang_epd_plan.topology import Topology, parse
 from sglang_epd_plan.workload import Traffic, Workload
 
 SHAPES = ("1EPD", "3EPD", "1E1PD", "3E2PD", "2E1P1D", "2E2P3D", "1EP1D")
@@ -118,16 +118,6 @@ def test_policies_balance_as_they_do_in_the_package(profile, workload):
     assert spread["least_loaded"] < 0.7 * spread["shuffle"]
 
 
-def test_what_an_encoder_had_goes_elsewhere_when_it_dies(profile, workload):
-    failures = (Failure(encoder=0, at_s=5.0, down_s=10.0),)
-    traffic = Traffic(rate=8, requests=400)
-    calm = simulate(profile(), workload(), parse("2E1PD"), traffic)
-    run = simulate(profile(), workload(), parse("2E1PD"), traffic, failures=failures)
-    assert run.outcomes == {"done": 400}
-    assert run.items["sent again"] > 0
-    assert max(run.ttft) > 2 > max(calm.ttft)
-
-
 def test_encoders_that_are_full_refuse_and_are_asked_again(profile, workload):
     machine = profile(encoder={"max_items": 2})
     run = simulate(machine, workload(), parse("2E1PD"), Traffic(rate=18, requests=200))
@@ -197,11 +187,10 @@ def _profile(**changes):
             "choice",
         ),
         ({"name": "w", "kinds": [KIND], "arrival": {"kind": "weekly"}}, Workload, "weekly"),
-        ({"encoders": 1}, Topology, "prefill and decode"),
-        ({"language": 1, "prefills": 1, "decodes": 1}, Topology, "prefill and decode"),
-        ({"language": 1, "encoders": -1}, Topology, ">= 0"),
-        ({"language": 1, "policy": "best"}, Topology, "not a policy"),
-        ({"language": 1, "cells": 0}, Topology, ">= 1"),
+        ({"encoders": 1}, Topology, "prefills"),
+        ({"prefills": 1, "encoders": -1}, Topology, ">= 0"),
+        ({"prefills": 1, "policy": "best"}, Topology, "not a policy"),
+        ({"prefills": 1, "cells": 0}, Topology, ">= 1"),
         ({"ttft_s": 1, "tpot_s": 1, "quantile": 1}, Slo, "below 1"),
         ({"ttft_s": 0, "tpot_s": 1}, Slo, "ttft_s"),
     ],
@@ -243,14 +232,6 @@ def test_arrivals_and_rates_go_together(profile, workload):
         simulate(profile(), closed, parse("1EPD"), Traffic(rate=1, requests=5))
     with pytest.raises(ConfigError, match="closed loop"):
         simulate(profile(), workload(), parse("1EPD"), Traffic(requests=5))
-    with pytest.raises(ConfigError, match="no encoder 3"):
-        simulate(
-            profile(),
-            workload(),
-            parse("1E1PD"),
-            Traffic(rate=1, requests=5),
-            failures=(Failure(encoder=3, at_s=1, down_s=1),),
-        )
 
 
 def test_files_are_read_as_json_and_yaml(tmp_path):

@@ -93,8 +93,8 @@ def test_the_work_of_a_mean_request_is_that_of_the_run(profile, workload):
     asked = workload(items={"kind": "uniform", "low": 1, "high": 3})
     one = work(profile(), asked, SLO)
     run = simulate(profile(), asked, parse("1E1P1D"), Traffic(rate=2, requests=2000))
-    assert run.busy["encode"] == pytest.approx(2 * one.encode, rel=0.05)
-    assert run.busy["prefill"] == pytest.approx(2 * one.prefill, rel=0.05)
+    assert run.busy["encode"] == pytest.approx(2 * one["encoders"], rel=0.05)
+    assert run.busy["prefill"] == pytest.approx(2 * one["prefills"], rel=0.05)
 
 
 def test_plots_are_files_that_do_not_change(profile, workload, tmp_path):

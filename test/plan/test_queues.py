@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_epd_plan.model import Deployment, simulate
-from sglang_epd_plan.topology import Failure, parse
+from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic
 
 # One picture at a time, in nothing but the tower and the prefill.
@@ -123,18 +123,12 @@ def test_a_run_is_at_its_end_with_nothing_left(profile, workload):
 
 
 def test_requests_that_end_early_leave_nothing_outstanding(profile, workload):
-    """Late ones, in deployments whose encoders die and refuse."""
+    """Late ones, in deployments whose encoders refuse."""
     asked = msgspec.structs.replace(workload(items=4), deadline_s=3.0)
-    failures = (Failure(encoder=0, at_s=5.0, down_s=3.0),)
-    deployment = Deployment(
-        profile(encoder={"max_items": 40}),
-        asked,
-        parse("2E2PD"),
-        Traffic(rate=6, requests=200),
-        failures=failures,
-    )
+    machine, traffic = profile(encoder={"max_items": 40}), Traffic(rate=6, requests=200)
+    deployment = Deployment(machine, asked, parse("2E2PD"), traffic)
     report = deployment.run()
     assert report.outcomes["late"] > 20 and report.outcomes["done"] > 20
     assert report.items["refused"] > 0 and report.items["sent again"] > 0
     for dispatch in deployment.dispatches:
-        assert not any(dispatch._outstanding.values())
+        assert not any(dispatch._outstanding)

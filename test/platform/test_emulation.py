@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -199,9 +200,9 @@ START = (
 )
 
 
-def start(**env: str) -> subprocess.CompletedProcess[str]:
+def start(script: str = START, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", START],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=120,
@@ -221,6 +222,36 @@ def test_a_start_says_loudly_that_it_is_emulated():
     assert done.returncode == 0, done.stderr
     assert "sglang.srt.managers.scheduler" in done.stdout
     assert f"EMULATED ACCELERATOR: forward passes take the times of {PROFILE.name}" in done.stderr
+
+
+ANSWER = """
+import threading, time, urllib.request
+from sglang_epd.platform import register; register()
+import uvicorn
+
+async def app(scope, receive, send):
+    headers = [(b"x-own", b"kept")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+given = [("x-given", "kept")]
+server = uvicorn.Server(uvicorn.Config(app, port=0, access_log=False, headers=given))
+thread = threading.Thread(target=server.run)
+thread.start()
+while not server.started:
+    time.sleep(0.01)
+port = server.servers[0].sockets[0].getsockname()[1]
+answer = urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=20)
+print(answer.headers["x-own"], answer.headers["x-given"], answer.headers["x-sglang-epd-emulated"])
+server.should_exit = True
+thread.join()
+"""
+
+
+def test_every_answer_of_an_emulated_server_says_so():
+    done = start(ANSWER, SGLANG_EPD_EMULATE=PROFILE.name, SGLANG_EPD_EMULATE_DILATE="5")
+    mark = {"profile": PROFILE.name, "dilation": 5.0}
+    assert done.stdout == f"kept kept {json.dumps(mark)}\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 Leans on every batch of every scheduler going through `Scheduler.run_batch`, on results being
 waited for by their `copy_done` where scheduling is overlapped, and on every server, the
-in-tree encoder too, running a tower by its model's `get_*_feature(items)`. A draft model's
-passes have no price, nor has preprocessing, which takes its real time.
+in-tree encoder too, running a tower by its model's `get_*_feature(items)` and answering HTTP by
+uvicorn. A draft model's passes have no price, nor has preprocessing, which takes its real time.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import multiprocessing
@@ -24,12 +25,14 @@ from sglang_epd.profile import LanguageCosts, TowerCosts
 
 logger = logging.getLogger(__name__)
 
+# Of each HTTP answer of an emulated server, with the profile's name and the dilation.
+HEADER = "x-sglang-epd-emulated"
 _FEATURES = ("get_image_feature", "get_video_feature", "get_audio_feature")
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def changes() -> dict[str, Change]:
-    """SGLang's modules that change, and how; none unless an accelerator is emulated.
+    """The modules that change, and how; none unless an accelerator is emulated.
 
     Raises:
         SystemExit: it is asked for, and cannot be had; SGLang would only log another error.
@@ -58,6 +61,7 @@ def changes() -> dict[str, Change]:
         "sglang.srt.managers.scheduler": partial(_hook_scheduler, device),
         "sglang.srt.model_executor.model_runner": partial(_hook_runner, device),
         "sglang.srt.disaggregation.encoder.server": partial(_hook_encoder, device),
+        "uvicorn.config": _hook_answers,
     }
 
 
@@ -128,6 +132,18 @@ def _hook_encoder(device: EmulatedAccelerator, module: Any) -> None:
         price_towers(self.model, device)
 
     module.MMEncoder.__init__ = make_and_price
+
+
+def _hook_answers(module: Any) -> None:
+    """Name the accelerator in a header of every answer."""
+    make = module.Config.__init__
+
+    @functools.wraps(make)
+    def make_and_mark(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.headers = [*self.headers, (HEADER, json.dumps(mark()["emulated"]))]
+
+    module.Config.__init__ = make_and_mark
 
 
 def batch_seconds(batch: Any, costs: LanguageCosts) -> dict[str, float]:

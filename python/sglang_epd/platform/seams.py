@@ -1,5 +1,6 @@
-"""The SGLang modules that this platform changes, and the changes: here, or in `idle`,
-`prefix_attention`, `vision_attention` and, where it is asked for, `emulation`."""
+"""The modules of SGLang that this platform changes, and the changes: here, or in `idle`,
+`prefix_attention`, `vision_attention` and, where it is asked for, `emulation`, which changes
+uvicorn's too."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -273,23 +272,12 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
-# What its servers have besides.
+# What servers of SGLang's own test have besides.
 _OWN = "--trust-remote-code --tp 1 --encoder-transfer-backend zmq_to_scheduler"
 _OWN_READING = (
     "--reasoning-parser qwen3 --model-loader-extra-config "
     '\'{"enable_multithread_load": true, "num_threads": 64}\''
 )
-
-
-def _own(model: str, *more: str, **flags: str) -> Topology:
-    """Encoders, prefill and decode behind the mini-lb, but for --base-gpu-id: a CPU has none."""
-    given = {
-        "encoder": f"{_OWN} {flags.get('encoder', '')}",
-        "prefill": f"{_OWN} {flags.get('prefill', '')}",
-        "decode": "--trust-remote-code --tp 1",
-    }
-    return Topology(model, (*_APART, *more), flags=given)
-
 
 TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
@@ -449,25 +437,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language": _NO_PREFIXES,
         },
     ),
-    # Those of SGLang's own test of EPD.
-    "own_omni": lambda: _own("tiny-qwen3-omni-moe"),
-    "own_one": lambda: _own(_TINY, encoder=_CACHE),
-    "own_several": lambda: _own(_TINY, "encoder@2", encoder=_CACHE),
-    "own_mooncake": lambda: _own(
-        _TINY,
-        encoder=f"{_CACHE} --encoder-transfer-backend mooncake",
-        prefill="--encoder-transfer-backend mooncake",
-    ),
-    "own_grpc": lambda: dataclasses.replace(
-        _own(_TINY, encoder=f"{_CACHE} --grpc-mode"),
-        own_env={
-            "encoder": {
-                "SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8",
-                "SGLANG_EPD_MEDIA_LOCAL_ROOT": tempfile.gettempdir(),
-            },
-            "prefill": {"SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc"},
-        },
-    ),
+    # With the flags of SGLang's own test of EPD.
     "own_reasoning": lambda: Topology(
         "tiny-qwen3-vl", _TOGETHER, flags=dict.fromkeys(_TOGETHER, f"{_OWN} {_OWN_READING}")
     ),

@@ -14,6 +14,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +107,16 @@ Encoders show these at `/metrics`, always; language, prefill and decode servers 
 `docker/observability/` has a Grafana dashboard and alert rules over them.
 
 """  # noqa: E501
+_SGLANGS_HEAD = """## Encoders, by SGLang's names
+
+With `--enable-metrics` an encoder shows these, too, with SGLang's labels and buckets, for dashboards and alerts of in-tree EPD; `--extra-metric-labels` adds labels. They differ in this:
+
+- `dp_rank` is 0: towers of one encoder are counted together. `sglang:encoder_dp_pending_requests` is the exception. It counts the items of each tower, and is there for one tower, too.
+- A request with items of several modalities counts once for each. A pass of several modalities is divided between them by items.
+- A cache hit is an item that took no pass of its own: it was in the cache, in the store, or in the making for another request.
+- Refused requests are not counted.
+
+"""  # noqa: E501
 _COMMAND_HEAD = """# The sglang-epd command
 
 `--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell. Options of `up` may stand in a YAML file as well ([settings.md](settings.md)).
@@ -180,13 +191,33 @@ def samples_of(metric: Any) -> list[str]:
     return [name + ending for ending in endings[type(metric)]]
 
 
+def sglang_encoder_metrics() -> list[tuple[str, str, list[str]]]:
+    """The name, kind and labels of each metric of SGLang's encoders, from its source."""
+    found = []
+    srt = Path(next(iter(find_spec("sglang").submodule_search_locations))) / "srt"  # type: ignore[union-attr,arg-type]
+    for path in ("observability/metrics_collector.py", "disaggregation/encoder/runtime.py"):
+        for node in ast.walk(ast.parse((srt / path).read_text())):
+            given = {word.arg: word.value for word in getattr(node, "keywords", ())}
+            name = getattr(given.get("name"), "value", "")
+            if str(name).startswith("sglang:encoder_"):
+                more = re.findall(r"'(\w+)'", ast.unparse(given["labelnames"]))
+                labels = dict.fromkeys(["model_name", *more, "dp_rank"])
+                found.append((name, ast.unparse(node.func).lower(), list(labels)))  # type: ignore[attr-defined]
+    return found
+
+
 def metrics_page() -> str:
     """docs/metrics.md."""
+    rows = "".join(
+        f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} |\n"
+        for name, kind, labels in sglang_encoder_metrics()
+    )
+    beside = f"{_SGLANGS_HEAD}| metric | kind | labels |\n|---|---|---|\n{rows}"
     parts = []
     for title, found in metrics().items():
         rows = "".join(_metric_row(metric) for metric in found)
         parts.append(f"## {title}\n\n| metric | kind | labels | |\n|---|---|---|---|\n{rows}")
-    return _METRICS_HEAD + "\n".join(parts)
+    return _METRICS_HEAD + "\n".join([*parts, beside])
 
 
 def _metric_row(metric: Any) -> str:

@@ -220,20 +220,20 @@ def test_what_is_set_is_named_in_one_line_with_what_takes_its_place(caplog, monk
     monkeypatch.setenv("SGLANG_ENCODER_MAX_BATCH_SIZE", "16")
     monkeypatch.setenv("SGLANG_ENCODER_SEND_TIMEOUT", "")
     monkeypatch.setenv("SGLANG_ENCODER_HTTP_TIMEOUT", "99")  # a language server's
-    announce("encoder", {"--extra-metric-labels": {"team": "a"}})
+    announce("encoder", {"--pp-size": True})
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message == (
         "Set, but not read by sglang-epd: SGLANG_ENCODER_MAX_BATCH_SIZE (instead: "
         "SGLANG_EPD_ENCODER_BATCH_ITEMS and SGLANG_EPD_ENCODER_BATCH_PATCHES); "
         "SGLANG_ENCODER_SEND_TIMEOUT (instead: SGLANG_EPD_GRANT_TIMEOUT_S on language servers); "
-        "--extra-metric-labels (instead: nothing: encoders' series have their own labels only)"
+        "--pp-size (instead: nothing: a tower has one stage)"
     )
 
 
 @pytest.mark.parametrize("server", UNREAD)
 def test_where_nothing_is_set_nothing_is_said(caplog, server):
-    announce(server, {"--extra-metric-labels": None, "--trust-mm-content-hashes": False})
+    announce(server, {"--pp-size": False, "--trust-mm-content-hashes": False})
     assert not caplog.records
 
 

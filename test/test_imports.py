@@ -62,6 +62,7 @@ SGLANG = {
     "modality.py",
     "transfer/mooncake.py",
     "encoder/server.py",
+    "encoder/sglang_metrics.py",
     "encoder/sglang_rpc.py",
     "encoder/towers.py",
     *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing")),

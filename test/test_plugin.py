@@ -14,7 +14,6 @@ def installed(monkeypatch):
     """What `register` hooks, without hooking it."""
     found = []
     monkeypatch.setattr(plugin.hooks, "install", found.extend)
-    monkeypatch.setattr(plugin.rundir, "draw_run_id", lambda: None)
     monkeypatch.setattr(plugin.hooks, "require", lambda: found.append("required"))
     return found
 

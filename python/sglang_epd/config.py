@@ -66,7 +66,6 @@ UNREAD: dict[str, dict[str, str]] = {
         "SGLANG_ENCODER_REQ_TIMEOUT": "SGLANG_EPD_ENCODER_TIMEOUT_S on language servers",
         "SGLANG_ENCODER_SEND_TIMEOUT": "SGLANG_EPD_GRANT_TIMEOUT_S on language servers",
         "REQUEST_TIMEOUT": "SGLANG_EPD_MEDIA_TIMEOUT_S",
-        "--extra-metric-labels": "nothing: encoders' series have their own labels only",
         "--pp-size": "nothing: a tower has one stage",
         "--enable-dp-attention": "--dp-size alone: as many towers",
     },

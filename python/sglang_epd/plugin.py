@@ -21,7 +21,6 @@ from sglang_epd.seams import (
     prefix,
     requests,
     roles,
-    rundir,
     server_args,
     stages,
     staging,
@@ -34,6 +33,7 @@ _FLAGS = "sglang.srt.arg_groups.pd_disaggregation_hook"
 _CONTEXT = "sglang.srt.runtime_context"
 _ENCODER = "sglang.srt.disaggregation.encoder"
 _HTTP = "sglang.srt.entrypoints.http_server"
+_ENGINE = "sglang.srt.entrypoints.engine"
 _CONN = "sglang.srt.disaggregation.common.conn"
 _PREFILL = "sglang.srt.disaggregation.prefill"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
@@ -100,6 +100,8 @@ HOOKS = (
     Hook(f"{_ENCODER}.receiver", "create_mm_receiver", "replace", _create_mm_receiver),
     # ... tokenizer process: our registration of encoders, which wants a token and knows leases.
     Hook(f"{_ENCODER}.receiver", "EncoderBootstrapServer", "replace", bootstrap.BootstrapPlace),
+    # ... tokenizer process of an `Engine`: which may be followed by another.
+    Hook(_ENGINE, "Engine.shutdown", "after", bootstrap.end),
     # ... tokenizer process: JSON of many parts is parsed one body at a time.
     Hook(_HTTP, "ORJSONRequest.json", "around", large_bodies.read),
     # ... tokenizer process: large media are read in a thread, before the request is begun.
@@ -183,4 +185,3 @@ def register(*, role: bool) -> None:
     hooks.install(HOOKS if installed == wanted else GUARDS)
     if role:
         hooks.require()
-    rundir.draw_run_id()

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
 import reference
 from docker.conftest import DOCKER, flags_in
 from docker.manifests import Manifest, built, documents, pod_of
+from docker.test_observability import selectors
 from sglang_epd.config import Settings
 from sglang_epd.encoder.serving import DRAIN_S
 
@@ -194,6 +196,66 @@ def test_it_scales_by_a_metric_that_encoders_have(manifests):
     assert asked.replace("sglang_epd_", "sglang:epd_") in rule["metricsQuery"]
     target = scaler["spec"]["scaleTargetRef"]["name"]
     assert target in {one["metadata"]["name"] for one in of(manifests, "Deployment")}
+
+
+@pytest.fixture(scope="module")
+def scaled() -> Manifest:
+    (scaled,) = documents(KUBERNETES / "keda" / "encoder.yaml")
+    return scaled
+
+
+def test_keda_scales_as_the_autoscaler_in_its_place(scaled):
+    """A schema of KEDA's is not at hand: these are the fields that its documentation has."""
+    spec = scaled["spec"]
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    assert set(spec) == {
+        *("scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval"),
+        *("triggers", "fallback", "advanced"),
+    }
+    (own,) = [
+        one["spec"]
+        for one in documents(KUBERNETES / "base" / "autoscaling.yaml")
+        if one["kind"] == "HorizontalPodAutoscaler"
+    ]
+    assert spec["scaleTargetRef"] == own["scaleTargetRef"]
+    replicas = spec["minReplicaCount"], spec["maxReplicaCount"]
+    assert replicas == (own["minReplicas"], own["maxReplicas"])
+    assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == own["behavior"]
+    (trigger,), (metric,) = spec["triggers"], own["metrics"]
+    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+    assert trigger["metadata"]["threshold"] == metric["pods"]["target"]["averageValue"]
+
+
+def test_keda_asks_for_a_metric_that_encoders_have(scaled):
+    names = {
+        name for metric in reference.metrics()["Encoders"] for name in reference.samples_of(metric)
+    }
+    (trigger,) = scaled["spec"]["triggers"]
+    query = promql_parser.parse(trigger["metadata"]["query"])
+    assert [one.name for one in selectors(query)] == ["sglang:epd_encoder_patches_queued"]
+    assert "sglang:epd_encoder_patches_queued" in names
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_with_keda_there_is_no_other_autoscaler(folder, tmp_path):
+    copied = shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    own = copied / "overlays" / "own"
+    own.mkdir()
+    told = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"../{folder.name}"],
+        "components": ["../../keda"],
+    }
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(told))
+    done = subprocess.run(
+        ["kubectl", "kustomize", own], capture_output=True, text=True, timeout=60, check=True
+    )
+    kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
+    assert kinds.count("ScaledObject") == 1
+    assert "HorizontalPodAutoscaler" not in kinds
+    assert len(kinds) == len(built(folder))
 
 
 def test_only_the_overlay_with_a_store_has_one():

@@ -212,7 +212,7 @@ def capacity() -> int:
 
 @pytest.fixture
 def cache(capacity: int, metrics: EncoderMetrics) -> EmbeddingCache:
-    return EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
+    return EmbeddingCache(capacity, on_evict=metrics.evicted)
 
 
 @pytest.fixture

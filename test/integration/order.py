@@ -10,6 +10,7 @@ from pathlib import Path
 # Files, and whose servers they use: what takes longest comes first, and those that are compared
 # with the same server in a row. Files that are not named use "qwen2_5", or that and "qwen3".
 _USES = {
+    "test_engine": "qwen2_5",
     "test_reuse": "qwen2_5",
     "test_budget": "qwen2_5",
     "test_towers": "towers",
@@ -32,6 +33,8 @@ _USES = {
     "test_content": "content",
     "test_quantised": "quantised",
     "test_embeddings": "embeddings",
+    "test_rerank": "reranker",
+    "test_sglangs_own": "sglangs_own",
     "test_audio": "audio",
     "test_families": "families",
     "test_family_video": "families",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import torch
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
@@ -104,6 +105,19 @@ def client(machine: Machine, request: pytest.FixtureRequest) -> Client:
 @pytest.mark.parametrize("case", CASES)
 def test_log_probabilities_equal_one_servers(machine: Machine, client: Client, case: str) -> None:
     machine.check(client, MODEL, CASES[case], TOKENS)
+
+
+def test_a_transcription_is_one_servers(machine: Machine, client: Client) -> None:
+    """Of a file, without a prompt."""
+    files = {"file": ("clip.wav", clips.audio("low"), "audio/wav")}
+    said = []
+    for server in (client, machine.colocated(MODEL)):
+        answer = requests.post(
+            f"{server.url}/v1/audio/transcriptions", files=files, data={"model": "d"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        said.append(answer.json()["text"])
+    assert said[0] == said[1] != ""
 
 
 @pytest.fixture(scope="module")

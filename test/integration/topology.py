@@ -276,6 +276,8 @@ _NOTHING_KEPT = {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"}
 # Prompts of tests are too short to be prefilled in parts otherwise.
 EARLY = {"SGLANG_EPD_PREFILL_EARLY": "on"}
 _NO_PREFIXES = "--disable-radix-cache"
+# Answers of /v1/responses, for those that go on from them.
+_STORED = "--enable-response-store"
 # Pictures of these tests are larger.
 _EMBEDDING = '--is-embedding --mm-process-config \'{"image": {"max_pixels": 25088}}\''
 _BFLOAT16 = "--dtype bfloat16"
@@ -294,6 +296,13 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
+# What servers of SGLang's own test have besides.
+_OWN = "--trust-remote-code --tp 1 --encoder-transfer-backend zmq_to_scheduler"
+_OWN_READING = (
+    "--reasoning-parser qwen3 --model-loader-extra-config "
+    '\'{"enable_multithread_load": true, "num_threads": 64}\''
+)
+
 TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
@@ -301,9 +310,9 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         _FULL,
         {**_NOTHING_KEPT, **EARLY},
         {
-            "language": "--enable-metrics --enable-cache-report",
+            "language": f"--enable-metrics --enable-cache-report {_STORED}",
             "prefill": "--enable-metrics",
-            "encoder": _CACHE,
+            "encoder": f"--enable-metrics {_CACHE}",
         },
         typed=_TOGETHER,
     ),
@@ -501,6 +510,10 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             },
         },
     ),
+    # With the flags of SGLang's own test of EPD.
+    "own_reasoning": lambda: Topology(
+        "tiny-qwen3-vl", _TOGETHER, flags=dict.fromkeys(_TOGETHER, f"{_OWN} {_OWN_READING}")
+    ),
     "in_tree": lambda: Topology(_TINY, _TOGETHER, {"SGLANG_EPD": "off"}),
     # Nothing is kept but in the store.
     "store": lambda: Topology(
@@ -597,7 +610,9 @@ for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
-    TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(model, ("colocated",))  # type: ignore[misc]
+    TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
+        model, ("colocated",), flags={"colocated": _STORED}
+    )
 
 # Those that end as they look for a driver, because a fork would be told that it is one.
 _NOT_FORKED = {

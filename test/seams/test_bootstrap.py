@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_epd.dispatch.pool import LEASE, STATIC, Pool
@@ -44,6 +46,27 @@ def test_it_begins_when_the_pool_is_there(serving):
         assert place.list_urls() == ["http://127.0.0.1:9", "http://127.0.0.1:7"]
     finally:
         place.close()
+
+
+@pytest.mark.parametrize("language_only", [True, False])
+def test_an_engine_that_ends_frees_the_port(serving, language_only):
+    place = BootstrapPlace(host="127.0.0.1", port=0, urls=TYPED)
+    port = bootstrap.start(Pool("ours")).port
+    server = place if language_only else None
+    bootstrap.end(None, SimpleNamespace(tokenizer_manager=None))  # it did not start
+    bootstrap.end(
+        None, SimpleNamespace(tokenizer_manager=SimpleNamespace(encoder_bootstrap_server=server))
+    )
+    second = BootstrapPlace(host="127.0.0.1", port=port)
+    try:
+        if language_only:
+            assert bootstrap.start(Pool("ours")).port == port
+        else:
+            with pytest.raises(ConfigError, match="in use"):
+                bootstrap.start(Pool("ours"))
+    finally:
+        place.close()
+        second.close()
 
 
 def test_the_workers_of_one_server_share_the_port(serving, monkeypatch):

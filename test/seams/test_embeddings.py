@@ -78,7 +78,8 @@ def manager(sglang, hooked, disagg, monkeypatch):
     manager.enable_trace = False
     manager.model_config = SimpleNamespace(vocab_size=100)
     manager.rid_to_state = {}
-    manager.mm_receiver = TokenizerSeam(FakeFrontend(), FakeCollector(), 60.0)
+    seam = TokenizerSeam(FakeFrontend(), FakeCollector(), 60.0, secret=rundir.secret())
+    manager.mm_receiver = seam
     return manager
 
 
@@ -117,11 +118,13 @@ def started(manager: Any) -> list[str]:
 
 
 def test_a_request_waits_for_its_media_with_its_manifest(manager, asked, tokenized):
+    secret = rundir.secret()
+    rundir.draw_run_id()  # another engine of this process
     obj = asked(text="a page", image_data=b"1", rid="a")
     assert started(manager) == ["a"]
     received = tokenized(obj)
     assert manifest.waits(received)
-    expect = manifest.read_expect(manifest.carried(received), rundir.secret())
+    expect = manifest.read_expect(manifest.carried(received), secret)
     assert expect.ticket == "ticket of a"
 
 

@@ -121,6 +121,15 @@ def test_token_ids_are_taken_as_they_are():
     assert ids is not prompt
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_a_recording_without_a_prompt_has_the_models_own(empty):
+    """As `/v1/audio/transcriptions` asks; other processors have no prompt for that."""
+    written = processor(_build_transcription_prompt=lambda prompt: f"{prompt or ''}#a")
+    assert _token_ids(written, empty, {}) == [IMAGE, 97]
+    assert _token_ids(written, [7], {}) == [7]
+    assert _token_ids(processor(), empty, {}) == []
+
+
 def test_a_model_without_a_pattern_is_read_all_the_same():
     plain = processor(mm_tokens=SimpleNamespace(image_token=None, image_token_regex=None))
     assert _token_ids(plain, "<####>", {IMAGE: (NAMES[IMAGE], [1])}) == Tokenizer().encode("<####>")

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import REGISTRY
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.seams import contract, hooks, roles, server_args
@@ -104,3 +105,11 @@ def test_the_application_is_sglangs_with_the_plugins_loaded_before():
         "assert receiver.EncoderBootstrapServer.__name__ == 'BootstrapPlace'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_metrics_that_nobody_reads_may_be_there_twice(flags, shown):
+    """As of two engines of a process."""
+    flags(observability={"enable_metrics": shown})
+    assert (roles.registry() is REGISTRY) is shown
+    assert (roles.registry() is roles.registry()) is shown

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import server_args
+from sglang_epd.seams import rundir, server_args
 
 SERVED = {
     "encoder_only": False,
@@ -264,6 +264,17 @@ NOT_LISTED = not_listed(GEMMA)
 def test_models_that_sglang_does_not_list_are_served(resolve, role):
     resolve(NOT_LISTED, **role)
     resolve("", **role)
+
+
+def test_each_server_of_a_process_has_a_run_of_its_own(resolve, monkeypatch):
+    """Else the second would wait for the folder of the first."""
+    for name in ("SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"):
+        monkeypatch.setenv(name, "")
+    paths = set()
+    for _ in range(2):
+        resolve("")
+        paths.add(rundir.control_path())
+    assert len(paths) == 2
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ async def seam(frontend, collector, monkeypatch):
     for name in ("SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"):
         monkeypatch.setenv(name, "")
     rundir.draw_run_id()
-    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lambda processor: processor)
+    seam = TokenizerSeam(
+        frontend, collector, 60.0, lays_out=lambda processor: processor, secret=rundir.secret()
+    )
     attach(seam)
     return seam
 

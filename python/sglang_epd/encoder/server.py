@@ -28,6 +28,7 @@ from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import processing, served
 from sglang_epd.config import PREFIX, Settings, announce
+from sglang_epd.encoder import sglang_metrics
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
@@ -119,7 +120,7 @@ def launch(server_args: Any) -> None:
                 checksum=settings.checksum,
                 share_memory=settings.shared_memory,
             )
-            cache = EmbeddingCache(capacity, on_evict=lambda _entry: metrics.cache_evictions.inc())
+            cache = EmbeddingCache(capacity, on_evict=metrics.evicted)
             metrics.watch(cache)
             if store is not None:
                 await store.connect()
@@ -240,6 +241,7 @@ class _Front:
 
 def _metrics() -> EncoderMetrics:
     metrics = EncoderMetrics()
+    metrics.beside = sglang_metrics.create(metrics.registry)
     if (accelerator := emulated.accelerator()) is not None:
         accelerator.listen = EmulationMetrics(metrics.registry).count
     return metrics
@@ -256,11 +258,10 @@ def _allow_descriptors() -> None:
 
 def _announce_unread() -> None:
     """Flags of SGLang's that mean nothing here are named at start-up."""
-    from sglang.srt.runtime_context import get_observability, get_parallel
+    from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     flags = {
-        "--extra-metric-labels": get_observability().extra_metric_labels,
         "--pp-size": parallel.pp_size > 1,
         "--enable-dp-attention": parallel.attn_dp_size > 1,
     }

@@ -207,6 +207,8 @@ class EncoderService:
         task = asyncio.current_task()
         assert task is not None
         self._live[request.request_id] = task
+        outcomes: list[ItemOutcome] = []
+        ended = self._metrics.beside.request(request.items)
         try:
             deadline = time.monotonic() + request.ttl_s
             running: list[asyncio.Task[ItemOutcome]] = []
@@ -223,12 +225,13 @@ class EncoderService:
                     encoding = self._encode_item(asked)
                     running.append(group.create_task(encoding))
                     running[-1].add_done_callback(end_all_after_a_hopeless_one)
-            outcomes = [item.result() for item in running if not item.cancelled()]
+            outcomes += [item.result() for item in running if not item.cancelled()]
             return EncodeReply(request.request_id, self.name, outcomes)
         finally:
             del self._live[request.request_id]
             self.admission.leave(request.request_id)
             self.finished += 1
+            ended(outcomes)
 
     @property
     def healthy(self) -> bool:
@@ -373,6 +376,7 @@ class EncoderService:
     async def _deliver(self, asked: _Asked, hold: Hold) -> ItemOutcome:
         item = asked.item
         layout = await hold.layout()
+        self._metrics.beside.found(item.modality, layout.tokens, hold.source)
         endpoint, ticket = asked.request.reply_to.endpoint, asked.request.reply_to.ticket
         nbytes = spec_bytes(layout.embedding)
 
@@ -409,6 +413,7 @@ class EncoderService:
                     renewal = True
                     continue
             self._metrics.delivered_bytes.labels(landing).inc(nbytes)
+            self._metrics.beside.delivered(asked.ms["deliver"] / 1e3)
             return ended("delivered", tokens=layout.tokens)
 
     async def _decision(self, asked: _Asked, hold: Hold, offered: Offered) -> Granted | Decline:

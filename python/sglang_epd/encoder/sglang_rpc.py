@@ -57,6 +57,7 @@ _LOOK_S = 0.002
 # For what has been handed to a socket, and not been written yet.
 _LINGER_MS = 5000
 _MAX_PLACES = 64
+_MAX_MEETINGS = 4096
 
 
 class SglangService:
@@ -166,14 +167,10 @@ class SglangService:
                 f"a receive_url is host:port, and a receive_count from 1 to {_MAX_PLACES}"
             )
         place = self._place(host, int(port), trusted)
-        # It may come before the encode request that it belongs to.
-        meeting = self._meetings.setdefault(asked.req_id, _Meeting())
-        try:
-            await meeting.begun.wait()
-            meeting.join(place, asked.receive_count)
-        finally:
-            if not meeting.begun.is_set():
-                self._meetings.pop(asked.req_id, None)
+        # It may come before the encode request that it belongs to, which a caller may make
+        # when this is answered.
+        meeting = self._meeting(asked.req_id)
+        meeting.join(place, asked.receive_count)
         return pb.SchedulerReceiveUrlResponse()
 
     async def _send(self, _call: Call) -> Any:
@@ -213,11 +210,25 @@ class SglangService:
         return f"tcp://{host_port(str(address), port)}"
 
     def _meet(self, req_id: str) -> _Meeting:
-        meeting = self._meetings.setdefault(req_id, _Meeting())
-        if meeting.begun.is_set():
+        meeting = self._meeting(req_id)
+        if meeting.begun:
             raise ProtocolError(f"the request {req_id!r} is live already")
-        meeting.begun.set()
+        meeting.begun = True
         return meeting
+
+    def _meeting(self, req_id: str) -> _Meeting:
+        """That of a request, which is forgotten where it is not encoded in time."""
+        meeting = self._meetings.get(req_id)
+        if meeting is None:
+            if len(self._meetings) >= _MAX_MEETINGS:
+                raise UnavailableError("too many requests have named where embeddings go")
+            meeting = self._meetings[req_id] = _Meeting()
+            asyncio.get_running_loop().call_later(_REQUEST_S, self._forget, req_id, meeting)
+        return meeting
+
+    def _forget(self, req_id: str, meeting: _Meeting) -> None:
+        if self._meetings.get(req_id) is meeting and not meeting.begun:
+            del self._meetings[req_id]
 
     async def _frames(self, call: Call, room: Room, asked: Any) -> list[Any]:
         """What SGLang's receiver reads: facts, pickled, and the rows of all pictures."""
@@ -267,10 +278,14 @@ class SglangService:
 
 
 class _Meeting:
-    """The places of a request's embeddings, which are told while it is encoded."""
+    """The places of a request's embeddings, which are told while it is encoded, or before.
+
+    Attributes:
+        begun: whether it is being encoded.
+    """
 
     def __init__(self) -> None:
-        self.begun = asyncio.Event()
+        self.begun = False
         self._full = asyncio.Event()
         self._count = 0
         self._places: list[str] = []

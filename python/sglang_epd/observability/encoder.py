@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,16 +11,52 @@ from prometheus_client import CollectorRegistry
 from sglang_epd.observability.metrics import LAG_BUCKETS_S, Metrics, counter, gauge, histogram
 
 if TYPE_CHECKING:
-    from sglang_epd.cache import EmbeddingCache
+    from sglang_epd.cache import EmbeddingCache, Entry
     from sglang_epd.store import SharedStore
     from sglang_epd.store.backend import Breaker
+    from sglang_epd.wire.http import EncodeItem, ItemOutcome
 
 _STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _BREAKER_STATES = ("closed", "half_open", "open")
 
 
+class Beside:
+    """Other metrics of the same events: none, unless SGLang's names are asked for
+    (`encoder.sglang_metrics`)."""
+
+    def request(self, items: Sequence[EncodeItem]) -> Callable[[Sequence[ItemOutcome]], None]:
+        """A request was accepted; returns what is called at its end, without outcomes where it
+        was cancelled."""
+        return lambda _outcomes: None
+
+    def found(self, modality: str, tokens: int, source: str) -> None:
+        """An item's size is known, and where its embedding is from."""
+
+    def made(self, modality: str, stages: Sequence[tuple[str, float, float]]) -> None:
+        """An embedding was made; each stage has its name, when it began and when it ended."""
+
+    def forward(self, modalities: Sequence[str], seconds: float) -> None:
+        """A pass has ended, of items of these modalities."""
+
+    def delivered(self, seconds: float) -> None:
+        """An embedding was taken."""
+
+    def evicted(self, modality: str) -> None:
+        """An embedding left the cache for room."""
+
+    def watch(self, cache: EmbeddingCache) -> None:
+        """Show a cache's size."""
+
+    def watch_tower(self, number: int, pending: Callable[[], int]) -> None:
+        """Show how many items a tower has."""
+
+
 class EncoderMetrics(Metrics):
-    """One registry a server process."""
+    """One registry a server process.
+
+    Attributes:
+        beside: hears of the same events.
+    """
 
     prefix = "sglang:epd_encoder_"
     items = counter(
@@ -80,10 +116,17 @@ class EncoderMetrics(Metrics):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.beside = Beside()
         super().__init__(self.registry)
+
+    def evicted(self, entry: Entry) -> None:
+        """An embedding left the cache for room."""
+        self.cache_evictions.inc()
+        self.beside.evicted(entry.layout.modality)
 
     def watch(self, cache: EmbeddingCache) -> None:
         """Show a cache's size whenever metrics are asked for."""
+        self.beside.watch(cache)
         self.cache_bytes.set_function(lambda: cache.nbytes)
         self.cache_entries.set_function(lambda: len(cache))
 

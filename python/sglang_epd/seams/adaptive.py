@@ -44,7 +44,7 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import IMAGE
-from sglang_epd.seams import identities
+from sglang_epd.seams import identities, roles
 from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -325,6 +325,6 @@ def create(frontend: Frontend, pool: Pool, settings: Settings) -> Adaptive | Non
         images=LocalImages(pool.namespace, limits, (settings.decode_mb or decode_mb()) << 20),
         snapshot=pool.snapshot,
         min_items=least,
-        metrics=DecisionMetrics(),
+        metrics=DecisionMetrics(roles.registry()),
         timeout_s=settings.request_timeout_s,
     )

@@ -3,7 +3,9 @@ of a prefill server's bootstrap server.
 
 Leans on `TokenizerManager.init_disaggregation`, which makes an
 `EncoderBootstrapServer(host=, port=, urls=)` right before the multimodal receiver. It
-comes too early: no encoder may register before this server's identity is known. And on
+comes too early: no encoder may register before this server's identity is known. On
+`entrypoints.engine.Engine.shutdown`, which leaves `tokenizer_manager.encoder_bootstrap_server` as
+it is. And on
 `disaggregation.common.conn.CommonKVBootstrapServer._setup_routes`, which every transfer
 backend's bootstrap server runs in its constructor, before its thread starts to serve
 `self.app` (aiohttp).
@@ -28,7 +30,7 @@ _BOARD = "_sglang_epd_layouts"
 class BootstrapPlace:
     """Stands in for `EncoderBootstrapServer`: keeps where it would listen."""
 
-    # The one that `start` fills; SGLang makes one in a process.
+    # The one that `start` fills: of the server that is being started.
     latest: BootstrapPlace | None = None
 
     def __init__(self, host: str, port: int, urls: list[str] | None = None) -> None:
@@ -47,6 +49,14 @@ class BootstrapPlace:
         """End registration."""
         if self.watcher is not None:
             self.watcher.close()
+
+
+def end(_result: None, engine: Any) -> None:
+    """After `Engine.shutdown`: the port is free for an engine after it, and encoders are watched
+    no longer."""
+    place = getattr(engine.tokenizer_manager, "encoder_bootstrap_server", None)
+    if place is not None:
+        place.close()
 
 
 def trust() -> Trust:

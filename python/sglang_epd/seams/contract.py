@@ -69,6 +69,8 @@ disaggregation.prefill
 distributed.device_communicators.mooncake_transfer_engine
     transfer/mooncake: get_mooncake_transfer_engine()
     transfer/mooncake: maybe_init_shared_mooncake_transfer_engine(gpu_id)
+entrypoints.engine
+    seams/bootstrap: Engine.shutdown(self)
 entrypoints.http_server
     seams/large_bodies: async ORJSONRequest.json(self)
     seams/large_bodies: get_global_state()
@@ -142,12 +144,35 @@ multimodal.processors.internvl
     families/family: InternVLProcessor._resolve_video_num_frames(self requested num_videos text_len
         image_tile_cnt)
     families/family: InternVLProcessor._token_len(self text)
+multimodal.processors.qwen_audio
+    seams/prompt: Qwen2AudioMultimodalProcessor._build_transcription_prompt(self input_text)
 multimodal.processors.qwen_vl
     encoder/model/preparing: smart_nframes(ele total_frames video_fps)
     seams/decode: async QwenVLImageProcessor.process_mm_data_async(self image_data input_text
         request_obj args kwargs)
     seams/prompt: QwenVLImageProcessor.build_input_ids_with_timestamps(self prompt embeddings
         img_grid_thw video_grid_thw video_timestamps)
+observability.metrics_collector
+    encoder/sglang_metrics: EncoderMetricsCollector.__init__(self labels)
+    encoder/sglang_metrics: EncoderMetricsCollector.inc_cache_evictions(self modality count)
+    encoder/sglang_metrics: EncoderMetricsCollector.inc_requests_received(self modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.inc_requests_total(self modality status)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_mm_items_per_batch(self count modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_mm_items_per_request(self count
+        modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_model_forward(self latency_seconds
+        modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_preprocess(self latency_seconds
+        modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_queue_wait(self latency_seconds
+        modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_request_e2e_latency(self
+        latency_seconds modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.observe_transfer(self latency_seconds backend)
+    encoder/sglang_metrics: EncoderMetricsCollector.record_cache_files(self hit_files total_files
+        modality)
+    encoder/sglang_metrics: EncoderMetricsCollector.record_cache_tokens(self hit_tokens
+        total_tokens modality)
 observability.req_time_stats
     seams/tracing: APIServerReqTimeStats.set_created_time(self ts)
 observability.trace

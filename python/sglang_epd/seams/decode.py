@@ -58,7 +58,7 @@ def set_up(manager: Any) -> None:
         ask=LayoutClient(bootstrap.trust().token, settings.request_timeout_s).ask,
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,
-        metrics=DecodeMetrics(),
+        metrics=DecodeMetrics(roles.registry()),
         live=manager.rid_to_state,
     )
     processor.process_mm_data_async = prompts.process

@@ -3,7 +3,9 @@
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor.build_input_ids`,
 which replaces each media placeholder token by as many as the item has embedding rows, and
 on `multimodal.processors.qwen_vl.QwenVLImageProcessor.build_input_ids_with_timestamps`,
-which models with time stamps for the frames of a video use in its place.
+which models with time stamps for the frames of a video use in its place. On
+`multimodal.processors.qwen_audio.Qwen2AudioMultimodalProcessor._build_transcription_prompt`, which
+SGLang's EPD does not call.
 The in-tree methods fail on a placeholder that directly follows another one and miss
 one at the very start (sglang#35799); they also do not know the `<image>` mark and
 already expanded runs that the colocated path accepts in text.
@@ -18,6 +20,9 @@ from sglang_epd.errors import MediaError
 from sglang_epd.families import family_of
 from sglang_epd.families.proof import adapt
 from sglang_epd.modality import IMAGE, MODALITIES
+
+# Writes the prompt of `/v1/audio/transcriptions`, which has none.
+_TRANSCRIPTION = "_build_transcription_prompt"
 
 
 class Piece(NamedTuple):
@@ -98,6 +103,8 @@ def _token_ids(
     A run of image placeholders is as many images side by side if that is how many there
     are, else one image that was expanded already.
     """
+    if not prompt and hasattr(processor, _TRANSCRIPTION):
+        prompt = getattr(processor, _TRANSCRIPTION)(prompt)
     if not isinstance(prompt, str):
         return list(prompt)
     ids: list[int] = processor._tokenizer.encode(prompt)

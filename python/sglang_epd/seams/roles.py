@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_epd import logs
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.seams import hooks, identities
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,15 @@ def install_logs(settings: Settings) -> None:
 
     mode = get_disagg().disaggregation_mode
     logs.install(settings.log_format, mode if mode in ("prefill", "decode") else "language")
+
+
+def registry() -> CollectorRegistry:
+    """Where the metrics of this tokenizer process are registered: where SGLang's `/metrics` finds
+    them with `--enable-metrics`, and else where an `Engine` after this one may have its own."""
+    from prometheus_client import REGISTRY, CollectorRegistry
+    from sglang.srt.runtime_context import get_observability
+
+    return REGISTRY if get_observability().enable_metrics else CollectorRegistry()
 
 
 def announce_workers() -> None:

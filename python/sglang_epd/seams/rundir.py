@@ -1,6 +1,7 @@
 """The folder in which the processes of one server find each other.
 
-The launcher draws a run id and its children inherit it; the folder itself is made
+The launcher draws a run id as it resolves the server's flags, and its children inherit it: a
+process may hold several `Engine`s, one after another or at once. The folder itself is made
 only by a language server's scheduler, and the process that drew the id removes it at
 exit. The next server removes the folder of a killed one: the scheduler holds a lock on its
 folder for as long as it lives.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import secrets
 import shutil
@@ -24,12 +24,11 @@ _SECRET = "SGLANG_EPD_RUN_SECRET"
 
 
 def draw_run_id() -> None:
-    """Give this server a run id and secret, unless this process is a child of one that did."""
-    if multiprocessing.parent_process() is None or _VARIABLE not in os.environ:
-        os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
-        os.environ[_SECRET] = secrets.token_hex(32)
-        # Not by a tokenizer worker, which may end, and be started again, by itself.
-        atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)
+    """Give the server that is started next a run id and secret."""
+    os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
+    os.environ[_SECRET] = secrets.token_hex(32)
+    # Not by a tokenizer worker, which may end, and be started again, by itself.
+    atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)
 
 
 def secret() -> bytes:

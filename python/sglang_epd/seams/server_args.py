@@ -1,7 +1,7 @@
 """Refuses combinations of flags that this package does not serve.
 
 Leans on `arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation`, which
-SGLang calls while it resolves the flags.
+SGLang calls while it resolves the flags: once for each server, in its launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sglang_epd.errors import ConfigError
 from sglang_epd.families import family_of
 from sglang_epd.namespace import TOWER_CONFIGS
-from sglang_epd.seams import hooks, identities, roles
+from sglang_epd.seams import hooks, identities, roles, rundir
 from sglang_epd.wire.urls import ENCODERS, HTTP
 
 # The families' names for the number of a tower's attention heads.
@@ -29,7 +29,7 @@ _NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
 
 def resolve(original: Any, server_args: Any) -> None:
     """Around `handle_encoder_disaggregation`: SGLang's resolution of the flags, for models
-    that are not on its list too, and then ours.
+    that are not on its list too, and then ours. The server has a run of its own afterwards.
 
     Raises:
         ConfigError: a flag that this version does not honour, or not for this model; or this
@@ -51,6 +51,7 @@ def resolve(original: Any, server_args: Any) -> None:
             raise
         _check_family(server_args, architecture)
     check(server_args)
+    rundir.draw_run_id()
 
 
 def check(server_args: Any) -> None:

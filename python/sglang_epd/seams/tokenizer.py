@@ -79,6 +79,7 @@ class TokenizerSeam:
         plan: Callable[[Any], list[EncodeItem]] = plan,
         observe_lag: Callable[[float], None] = lambda _seconds: None,
         tells_sources: bool = True,
+        secret: bytes = b"",
     ) -> None:
         self._tells_sources = tells_sources
         self.frontend = frontend
@@ -90,6 +91,8 @@ class TokenizerSeam:
         self.adaptive: adaptive.Adaptive | None = None
         self._control = control
         self._timeout_s = request_timeout_s
+        # Of this server: another that this process starts has another one.
+        self._secret = secret
         # On a prefill server: the layouts for its decode servers (`seams/bootstrap.py`).
         self.layouts: Board | None = None
         # Where prompts are laid out here: makes what does it of SGLang's processor.
@@ -168,7 +171,7 @@ class TokenizerSeam:
         reading.forget()
         for prompt, expect in zip(prompts, expected, strict=True):
             prompt.need_wait_for_mm_inputs = True
-            prompt.encoder_urls = manifest.write(expect, rundir.secret())
+            prompt.encoder_urls = manifest.write(expect, self._secret)
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
@@ -365,7 +368,7 @@ def create_frontend(
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
-    tally = DispatchTally(identity)
+    tally = DispatchTally(identity, roles.registry())
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
@@ -396,6 +399,7 @@ def create_frontend(
         plan=planner,
         observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
         tells_sources=settings.tell_sources,
+        secret=rundir.secret(),
     )
     control.listen(seam.send_again)
     seam.adaptive = adaptive.create(frontend, pool, settings)

@@ -98,6 +98,8 @@ class Computations:
         self._utilisation = Utilisation(len(towers))
         metrics.patches_queued.set_function(self._patches)
         metrics.items_queued.set_function(lambda: len(self._works))
+        for number, lane in enumerate(self._lanes):
+            metrics.beside.watch_tower(number, lane.count)
 
     def at_hand(self, key: bytes, *, looked: bool = False) -> bool:
         """Whether `hold` may do without media: the embedding is here or in the making, or a
@@ -533,6 +535,7 @@ class Computations:
         patches = sum(work.cost for work in works)
         self._metrics.batch_patches.observe(patches)
         self._metrics.batch_items.observe(len(works))
+        self._metrics.beside.forward([work.modality for work in works], elapsed_s)
         lane.note_ran(patches, elapsed_s)
         while works:
             work = works.pop(0)
@@ -569,6 +572,7 @@ class Computations:
         self.cache.release(entry)
         for stage, began, ended in work.stages:
             self._metrics.stage_seconds.labels(stage).observe(ended - began)
+        self._metrics.beside.made(work.modality, work.stages)
 
     def _take_back(self, lane: Lane) -> None:
         """Work that was ready on a lost tower begins again."""

@@ -147,6 +147,10 @@ class Lane:
         running = sum(work.cost for work in self.running)
         return self.ready.cost + running + len(self.preparing) * self.typical
 
+    def count(self) -> int:
+        """The items that are assigned to it."""
+        return len(self.preparing) + len(self.ready) + len(self.running)
+
     def has_place(self, *, large: bool) -> bool:
         """Whether its tower can prepare one more.
 

@@ -604,6 +604,13 @@ def test_a_part_is_laid_out_with_the_items_that_have_landed(parted, memory):
     assert memory.drops(item)[0] == 1
 
 
+def test_a_part_of_a_request_that_is_over_gives_its_items_back(parted, memory):
+    item = memory.land(1.0)
+    assert parted.backend.sort_out([request("r.early-1", Beginning("", (1,), (item,)))]) == ([], [])
+    assert not parted.laid_out
+    assert memory.drops(item)[0] == 1
+
+
 def test_a_part_of_text_alone_needs_no_layout(parted):
     part = request("r.early-1", Beginning("r", (), ()), input_ids=array("q", [1]))
     assert parted.backend.sort_out([part]) == ([part], [])

@@ -171,18 +171,25 @@ def test_items_that_are_gone_again_make_no_part(world):
     assert not world.early.take()
 
 
-def test_items_that_were_handed_out_are_given_back_by_all_ranks(world):
-    """Even where their request has ended: only a part tells all ranks of them."""
+@pytest.mark.parametrize("in_one_tick", [False, True])
+def test_items_that_were_handed_out_are_given_back_by_all_ranks(world, in_one_tick):
+    """Even where their request has ended: only a part tells all ranks of them. It is no part of
+    that request any more, which ranks have seen by then."""
     world.follow()
     world.early.take()
     world.arrive(0)
     world.early.take()
-    world.early.leave("c")
     (*_, name, _) = world.claims.taken[-1]
     item = Landed(bytes(32), LAYOUT, 32, 0, 0)
-    assert world.early.hear(Settled(name, (item, None, None)))
+    outcome = Settled(name, (item, None, None))
+    if in_one_tick:
+        assert world.early.hear(outcome)
+        world.early.leave("c")
+    else:
+        world.early.leave("c")
+        assert world.early.hear(outcome)
     (part,) = world.early.take()
-    assert read(part).landed == (item,)
+    assert (read(part).of, read(part).landed) == ("", (item,))
     world.arrive(2)
     assert not world.early.take(), "of a claim that is over"
 

@@ -79,7 +79,7 @@ class Scheduler:
         self.discarded.append(request.rid)
 
     def running(self, request: Request) -> bool:
-        return request in self.batch and not request.finished()
+        return not request.finished() and request in self.batch
 
     def holds(self, request: Request) -> bool:
         return request in self.queue or self.running(request)
@@ -221,6 +221,12 @@ def test_a_request_does_not_wait_for_a_part_that_is_gone(world):
     request = world.come(Request("r", 40))
     world.scheduler.batch = []  # aborted, without a word
     assert world.run(request)
+
+
+def test_a_request_does_not_wait_for_a_part_that_was_refused(world):
+    world.parts.expect("r.early-1", "r", LEAST)  # and is never queued
+    world.parts.settle("r")
+    assert world.run(world.come(Request("r", 40)))
 
 
 def test_a_part_that_is_aborted_in_the_queue_does_not_stop_the_next_one(world):

@@ -347,10 +347,13 @@ class Backend:
         """The request, ready to run; nothing where it cannot."""
         assert self._parts is not None
         assert self._lay_out_part is not None
-        self._parts.expect(request.rid, part.of, part.least)
+        if part.of:
+            self._parts.expect(request.rid, part.of, part.least)
         expect = self._gate.announced(part.of) if self._gate is not None else None
         try:
             received = iter(self._receive(Settled("", part.landed)))
+            if not part.of:
+                return []  # what was read is dropped
             items: list[ReceivedItem | ItemLayout] = []
             for number, landed in zip(part.items, part.landed, strict=True):
                 if landed is not None:
@@ -367,7 +370,8 @@ class Backend:
             # Its request goes on without it.
             logger.exception("Prompts are not prefilled early: a part cannot be laid out")
             self._parts.broken = True
-            self._parts.fail(request.rid)
+            if part.of:
+                self._parts.fail(request.rid)
             return []
         return [request]
 

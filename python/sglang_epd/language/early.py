@@ -162,7 +162,8 @@ class Early:
         # By the name that their items were asked for under: the claim, its request, and how many
         # items, in the order of the prompt.
         self._asked: dict[str, tuple[_Followed, int]] = {}
-        self._ready: list[Any] = []
+        # Parts whose items are here, in the same way, with where those have landed.
+        self._ready: list[tuple[_Followed, int, tuple[wire.Landed | None, ...]]] = []
 
     def follow(
         self,
@@ -212,8 +213,7 @@ class Early:
         if message.code:
             one.in_flight = False
         else:
-            # Even where the request is over: every rank has to give its items back.
-            self._begin(one, count, message.items)
+            self._ready.append((one, count, message.items))
         return True
 
     def take(self) -> list[Any]:
@@ -224,7 +224,7 @@ class Early:
         for claim in list(self._stirred):
             self._consider(self._followed[claim], now)
         ready, self._ready = self._ready, []
-        return ready
+        return [self._begin(*part) for part in ready]
 
     def _consider(self, one: _Followed, now: float) -> None:
         if one.in_flight:
@@ -251,22 +251,26 @@ class Early:
         one.done, one.in_flight = length, True
         needed = tuple(sorted(set(one.prompt.items[:count]) - one.covered))
         if not needed:
-            self._begin(one, count, (None,) * len(one.prompt.items))
+            self._ready.append((one, count, (None,) * len(one.prompt.items)))
             return
         name = f"part {next(self._names)}"
         self._asked[name] = one, count
         self._claims.take_part(one.ticket, one.claim, name, needed)
 
-    def _begin(self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]) -> None:
+    def _begin(
+        self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]
+    ) -> Any:
+        """A part. Where its request is over, every rank has to give the items back: such a part
+        says no request."""
         ids = one.prompt.ids[: one.prompt.end(count)]
         items = tuple(sorted(one.prompt.items[:count]))
         # SGLang aborts requests by the beginnings of their ids.
         rid = f"{one.request.rid}{PART}{secrets.token_hex(4)}"
         part = self._make(one.request, rid, ids)
-        carried = wire.Beginning(
-            one.request.rid, items, tuple(landed[item] for item in items), one.least
-        )
-        manifest.carry(part, manifest.write(carried, self._secret))
+        of = ""
         if one.claim in self._followed:
+            of = one.request.rid
             one.trace = one.span.child("epd_prefill_early", items=count, tokens=one.done)
-        self._ready.append(part)
+        carried = wire.Beginning(of, items, tuple(landed[item] for item in items), one.least)
+        manifest.carry(part, manifest.write(carried, self._secret))
+        return part

@@ -136,7 +136,9 @@ class Parts:
     def holds_back(self, request: Any) -> bool:
         """Whether a request is not to run yet: a part of it does."""
         course = self._queued.get(request) if self._queued else None
-        return course is not None and not course.over and self._queue.running(course.part)
+        if course is None or course.over or course.part is None:
+            return False
+        return self._queue.running(course.part)
 
     def taken(self, request: Any) -> None:
         """A request goes into the next batch."""

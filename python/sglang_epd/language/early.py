@@ -257,9 +257,7 @@ class Early:
         self._asked[name] = one, count
         self._claims.take_part(one.ticket, one.claim, name, needed)
 
-    def _begin(
-        self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]
-    ) -> Any:
+    def _begin(self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]) -> Any:
         """A part. Where its request is over, every rank has to give the items back: such a part
         says no request."""
         ids = one.prompt.ids[: one.prompt.end(count)]

@@ -76,6 +76,19 @@ def test_uses_count_those_who_were_given_it(cache):
     assert entry.uses == 3
 
 
+def test_memory_of_its_own_makes_others_leave(cache, evicted):
+    """The memory that it shared stays for the other."""
+    cache.release(add(cache, b"idle"))
+    batch = embedding(2)
+    mine, _other = (
+        cache.add(key, layout(1), batch[n : n + 1]) for n, key in enumerate((b"a", b"b"))
+    )
+    assert not evicted
+    cache.own(mine)
+    assert evicted == [b"idle"]
+    cache.check_integrity()
+
+
 def test_a_capacity_is_not_negative():
     with pytest.raises(ValueError, match="negative"):
         EmbeddingCache(-1)
@@ -168,6 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         entry = self.pinned[index % len(self.pinned)]
         self.cache.own(entry)
         self.memory[entry] = entry, self.rows[entry]
+        self.make_room()
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key):

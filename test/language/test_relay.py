@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forking import fork
 from sglang_epd.cli.processes import free_port
 from sglang_epd.errors import EncodeError, EpdError, MediaError, ProtocolError
 from sglang_epd.language.relay import Relay, RelayError
@@ -121,16 +122,10 @@ def rank(number: int, world: int, port: int, words: Connection) -> None:
 )
 def told(request):
     """What each rank saw; the third one ends, or stands still, before the last outcome."""
-    context = multiprocessing.get_context("fork")
     port, world = free_port(), 4
     # Each has a pipe of its own: one that is stopped would keep the lock of a queue for all.
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    ranks = [
-        context.Process(target=rank, args=(number, world, port, pipes[number][1]), daemon=True)
-        for number in range(world)
-    ]
-    for one in ranks:
-        one.start()
+    pipes = [Pipe(duplex=False) for _ in range(world)]
+    ranks = [fork(rank, number, world, port, pipes[number][1]) for number in range(world)]
     seen: dict[int, list[str]] = {number: [] for number in range(world)}
     readers = {reader: number for number, (reader, _) in enumerate(pipes)}
     try:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import signal
 import time
 from functools import partial
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forking import fork
 from sglang_epd.errors import ConfigError
 from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
@@ -291,11 +291,8 @@ def test_the_launcher_ends_a_server_whose_receiver_has_died(tmp_path):
     """By the signal at which SGLang's ends all of its processes."""
     told = []
     before = signal.signal(signal.SIGQUIT, lambda *_: told.append(time.monotonic()))
-    child = multiprocessing.get_context("fork").Process(
-        target=_scheduler, args=(tmp_path / "control",), daemon=True
-    )
+    child = fork(_scheduler, tmp_path / "control")
     try:
-        child.start()
         limit = time.monotonic() + 20
         while not told:
             assert time.monotonic() < limit

@@ -38,10 +38,12 @@ keys = st.binary(min_size=wire.KEY_BYTES, max_size=wire.KEY_BYTES)
 short, long = st.text(max_size=8), st.text(max_size=24)
 FIELDS = {
     **dict.fromkeys(("size", "offset", "address", "nbytes", "slot"), numbers),
-    **dict.fromkeys(("item", "grant", "covered", "cached"), numbers),
+    **dict.fromkeys(("item", "grant", "covered", "cached", "tokens", "least"), numbers),
     **dict.fromkeys(("path", "session", "process", "endpoint"), long),
-    **dict.fromkeys(("engine", "reason", "error", "claim", "rid", "code", "message"), short),
-    **dict.fromkeys(("renewal", "last", "prefix", "over"), st.booleans()),
+    **dict.fromkeys(
+        ("engine", "reason", "error", "claim", "rid", "code", "message", "name", "of"), short
+    ),
+    **dict.fromkeys(("renewal", "last", "prefix", "over", "early"), st.booleans()),
     **dict.fromkeys(("seal", "checksum"), st.binary(max_size=32)),
     "ticket": tickets,
     "ttl_s": seconds,

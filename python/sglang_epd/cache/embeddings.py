@@ -136,6 +136,7 @@ class EmbeddingCache:
         self._count(entry.embedding, -1)
         entry.embedding = alone(entry.embedding)
         self._count(entry.embedding, 1)
+        self._make_room()  # others may keep the memory that it lay in
 
     def drop(self, key: bytes) -> bool:
         """Drop one entry, once it is idle; False if there is none."""

@@ -157,8 +157,10 @@ class Early:
         self._secret = secret
         self._names = itertools.count()
         self._followed: dict[str, _Followed] = {}
-        # Of them, those that may have a part to prefill.
+        # Of them, those that may have a part to prefill; and those whose part is too small while
+        # others decode.
         self._stirred: dict[str, None] = {}
+        self._small: dict[str, None] = {}
         # By the name that their items were asked for under: the claim, its request, and how many
         # items, in the order of the prompt.
         self._asked: dict[str, tuple[_Followed, int]] = {}
@@ -197,6 +199,7 @@ class Early:
         """A claim is over."""
         one = self._followed.pop(claim, None)
         self._stirred.pop(claim, None)
+        self._small.pop(claim, None)
         if one is not None:
             one.trace.end()
 
@@ -220,13 +223,21 @@ class Early:
         """The parts that are to be prefilled from now on, as requests for all ranks."""
         if self._parts.broken:
             self._stirred.clear()
-        now = time.monotonic() if self._stirred else 0.0
-        for claim in list(self._stirred):
-            self._consider(self._followed[claim], now)
+            self._small.clear()
+        if self._stirred or self._small:
+            self._look()
         ready, self._ready = self._ready, []
         return [self._begin(*part) for part in ready]
 
-    def _consider(self, one: _Followed, now: float) -> None:
+    def _look(self) -> None:
+        now, (waiting, decoding) = time.monotonic(), self._parts.busy()
+        if not decoding:
+            self._stirred |= self._small
+            self._small.clear()
+        for claim in list(self._stirred):
+            self._consider(self._followed[claim], now, waiting=waiting, decoding=decoding)
+
+    def _consider(self, one: _Followed, now: float, *, waiting: bool, decoding: bool) -> None:
         if one.in_flight:
             if any(asked is one for asked, _ in self._asked.values()):
                 return
@@ -240,11 +251,11 @@ class Early:
             return
         length, parts = one.length(count), self._parts
         tokens = length - max(one.done, parts.reached(one.request.rid))
-        waiting, decoding = parts.busy()
         one.least = self._policy.least(parts.prefill_s, parts.token_s, decoding=decoding)
         if tokens < one.least:
-            if not decoding:
-                del self._stirred[one.claim]  # until another item lands
+            del self._stirred[one.claim]  # until another item lands
+            if decoding:
+                self._small[one.claim] = None
             return
         if not self._policy.may(tokens * parts.token_s, one.left_s(now), waiting=waiting):
             return

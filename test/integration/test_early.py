@@ -46,7 +46,6 @@ class Late:
         self.url = topology.urls[ENTRIES[entry]]
         self._before = {one: self.count(one) for one in ("done", "withdrawn", "failed")}
         self._tokens = total(self.url, "early_tokens_total")
-        self._held = total(self.url, "receiver_held_bytes")
         (last,) = site.linked([user(asked[0]["content"][-2])])[0]["content"]
         site.slow_s = 60.0
         self.messages = [user(*asked[0]["content"][:-2], last, asked[0]["content"][-1])]
@@ -57,8 +56,7 @@ class Late:
         return total(self.url, "early_parts_total", outcome=outcome)
 
     def gave_back(self) -> bool:
-        """Whether no more is held than before the question."""
-        return total(self.url, "receiver_held_bytes") <= self._held
+        return total(self.url, "receiver_held_bytes") == 0
 
     def counted(self, outcome: str) -> float:
         return self.count(outcome) - self._before[outcome]

@@ -21,6 +21,7 @@ from sglang_epd.language import backend as backend_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import Backend, Leader
 from sglang_epd.language.parts import Parts
+from sglang_epd.language.prefix import PrefixGate
 from sglang_epd.language.relay import RelayError
 from sglang_epd.spans import OFF
 from sglang_epd.tally import Tally
@@ -110,6 +111,9 @@ class FakeGate:
     def __init__(self) -> None:
         self.held: set[str] = set()
         self.told: list = []
+
+    def forgo(self, rid: str) -> None:
+        """None is asked about."""
 
     def holds(self, rid):
         return rid in self.held
@@ -410,6 +414,23 @@ def test_what_a_processor_fails_at_fails_that_request_only(
     assert bool(said) == (status == 500)
     error.__traceback__ = None  # it holds the frames that the error came through
     assert [memory.drops(item) for item in items] == [[1, 0, 0]] * 2
+
+
+def test_the_ticket_of_a_request_that_cannot_be_laid_out_ends(backend, leader, claims):
+    """Its items would be encoded for nobody, and kept until its deadline."""
+
+    def lay_out(_request, _expect):
+        raise MediaError("2 placeholders for 1 image")
+
+    rank = backend()
+    rank._lay_out = lay_out
+    rank._gate = PrefixGate(None, None, leader, rank._receive)
+    one = request(carried=KNOWN)
+    (passed,) = leader.pass_on([one])
+    ready, failed = rank.sort_out([passed])
+    assert (ready, len(failed)) == ([], 1)
+    assert claims.covered == [(0, 1)], "none is needed"
+    assert not leader.waiting
 
 
 def test_a_rank_that_cannot_go_on_with_the_others_ends(backend, memory):

@@ -330,6 +330,8 @@ class Backend:
                         span.fail(failure[2].name, failure[1])
                 if failure is None:
                     ready.append(request)
+                elif self._gate is not None:
+                    self._gate.forgo(request.rid)
             if failure is not None:
                 failed.append(failure)
         return ready, failed

@@ -150,7 +150,7 @@ class Parts:
         course = self._queued.pop(request, None)
         fresh = not request.retracted_stain and not request.already_computed
         if course is not None and course.base is not None and fresh:
-            # What was prefilled early for it is not reported as cached.
+            # Tokens that its parts have prefilled are not reported as cached.
             request.already_computed = max(request.prefix_len - course.base, 0)
 
     def ended(self, request: Any, *, chunked: bool = False) -> bool:

@@ -171,8 +171,7 @@ class PrefixGate:
             return verdict
         bare = bare_items(request)
         if not bare:
-            if self._leader is not None:
-                self._leader.forgo(request.rid)
+            self.forgo(request.rid)
             return True
         self._unlock(request.rid)
         resting = bare[0][1].resting
@@ -235,6 +234,11 @@ class PrefixGate:
             live = {*self._queue.waiting(), *self._parked}
             for rid in [rid for rid in self._locks if rid not in live]:
                 self._unlock(rid)
+
+    def forgo(self, rid: str) -> None:
+        """A request ended before its prefix was asked for."""
+        if self._leader is not None:
+            self._leader.forgo(rid)
 
     def holds(self, rid: str) -> bool:
         """Whether a request of that id waits here."""

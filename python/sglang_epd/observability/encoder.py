@@ -25,8 +25,12 @@ class Beside:
     (`encoder.sglang_metrics`)."""
 
     def request(self, items: Sequence[EncodeItem]) -> Callable[[Sequence[ItemOutcome]], None]:
-        """A request was accepted; returns what is called at its end, without outcomes where it
-        was cancelled."""
+        """A request was accepted.
+
+        Returns:
+            A function that takes the items' outcomes at the request's end; none of a request that
+            was cancelled.
+        """
         return lambda _outcomes: None
 
     def found(self, modality: str, tokens: int, source: str) -> None:

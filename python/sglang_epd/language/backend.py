@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_epd import logs
-from sglang_epd.errors import EncodeError, EpdError, ProtocolError, UnavailableError
+from sglang_epd.errors import (
+    EncodeError,
+    EpdError,
+    ProtocolError,
+    RequestCancelledError,
+    UnavailableError,
+)
 from sglang_epd.language import manifest
 from sglang_epd.language.relay import Receive, RelayError
 from sglang_epd.spans import OFF, Span
@@ -362,20 +368,21 @@ class Backend:
                     items.append(next(received))
                 elif expect is not None:
                     items.append(ItemLayout(expect.keys[number], expect.layouts[number]))
-                else:  # its request has ended
-                    self._parts.fail(request.rid)
-                    return []
+                else:
+                    raise RequestCancelledError("its request has ended")
             if items:
                 request.mm_inputs = self._lay_out_part(request, items, expect)
                 request.input_ids = array("q", request.mm_inputs.input_ids)
+            return [request]
+        except EpdError as error:
+            # Its request goes on without it, and fails itself if the media are to blame.
+            logger.info("A part of %s is not prefilled early: %s", part.of, error.message)
         except Exception:
-            # Its request goes on without it.
             logger.exception("Prompts are not prefilled early: a part cannot be laid out")
             self._parts.broken = True
-            if part.of:
-                self._parts.fail(request.rid)
-            return []
-        return [request]
+        if part.of:
+            self._parts.fail(request.rid)
+        return []
 
     def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
         if self._parts is not None:

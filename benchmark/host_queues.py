@@ -113,7 +113,9 @@ class Tower:
     alive, preparers, depth, weights_bytes = True, 4, 2, 0
     dtype, modalities = "bfloat16", ("IMAGE",)
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Any:
+    async def prepare(
+        self, modality: str, data: bytes, deadline: float = math.inf, options: Any = None
+    ) -> Any:
         from sglang_epd.encoder.tower import Prepared
 
         await asyncio.sleep(0)

@@ -220,6 +220,16 @@ def test_models_that_are_laid_out_anew_have_another(checkpoint, monkeypatch, mod
     assert (checkpoint.namespace() != now) == another
 
 
+@pytest.mark.parametrize(("model_type", "another"), [("glm5_next", True), ("kimi_k3", False)])
+def test_models_whose_options_are_followed_have_another(
+    checkpoint, monkeypatch, model_type, another
+):
+    checkpoint.config["model_type"] = model_type
+    now = checkpoint.namespace()
+    monkeypatch.setattr("sglang_epd.namespace._FOLLOWING_OPTIONS", set())
+    assert (checkpoint.namespace() != now) == another
+
+
 @pytest.mark.parametrize(
     ("before", "after", "another"),
     [

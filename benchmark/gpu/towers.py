@@ -119,7 +119,13 @@ class TransformersTower:
         device = device_of(vision.device.type)
         self._copies = CopyOut(device) if device.queues else None
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Any = None,
+    ) -> Prepared:
         decoding = self._decoders.begin(deadline)
 
         def prepare() -> Prepared:
@@ -221,7 +227,13 @@ class ReadyTower:
         self._tower = tower
         self._made = itertools.cycle(made)
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Any = None,
+    ) -> Prepared:
         one = next(self._made)
         return Prepared(one.layout, one.patches, one.group, one.content)
 

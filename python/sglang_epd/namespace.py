@@ -31,6 +31,8 @@ LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
 # Models of which this package's first layouts said too little for a prompt: what its stores and
 # encoders have of them is another tower's.
 _LAID_OUT_ANEW = {"dots3_note", "glm5_next", "kimi_k3", "mimo_v2"}
+# Models of which encoders follow options of items, which this package's first did not.
+_FOLLOWING_OPTIONS = {"glm4v", "glm4v_moe", "glm5_next", "minimax_m3_vl"}
 # What a checkpoint's configuration says of other things than its model; the language model
 # may be quantised on one server and not on the other.
 _INCIDENTAL = frozenset(
@@ -54,7 +56,10 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: st
     towers = {
         key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
     }
-    form = [MAJOR, "layouts 2"] if config.get("model_type") in _LAID_OUT_ANEW else [MAJOR]
+    model_type = config.get("model_type")
+    form: list[object] = [MAJOR]
+    form += ["layouts 2"] * (model_type in _LAID_OUT_ANEW)
+    form += ["options"] * (model_type in _FOLLOWING_OPTIONS)
     digest.update(json.dumps([*form, dtype, towers], sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
     digest.update(json.dumps(joints, sort_keys=True).encode())

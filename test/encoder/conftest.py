@@ -88,6 +88,7 @@ class Fakes:
         self.withdrawn: list[int] = []
         self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
         self.batches: list[list[bytes]] = []
+        self.options: list[Any] = []
         self._grants = 0
         self._prepared: list[tuple[bytes, weakref.ref[Prepared]]] = []
 
@@ -107,7 +108,14 @@ class Fakes:
         """The media whose pixels are in memory."""
         return [data for data, prepared in self._prepared if prepared() is not None]
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Any = None,
+    ) -> Prepared:
+        self.options.append(options)
         await self.preprocess(data)
         spec = TensorSpec("float32", (ROWS, WIDTH))
         prepared = Prepared(Layout(modality, spec, [[1, 2, 6]]), 12, modality, data)

@@ -113,6 +113,7 @@ async def test_the_key_depends_on_content_options_and_namespace(service, fakes, 
         keys.setdefault(name, set()).add(offer.key)
     assert all(len(found) == 1 for found in keys.values())
     assert len(set.union(*keys.values())) == 4
+    assert fakes.options == [{}, {}, {"detail": "high"}, {}, {}]
 
 
 # Failures

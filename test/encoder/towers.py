@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -99,7 +100,13 @@ class FakeTower:
         self._death.set()
         self._death = asyncio.Event()
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Any = None,
+    ) -> Prepared:
         self.preparations.append(data)
         self.preparing += 1
         assert self.preparing <= self.preparers

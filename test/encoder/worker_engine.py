@@ -51,11 +51,17 @@ class FakeEngine:
     async def warm_up(self) -> None:
         pass
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Any = None,
+    ) -> Prepared:
         wishes = dict(
             (wish.partition("=")[0], wish.partition("=")[2])
             for wish in data[:256].decode().strip().split(",")
-        )
+        ) | (options or {})
         if "bad" in wishes:
             raise MediaError("cannot be decoded: it is bad")
         if "broken" in wishes:

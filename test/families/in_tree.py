@@ -19,6 +19,7 @@ import sys
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,9 +35,14 @@ from make_checkpoint import ensure
 MODALITIES = {
     "photo": "IMAGE",
     "strip": "IMAGE",
+    "small": "IMAGE",
+    "odd": "IMAGE",
     "film": "VIDEO",
     "slow": "VIDEO",
     "heard": "VIDEO",
+    "quick": "VIDEO",
+    "shrunk": "VIDEO",
+    "narrow": "VIDEO",
     "low": "AUDIO",
     "high": "AUDIO",
 }
@@ -50,10 +56,21 @@ CASES = {
     "all three": ("{v}{i} then {a}What?", ["photo", "slow", "low"]),
     "sound in a video": ("{v}What?", ["heard"]),
 }
-# Those of which families differ in what they follow, and SGLang's servers take.
-OPTIONS = {
-    "IMAGE": {"max_long_side_pixel": 112, "preprocess_kwargs": {"max_pixels": 112 * 112}},
-    "VIDEO": {"max_long_side_pixel": 112, "preprocess_kwargs": {"fps": 1.0, "max_frames": 4}},
+# Those of families that follow options, of which SGLang's servers take all.
+OPTION_CASES = {
+    "options of images": ("{i}{i}What?", ["small", "photo"]),
+    "options of videos": ("{v} and {v}What?", ["quick", "film"]),
+    "sizes of videos": ("{v} and {v}What?", ["shrunk", "slow"]),
+    "bounds of a video": ("{v}What?", ["narrow"]),
+    "bounds of one of two": ("{v} and {v}What?", ["narrow", "film"]),
+    "options that are none": ("{i}What?", ["odd"]),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small": {"max_long_side_pixel": 112, "preprocess_kwargs": {"max_pixels": 112 * 112}},
+    "quick": {"preprocess_kwargs": {"fps": 2.0, "max_frames": 4}},
+    "shrunk": {"max_long_side_pixel": 112},
+    "narrow": {"preprocess_kwargs": {"max_tokens_per_frame": 16, "max_image_tokens": 64}},
+    "odd": {"max_long_side_pixel": 113},
 }
 # Of embeddings, which nothing here computes.
 _WIDTH = 4
@@ -65,6 +82,7 @@ _CAPABILITY = (9, 0)
 class Item(NamedTuple):
     modality: str
     data: bytes
+    options: dict[str, Any]
 
     @property
     def url(self) -> str:
@@ -83,7 +101,25 @@ def media() -> dict[str, Item]:
         "low": clips.audio("low"),
         "high": clips.audio("high", seconds=3.3),
     }
-    return {name: Item(modality, files[name]) for name, modality in MODALITIES.items()}
+    files |= {"small": files["photo"], "odd": files["photo"]}
+    files |= {"quick": files["film"], "shrunk": files["film"], "narrow": files["slow"]}
+    return {
+        name: Item(modality, files[name], OPTIONS.get(name, {}))
+        for name, modality in MODALITIES.items()
+    }
+
+
+def request_of(items: Sequence[Item]) -> Any:
+    """The request as chats make it."""
+    from sglang.srt.utils import ImageData, VideoData
+
+    kinds = {"IMAGE": ImageData, "VIDEO": VideoData}
+    given: dict[str, Any] = {"image_data": None, "video_data": None, "audio_data": None}
+    for item in items:
+        told = kinds[item.modality](item.url, **item.options) if item.options else item.url
+        name = f"{item.modality.lower()}_data"
+        given[name] = [*(given[name] or ()), told]
+    return SimpleNamespace(rid="", modalities=None, mm_content_hashes=None, input_ids=None, **given)
 
 
 def _picture(name: str, width: int, height: int) -> bytes:
@@ -107,19 +143,25 @@ class Sides:
         from sglang_epd.device import device_of
         from sglang_epd.encoder.model.adapted import AdaptedPreparer
         from sglang_epd.encoder.model.preparing import Preparer
-        from sglang_epd.families import family_of
+        from sglang_epd.families import Family, family_of, takes_options
         from sglang_epd.families.adapter import load_processor
+        from sglang_epd.language.planner import plan
         from sglang_epd.media import MediaLimits
+        from sglang_epd.seams.identities import plan_without_options
         from sglang_epd.seams.prompt import lays_out
 
         architecture = config.hf_config.architectures[0]
+        family = family_of(architecture)
+        self._plan: Any = plan
+        if not takes_options(architecture):
+            self._plan = partial(plan_without_options, family=family or Family())
         self._model = _model(config)
         self._one = load_processor(server_args, config)
         self._encoder = _encoder(server_args, config, _model(config))
         self._lays_out = lays_out(load_processor(server_args, config), architecture)
         self._decoders = Decoders(MediaLimits(), 2 << 30, 2, cuts=True)
         self._preparer: Any
-        if family_of(architecture) is None:
+        if family is None:
             encoder = _encoder(server_args, config, self._model)
             device = device_of("cpu", 0)
             self._preparer = Preparer(encoder, "float32", MediaLimits(), device)
@@ -133,9 +175,9 @@ class Sides:
         from sglang_epd.wire.messages import Offer, decode_message, encode_message
 
         received, features = [], {}
-        for number, item in enumerate(items):
+        for number, item in enumerate(self._plan(request_of(items))):
             with self._decoders.begin() as decoding:
-                prepared = self._preparer.prepare(item.modality, item.data, decoding)
+                prepared = self._preparer.prepare(item.modality, item.data, decoding, item.options)
             offer = Offer("ticket", number, bytes([number]) * 32, prepared.layout, 1)
             layout = decode_message(encode_message(offer)).layout
             rows = torch.full(layout.embedding.shape, float(number))
@@ -156,9 +198,11 @@ class Sides:
         from sglang.srt.disaggregation.encoder import preprocessor, receiver, server
 
         whole, features = None, {}
-        for number, item in enumerate(items):
-            modality = server.Modality[item.modality]
-            result = _settled(self._encoder.preprocessor.process_mm_items([item.url], modality))
+        entries = receiver.MMReceiverBase._extract_url_data(None, request_of(items))
+        for number, (item, entry) in enumerate(zip(items, entries, strict=True)):
+            modality = entry["modality"]
+            asked = receiver._encoder_media_item(entry)
+            result = _settled(self._encoder.preprocessor.process_mm_items([asked], modality))
             data = receiver.EmbeddingData(
                 "request",
                 len(items),
@@ -185,23 +229,11 @@ class Sides:
         )
         return Made(output, features)
 
-    def one_server(
-        self, prompt: str, items: Sequence[Item], options: dict[str, Any] | None = None
-    ) -> Made:
-        from sglang.srt.utils import ImageData, VideoData
-
-        kinds = {"IMAGE": ImageData, "VIDEO": VideoData}
-        given: dict[str, Any] = {"image_data": None, "video_data": None, "audio_data": None}
-        for item in items:
-            told = item.url if options is None else kinds[item.modality](item.url, **options)
-            name = f"{item.modality.lower()}_data"
-            given[name] = [*(given[name] or ()), told]
-        request = SimpleNamespace(
-            rid="", modalities=None, mm_content_hashes=None, input_ids=None, **given
-        )
+    def one_server(self, prompt: str, items: Sequence[Item]) -> Made:
+        request = request_of(items)
         processed = self._one.process_mm_data_async(
-            image_data=given["image_data"],
-            audio_data=given["audio_data"],
+            image_data=request.image_data,
+            audio_data=request.audio_data,
             input_text=prompt,
             request_obj=request,
             max_req_input_len=1 << 30,
@@ -224,10 +256,10 @@ class Sides:
             told[name] = made if isinstance(made, str) else self._differences(ours, made)
         return told
 
-    def follows(self, modality: str, prompt: str, item: Item) -> bool:
+    def follows(self, prompt: str, item: Item) -> bool:
         """Whether one server's answer depends on an item's options."""
-        plain = _tried(lambda: self.one_server(prompt, [item]))
-        optioned = _tried(lambda: self.one_server(prompt, [item], OPTIONS[modality]))
+        plain = _tried(lambda: self.one_server(prompt, [item._replace(options={})]))
+        optioned = _tried(lambda: self.one_server(prompt, [item]))
         if isinstance(optioned, str):
             return plain != optioned
         return bool(self._differences(plain, optioned))
@@ -374,17 +406,17 @@ def run(family: Family, folder: str, items: dict[str, Item]) -> None:
     sides = Sides(server_args, model_config_of(server_args))
     marks = {name.upper(): mark for name, mark in family.marks.items()}
     letters = {name[0].lower(): mark for name, mark in marks.items()}
-    for case, (text, names) in CASES.items():
+    follows = {
+        name: sides.follows(f"{marks[items[name].modality]}What?", items[name])
+        for name in OPTIONS
+        if items[name].modality in marks
+    }
+    print(json.dumps({"family": family.name, "case": "options", **follows}), flush=True)
+    for case, (text, names) in (CASES | (OPTION_CASES if any(follows.values()) else {})).items():
         chosen = [items[name] for name in names]
         if {item.modality for item in chosen} <= marks.keys():
             found = sides.compare(text.format(**letters), chosen)
             print(json.dumps({"family": family.name, "case": case, **found}), flush=True)
-    follows = {
-        modality: sides.follows(modality, f"{marks[modality]}What?", items[name])
-        for modality, name in (("IMAGE", "photo"), ("VIDEO", "film"))
-        if modality in marks
-    }
-    print(json.dumps({"family": family.name, "case": "options", **follows}), flush=True)
 
 
 def main(names: Sequence[str]) -> None:

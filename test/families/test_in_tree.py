@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from checkpoints.families import FAMILIES
-from families.in_tree import CASES, MODALITIES
-from sglang_epd.families import IN_TREE, family_of, takes_options
+from families.in_tree import CASES, MODALITIES, OPTION_CASES
+from sglang_epd.families import FOLLOWED, IN_TREE, family_of, takes_options
 
 # Of the script, which takes three quarters of a minute of a core.
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("in_tree.py")
 LISTED = {family.name: family for family in FAMILIES.values() if family.architecture in IN_TREE}
+VIDEO_OPTIONS = [case for case in OPTION_CASES if "video" in case or "two" in case]
+# Whose answers depend on options of items, on one server.
+OPTIONED = {"glm5_next", "mimo_v2", "minimax_m3_vl"}
 PROMPT = {"input_ids", "offsets", "positions", "delta", "names"}
 
 # Where SGLang's own EPD makes another prompt than one server: the family, a modality or a case,
@@ -37,18 +40,30 @@ IN_TREE_DIFFERS: dict[tuple[str, str], set[str] | str] = {
     ("dots3_note", "IMAGE"): "ValueError: No image processor available",
     ("intern_s2_preview", "VIDEO"): "NotImplementedError: Video processing is not supported",
     ("mimo_v2", "sound in a video"): "RuntimeError: EPD processor returned an unexpected",
+    **{("mimo_v2", case): "ValueError: Unsupported video input type" for case in VIDEO_OPTIONS},
+    ("minimax_m3_vl", "options that are none"): "ValueError: max_long_side_pixel must be",
 }
 # What is refused, with which words, and how one server ends if it does not answer either.
 REFUSED = {
     ("intern_s2_preview", "VIDEO"): ("this encoder does not take video input", "IndexError: "),
     ("mimo_v2", "sound in a video"): ("this model hears the sound of a video", ""),
+    **{("mimo_v2", case): ("takes no such options for its media: ", "") for case in OPTION_CASES},
+    # One server follows none of these, or those of one video for both.
+    ("glm5_next", "options of images"): ("media: max_long_side_pixel, max_pixels", ""),
+    ("glm5_next", "options that are none"): ("media: max_long_side_pixel", ""),
+    ("glm5_next", "sizes of videos"): ("media: max_long_side_pixel", ""),
+    ("glm5_next", "bounds of one of two"): ("media: max_image_tokens, max_tokens_per_frame", ""),
+    ("minimax_m3_vl", "options that are none"): (
+        "max_long_side_pixel must be a multiple of 28",
+        "ValueError: max_long_side_pixel must be a multiple of 28",
+    ),
 }
 
 
 def _cases() -> Iterator[Any]:
     for name, family in LISTED.items():
         marks = {modality.upper() for modality in family.marks}
-        for case, (_, items) in CASES.items():
+        for case, (_, items) in (CASES | (OPTION_CASES if name in OPTIONED else {})).items():
             if {MODALITIES[item] for item in items} <= marks:
                 yield pytest.param(name, case, id=f"{name}-{case}")
 
@@ -79,7 +94,8 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, A
 
 def _of(table: dict[tuple[str, str], Any], family: str, case: str) -> Any:
     """The entry of a case, or else of the last of its modalities that has one."""
-    names = [case, *sorted((MODALITIES[item] for item in CASES[case][1]), reverse=True)]
+    items = (CASES | OPTION_CASES)[case][1]
+    names = [case, *sorted((MODALITIES[item] for item in items), reverse=True)]
     return next((table[family, name] for name in names if (family, name) in table), None)
 
 
@@ -96,6 +112,8 @@ def test_prompts_and_features_are_one_servers(results, family: str, case: str) -
         # SGLang fills up the sounds of a prompt to one length, and an encoder sees each alone.
         assert set(told["one_server"]) <= {"features of AUDIO"}
     differs = _of(IN_TREE_DIFFERS, family, case) or set()
+    if refused is not None and not isinstance(differs, str):
+        differs = {"answers"}
     if isinstance(differs, str):
         assert told["in_tree"].startswith(differs)
     else:
@@ -103,8 +121,9 @@ def test_prompts_and_features_are_one_servers(results, family: str, case: str) -
 
 
 @pytest.mark.parametrize("family", LISTED)
-def test_options_that_one_server_follows_are_refused(results, family: str) -> None:
+def test_options_that_one_server_follows_are_followed_or_refused(results, family: str) -> None:
     follows = any(results[family, "options"].values())
     architecture = LISTED[family].architecture
-    expected = not follows and family_of(architecture) is None
+    expected = family_of(architecture) is None and (not follows or architecture in FOLLOWED)
     assert takes_options(architecture) == expected
+    assert follows == (family in OPTIONED)

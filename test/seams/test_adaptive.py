@@ -19,6 +19,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from sglang_epd.language import planner
 from sglang_epd.language.local_images import LocalImage
 from sglang_epd.observability.language import DecisionMetrics
 from sglang_epd.seams import adaptive
@@ -161,7 +162,7 @@ async def build(views, monkeypatch):
     monkeypatch.setattr(adaptive, "_current", contextvars.ContextVar("test", default=None))
     monkeypatch.setattr(adaptive, "_http", contextvars.ContextVar("test", default=None))
 
-    def run(min_items=1):
+    def run(min_items=1, plan=planner.plan):
         frontend, images = FakeFrontend(), FakeImages()
         registry = CollectorRegistry()
         seam = Adaptive(
@@ -171,6 +172,7 @@ async def build(views, monkeypatch):
             min_items=min_items,
             metrics=DecisionMetrics(registry),
             timeout_s=10.0,
+            plan=plan,
         )
         manager = Manager(seam, frontend)
         manager.images = images
@@ -202,6 +204,28 @@ async def test_what_stays_is_read_here_and_has_an_encoders_keys(build):
     assert keys == [bytes(32), bytes([1]) * 32]
     assert tokenized.mm_inputs.padded_input_ids is None, "a prompt of the old names"
     assert manager.counted() == {("local", "few"): 1}
+
+
+async def test_a_picture_that_stays_keeps_the_option_that_a_model_follows(build):
+    from sglang.srt.utils import ImageData
+
+    manager = build(min_items=3)
+    manager.places = 2
+    prompt = Prompt(images=["10", "20"])
+    prompt.image_data[0] = ImageData(prompt.image_data[0], max_long_side_pixel=224)
+    manager.dispatch(prompt)
+    await manager.tokenize(prompt)
+    kept, plain = prompt.image_data
+    assert (kept.max_long_side_pixel, kept.url.size) == (224, plain.size)
+
+
+async def test_options_that_no_encoder_follows_are_refused_here_too(build):
+    def refuse(_prompt):
+        raise MediaError("takes no such options")
+
+    manager = build(plan=refuse)
+    with pytest.raises(ValueError, match="takes no such options"):
+        manager.dispatch(Prompt(images=["10"]))
 
 
 async def test_a_batch_goes_one_way(build):

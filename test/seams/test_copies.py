@@ -162,7 +162,9 @@ class Bare(Engine):
         for name in ("tower", "lander"):
             setattr(self, f"_{name}", ThreadPoolExecutor(1, name, initializer=copies.__enter__))
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = 0.0) -> Prepared:
+    async def prepare(
+        self, modality: str, data: bytes, deadline: float = 0.0, options: Any = None
+    ) -> Prepared:
         await self._prepared.wait()
         layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
         return Prepared(layout, ROWS, "IMAGE", None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_epd.errors import ConfigError, MediaError
+from sglang_epd.families import Family, family_of
 from sglang_epd.language.planner import content_key
 from sglang_epd.seams import identities
 from sglang_epd.seams.identities import REQUEST_OPTIONS, ByContent, name_items, plan_without_options
@@ -211,7 +212,7 @@ def test_media_without_options_are_planned():
     # What SGLang makes of every chat with a video.
     config = {"_question": "What happens?"}
     items = plan_without_options(
-        asking(Video(URL), image, video_config=config, max_dynamic_patch=0)
+        asking(Video(URL), image, video_config=config, max_dynamic_patch=0), Family()
     )
     assert [(item.modality, item.data) for item in items] == [
         ("IMAGE", b"film"),
@@ -230,10 +231,21 @@ def test_media_without_options_are_planned():
     ],
 )
 def test_options_are_refused_by_name(asked, told):
-    with pytest.raises(MediaError, match=f"takes no options for its media: {told}"):
-        plan_without_options(asked)
+    with pytest.raises(MediaError, match=f"takes no such options for its media: {told}"):
+        plan_without_options(asked, Family())
+
+
+def test_options_that_encoders_follow_are_the_items():
+    family = family_of("Glm5NextForConditionalGeneration")
+    asked = {"max_frames": 4, "max_image_tokens": 64}
+    (item,) = plan_without_options(asking(Video(URL, asked)), family)
+    assert item.options == {"preprocess_kwargs": asked}
+    two = asking(Video(URL, asked))
+    two.video_data.append(URL)
+    with pytest.raises(MediaError, match=r"no such options for its media: max_image_tokens$"):
+        plan_without_options(two, family)
 
 
 def test_what_keeps_a_request_apart_is_no_option_of_its_media():
-    (item,) = plan_without_options(asking({"url": URL}, cache_salt="mine"))
+    (item,) = plan_without_options(asking({"url": URL}, cache_salt="mine"), Family())
     assert item.options.keys() == {"cache_salt"}

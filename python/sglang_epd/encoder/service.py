@@ -341,6 +341,7 @@ class EncoderService:
                     asked.deadline,
                     place=item.item,
                     looked=looked,
+                    options=item.options,
                 )
                 del content
                 try:

@@ -8,7 +8,7 @@ queue and no policy: what is run when, and with what, is decided by its user.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,7 +93,13 @@ class Tower(Protocol):
     def depth(self) -> int:
         """How many batches to hand it at a time, so that it never waits for the next."""
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         """Decode and preprocess one item, off the event loop.
 
         Decoding ends when this is cancelled.
@@ -103,6 +109,7 @@ class Tower(Protocol):
             data: the encoded media.
             deadline: by `time.monotonic`, which a machine's processes share; decoding ends
                 then.
+            options: the item's own (`wire.http.EncodeItem`), if it has any.
 
         Raises:
             DeadlineError: the deadline passed while it was decoded.

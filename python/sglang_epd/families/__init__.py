@@ -9,9 +9,9 @@ The encoder and the seams import this; it imports `media` and `errors`, and SGLa
 
 from __future__ import annotations
 
-from sglang_epd.families.family import DIFFERING, FOLLOWING_OPTIONS, IN_TREE, Family
+from sglang_epd.families.family import DIFFERING, FOLLOWED, FOLLOWING_OPTIONS, IN_TREE, Family
 
-__all__ = ["IN_TREE", "Family", "family_of", "takes_options"]
+__all__ = ["FOLLOWED", "IN_TREE", "Family", "family_of", "takes_options"]
 
 
 def family_of(architecture: str) -> Family | None:
@@ -22,6 +22,6 @@ def family_of(architecture: str) -> Family | None:
 
 
 def takes_options(architecture: str) -> bool:
-    """Whether options of a request's items may be given: SGLang's processor follows none of
-    them."""
+    """Whether options of a request's items may be given, whatever they are: encoders follow those
+    that one server does."""
     return family_of(architecture) is None and architecture not in FOLLOWING_OPTIONS

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from sglang_epd.errors import MediaError
@@ -44,8 +44,13 @@ IN_TREE = frozenset(
     }
 )
 
-# Of them, those whose processors follow options of items, which no encoder is told.
-FOLLOWING_OPTIONS = frozenset({"MiMoV2ForCausalLM", "MiniMaxM3SparseForConditionalGeneration"})
+# Of them, those whose encoders follow options of an item as one server does: by the names that
+# their preprocessing looks for.
+FOLLOWED = {
+    "MiniMaxM3SparseForConditionalGeneration": ("max_long_side_pixel", "fps", "preprocess_kwargs")
+}
+# Those of which one server follows some, and SGLang's preprocessing on an encoder none.
+FOLLOWING_OPTIONS = frozenset({"MiMoV2ForCausalLM"})
 
 
 class Family:
@@ -55,6 +60,15 @@ class Family:
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
+
+    def followed(self, videos: int) -> frozenset[str]:
+        """The options of items that encoders follow as one server does, in a request of so many
+        videos."""
+        return frozenset()
+
+    def asked(self, video: Any, options: Mapping[str, Any]) -> Any:
+        """A video as the processor takes it, with its options."""
+        return video
 
     def processor(self, registered: Any) -> Any:
         """The processor that lays prompts out, of the one that SGLang has registered."""
@@ -110,6 +124,10 @@ class Wrapped(Family):
         return registered.inner
 
 
+_RATES = frozenset({"fps", "max_frames"})
+_BOUNDS = frozenset({"max_image_tokens", "max_tokens_per_frame"})
+
+
 class Glm4v(Family):
     """GLM-4.1V: its rotary positions tell two pictures apart by the marks that chat templates
     put round each; side by side without them SGLang's own processor fails. Within a video
@@ -119,6 +137,14 @@ class Glm4v(Family):
         "Glm4vForConditionalGeneration",
         "Glm4vMoeForConditionalGeneration",
     )
+
+    def followed(self, videos: int) -> frozenset[str]:
+        # One server gives each of several videos its part of one bound on tokens.
+        return _RATES | _BOUNDS if videos == 1 else _RATES
+
+    def asked(self, video: Any, options: Mapping[str, Any]) -> Any:
+        names = (_RATES | _BOUNDS | {"preprocess_kwargs"}) & options.keys()
+        return {"url": video, **{name: options[name] for name in names}} if names else video
 
     def written(self, processor: Any, modality: str) -> str:
         if modality == IMAGE:

@@ -103,7 +103,9 @@ class Adaptive:
         min_items: int,
         metrics: DecisionMetrics,
         timeout_s: float,
+        plan: Callable[[Any], list[EncodeItem]] = plan,
     ) -> None:
+        self._plan = plan
         self._frontend = frontend
         self._images = images
         self._snapshot = snapshot
@@ -127,7 +129,7 @@ class Adaptive:
         """
         prompts = [prompt for prompt in _prompts(obj) if prompt.contains_mm_input()]
         try:
-            items = {prompt.rid: plan(prompt) for prompt in prompts}
+            items = {prompt.rid: self._plan(prompt) for prompt in prompts}
         except MediaError as error:
             raise ValueError(error.message) from None
         where, why = self._decide([item for planned in items.values() for item in planned])
@@ -198,7 +200,9 @@ class Adaptive:
                 raise ValueError(error.message) from None
             raise HTTPException(error.status, error.message) from None
         self._frontend.encoded_here(len(read))
-        prompt.image_data = [one.image for one in read]
+        prompt.image_data = [
+            _with_options(one.image, item) for one, item in zip(read, items, strict=True)
+        ]
         if getattr(prompt, "mm_content_hashes", None) is not None:
             # Compared with the media already; SGLang would compare them with the pixels.
             prompt.mm_content_hashes = None
@@ -291,6 +295,14 @@ def _prompts(obj: Any) -> list[Any]:
     return [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
 
 
+def _with_options(image: Any, item: EncodeItem) -> Any:
+    """A decoded picture, with the one option of pictures that a model here follows."""
+    from sglang.srt.utils import ImageData
+
+    side = item.options.get("max_long_side_pixel")
+    return image if side is None else ImageData(image, max_long_side_pixel=side)
+
+
 def _local(items: Sequence[EncodeItem]) -> bool:
     """Whether they may be encoded here: videos and sounds may not, because it is the
     encoder that looks into a container before FFmpeg does."""
@@ -305,7 +317,12 @@ def _others_wait(manager: Any, obj: Any) -> bool:
     return any(state.time_stats.first_token_time == 0 for rid, state in states if rid not in own)
 
 
-def create(frontend: Frontend, pool: Pool, settings: Settings) -> Adaptive | None:
+def create(
+    frontend: Frontend,
+    pool: Pool,
+    settings: Settings,
+    plan: Callable[[Any], list[EncodeItem]],
+) -> Adaptive | None:
     """The adaptive decider of this tokenizer process; None without
     `--enable-adaptive-dispatch-to-encoder`."""
     from sglang.srt.environ import envs
@@ -327,4 +344,5 @@ def create(frontend: Frontend, pool: Pool, settings: Settings) -> Adaptive | Non
         min_items=least,
         metrics=DecisionMetrics(roles.registry()),
         timeout_s=settings.request_timeout_s,
+        plan=plan,
     )

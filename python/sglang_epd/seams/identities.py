@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_epd.config import Settings, environment
 from sglang_epd.errors import ConfigError, MediaError
+from sglang_epd.modality import VIDEO
 
 if TYPE_CHECKING:
+    from sglang_epd.families import Family
     from sglang_epd.wire.http import EncodeItem
 
 logger = logging.getLogger(__name__)
@@ -138,13 +140,13 @@ def name_items(output: Any, keys: Mapping[str, Sequence[bytes]]) -> None:
                 output.padded_input_ids = None
 
 
-def plan_without_options(request: Any) -> list[EncodeItem]:
-    """As `plan`, of a request that has no options for its media.
+def plan_without_options(request: Any, family: Family) -> list[EncodeItem]:
+    """As `plan`, of a request that has no options for its media but those that the model's
+    encoders follow.
 
-    For models whose processors follow some options (GLM-4.1V: frames a second of a video;
-    InternVL: tiles of a picture; MiniMax-M3: pixels of the long side), where an encoder
-    prepares every item as its processor does by itself: a request that asks for something
-    else would be answered otherwise than by one server.
+    For models whose processors follow others too (InternVL: tiles of a picture; MiMo-V2: pixels
+    of a video), where an encoder prepares every item as its processor does by itself: a request
+    that asks for something else would be answered otherwise than by one server.
 
     Raises:
         MediaError: it has some, or an entry is unreadable.
@@ -157,9 +159,10 @@ def plan_without_options(request: Any) -> list[EncodeItem]:
         given |= _given(item.options.items())
     # No processor looks at them.
     given -= {"detail", SALT}
+    given -= family.followed(sum(item.modality == VIDEO for item in items))
     if given:
         raise MediaError(
-            "where its encoder is apart this model takes no options for its media: "
+            "where its encoder is apart this model takes no such options for its media: "
             + ", ".join(sorted(given))
         )
     return items

@@ -36,7 +36,7 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.families import takes_options
+from sglang_epd.families import Family, family_of, takes_options
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
@@ -390,7 +390,9 @@ def create_frontend(
     )
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
-    planner = plan if takes_options(architecture) else plan_without_options
+    planner = plan
+    if not takes_options(architecture):
+        planner = partial(plan_without_options, family=family_of(architecture) or Family())
     seam = TokenizerSeam(
         frontend,
         control,
@@ -402,7 +404,7 @@ def create_frontend(
         secret=rundir.secret(),
     )
     control.listen(seam.send_again)
-    seam.adaptive = adaptive.create(frontend, pool, settings)
+    seam.adaptive = adaptive.create(frontend, pool, settings, planner)
     return seam
 
 

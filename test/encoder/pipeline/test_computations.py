@@ -87,7 +87,7 @@ async def test_an_asker_that_leaves_takes_only_its_own_interest_along(
 async def test_preparing_ends_when_nobody_waits_any_more(tower, ask):
     ended = []
 
-    async def forever(modality, data, deadline):
+    async def forever(modality, data, *asked):
         try:
             await asyncio.Event().wait()
         finally:
@@ -605,10 +605,10 @@ async def test_an_item_that_kills_towers_fails_and_takes_nobody_with_it(
             # The others are being prepared whenever the poison takes effect.
             prepare = tower.prepare
 
-            async def slowly(modality, data, deadline, prepare=prepare):
+            async def slowly(modality, data, *asked, prepare=prepare):
                 if data != b"apoison":
                     await settle()
-                return await prepare(modality, data, deadline)
+                return await prepare(modality, data, *asked)
 
             tower.prepare = slowly
         tower.hold(forward=True)

@@ -119,6 +119,11 @@ async def test_an_item_is_prepared_and_run(tower):
     assert torch.equal(embedding, torch.full((3, 64), 6.0))
 
 
+async def test_an_items_options_are_the_engines(tower):
+    prepared = await tower.prepare("IMAGE", b"rows=3", options={"rows": "5"})
+    assert prepared.layout.tokens == 5
+
+
 async def test_a_worker_that_serves_keeps_what_it_has_out_of_collections(tower):
     prepared = await tower.prepare("IMAGE", b"rows=3,kept")
     assert prepared.layout.grid == [[1, 2, 4]]

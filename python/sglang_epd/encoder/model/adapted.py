@@ -7,7 +7,7 @@ The counterpart of `preparing`, which leans on the in-tree encoder's own preproc
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -53,12 +53,19 @@ class AdaptedPreparer:
             name for name in (IMAGE, VIDEO) if name in towers and name not in adapter.refused
         )
 
-    def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
+    def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        decoding: Decoding,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         """Decode and preprocess one item.
 
         Args:
             data: the encoded media.
             decoding: of this item; the caller ends it when this has returned.
+            options: the item's own.
 
         Raises:
             EpdError: whatever `decoding` raises.
@@ -71,19 +78,21 @@ class AdaptedPreparer:
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input{because}")
         if modality == IMAGE:
             return self.preprocess(modality, decoding.image(data))
-        return self._prepare_video(data, decoding)
+        return self._prepare_video(data, decoding, options or {})
 
-    def _prepare_video(self, data: bytes, decoding: Decoding) -> Prepared:
+    def _prepare_video(
+        self, data: bytes, decoding: Decoding, options: Mapping[str, Any]
+    ) -> Prepared:
         film = decoding.video(data)
         try:
             with on_device(film, data, self._adapter.processor) or apart(film) as video:
-                return self.preprocess(VIDEO, video)
+                return self.preprocess(VIDEO, self._adapter.family.asked(video, options))
         except (RuntimeError, IndexError) as error:
             logger.warning("SGLang cannot decode this video: %s", error)
             raise MediaError("the video is damaged or truncated") from error
 
     def preprocess(self, modality: str, medium: Any) -> Prepared:
-        """Preprocess an RGB picture, or a video by its decoder.
+        """Preprocess an RGB picture, or a video by its decoder (`Family.asked`).
 
         Raises:
             MediaError: it cannot be preprocessed.

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -188,12 +188,19 @@ class Engine:
         """What the model takes, by the names of `modality.MODALITIES`."""
         return self._preparer.modalities
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         decoding = self._decoders.begin(deadline)
 
         def prepare() -> Prepared:
             with decoding:
-                return mark(self._preparer.prepare(modality, data, decoding), self._device)
+                prepared = self._preparer.prepare(modality, data, decoding, options)
+                return mark(prepared, self._device)
 
         try:
             return await self._breakage.watch(

@@ -30,6 +30,7 @@ from sglang_epd.encoder.model.gpu_pixels import GpuPixels
 from sglang_epd.encoder.model.patches import Patches, proven
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import ConfigError, EpdError, MediaError, MediaTypeError
+from sglang_epd.families import FOLLOWED
 from sglang_epd.families.films import apart
 from sglang_epd.media import MediaLimits, check_frames_read
 from sglang_epd.modality import AUDIO, IMAGE, MODALITIES, VIDEO
@@ -91,6 +92,7 @@ class Preparer:
             self._widths[AUDIO] = encoder.model_config.hidden_size
         follow_one_server(self._preprocessor, encoder.model_type, get_mm().mm_process_config)
         take_loaded(self._preprocessor)
+        self._followed = FOLLOWED.get(encoder.model_config.hf_config.architectures[0], ())
         self._hears_videos = encoder.model_type == "mimo_v2"
         if self._hears_videos:
             take_loaded_videos()
@@ -108,12 +110,19 @@ class Preparer:
             self.patches = proven(self._preprocessor.image_processor, options, device)
         self._seconds_per_grid = seconds_per_grid(self._preprocessor, encoder.model_type)
 
-    def prepare(self, modality: str, data: bytes, decoding: Decoding) -> Prepared:
+    def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        decoding: Decoding,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         """Decode and preprocess one item.
 
         Args:
             data: the encoded media.
             decoding: of this item; the caller ends it when this has returned.
+            options: the item's own; a model's preprocessing checks those that it follows.
 
         Raises:
             EpdError: whatever `decoding` raises.
@@ -128,7 +137,7 @@ class Preparer:
                 return self.preprocess(modality, Loaded(pixels))
             if self.patches is not None:
                 return self._prepared(modality, self._cut(data, decoding, self.patches.cut))
-            return self.preprocess(modality, decoding.image(data))
+            return self.preprocess(modality, self._with(options, modality, decoding.image(data)))
         if modality == VIDEO:
             film = decoding.video(data)
             if self._hears_videos and film.facts.sound:
@@ -137,9 +146,18 @@ class Preparer:
                     "send the video without sound"
                 )
             self._check_video(film)
-            return self.preprocess(modality, Loaded(apart(film)))
+            return self.preprocess(modality, self._with(options, modality, apart(film)))
         rate_hz = self._preprocessor.model_audio_sr
         return self.preprocess(modality, Loaded(decoding.array(modality, data, rate_hz)))
+
+    def _with(self, options: Mapping[str, Any] | None, modality: str, content: Any) -> Loaded:
+        """Decoded media as SGLang's encoder hands them on: beside the options that are
+        followed."""
+        given = options or {}
+        followed = {name: given[name] for name in self._followed if name in given}
+        if not isinstance(followed.get("preprocess_kwargs", {}), Mapping):
+            raise MediaError("preprocess_kwargs is no object")
+        return Loaded({modality.lower(): content, **followed} if followed else content)
 
     def _reads_videos(self) -> bool:
         """Whether SGLang's encoder knows how the model reads videos."""

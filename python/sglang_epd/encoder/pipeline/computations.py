@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,7 @@ class Computations:
         *,
         place: int = 0,
         looked: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> Hold:
         """Ask for an embedding.
 
@@ -135,6 +136,7 @@ class Computations:
             deadline: in seconds of `time.monotonic()`; nothing is begun after it.
             place: among those that the owner asks for; the smallest is made first.
             looked: as of `at_hand`: the store is not asked once more.
+            options: of the item, which the key covers.
         """
         hold = Hold(
             key,
@@ -144,6 +146,7 @@ class Computations:
             deadline,
             looked,
             place=place,
+            options=options,
             changed=self._want,
             released=self._release,
         )
@@ -248,6 +251,7 @@ class Computations:
                 modality=hold.modality,
                 data=hold.data,
                 state=WorkState.WAITING if store is None else WorkState.LOOKING,
+                options=hold.options,
             )
             if store is None:
                 self._let_wait(work)
@@ -424,7 +428,7 @@ class Computations:
     async def _prepare(self, work: Work, lane: Lane) -> None:
         began = time.monotonic()
         try:
-            preparing = lane.tower.prepare(work.modality, work.media, work.deadline)
+            preparing = lane.tower.prepare(work.modality, work.media, work.deadline, work.options)
             work.preparation = asyncio.ensure_future(preparing)
             prepared = await work.preparation
         except asyncio.CancelledError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -92,6 +92,7 @@ class Work(Job):
     modality: str
     data: bytes | None
     state: WorkState
+    options: Mapping[str, Any] | None = None
     holds: list[Hold] = field(default_factory=list)
     lane: Lane | None = None
     pixels: int = 0
@@ -233,7 +234,7 @@ class Hold:
     asker waits, says whether it wants the embedding now, and releases it.
 
     Attributes:
-        key, modality, data, owner, deadline, looked, place: as of `Computations.hold`.
+        key, modality, data, owner, deadline, looked, place, options: as of `Computations.hold`.
         changed: called when the asker wants the embedding again, or does not any more.
         released: called once.
         wanted: whether the embedding is of use now.
@@ -254,6 +255,7 @@ class Hold:
     changed: Callable[[Hold], None]
     released: Callable[[Hold], None]
     place: int = 0
+    options: Mapping[str, Any] | None = None
     wanted: bool = True
     work: Work | None = None
     entry: Entry | None = None

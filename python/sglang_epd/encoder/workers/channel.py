@@ -54,6 +54,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     item: int
     modality: str
     deadline: float
+    options: dict[str, Any] = {}
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):

@@ -163,12 +163,18 @@ class WorkerTower:
             await self._crew.close(self._times.stop_s)
             self._crew = None
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         crew = self._living()
         small = len(data) <= _SMALL_BYTES
         fd = write_file(data) if small else await asyncio.to_thread(write_file, data)
         try:
-            return await crew.prepare(modality, fd, deadline)
+            return await crew.prepare(modality, fd, deadline, dict(options or {}))
         finally:
             os.close(fd)
 
@@ -325,12 +331,15 @@ class _Crew:
                 if not channel.unsent:
                     channel.send(Ping())
 
-    async def prepare(self, modality: str, fd: int, deadline: float) -> Prepared:
+    async def prepare(
+        self, modality: str, fd: int, deadline: float, options: dict[str, Any]
+    ) -> Prepared:
         """Prepare the media in a file, which stays the caller's, on all ranks."""
         number = next(self._numbers)
         call = _Call(self._loop.create_future())
         try:
-            await self._ask(call, number, Prepare(number, number, modality, deadline), fd)
+            asked = Prepare(number, number, modality, deadline, options)
+            await self._ask(call, number, asked, fd)
             if call.failures:
                 raise from_code(call.failures[0].code, call.failures[0].message)
             laid = [answer for answer in call.answers.values() if isinstance(answer, Laid)]

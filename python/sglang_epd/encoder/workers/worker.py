@@ -105,7 +105,9 @@ class Worker:
     async def _prepare(self, message: Prepare, reading: asyncio.Future[bytes]) -> None:
         try:
             data = await asyncio.shield(reading)
-            prepared = await self._engine.prepare(message.modality, data, message.deadline)
+            prepared = await self._engine.prepare(
+                message.modality, data, message.deadline, message.options
+            )
         except Exception as error:
             self._channel.send(_failure(message.call, error))
             return

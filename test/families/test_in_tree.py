@@ -72,7 +72,7 @@ def _cases() -> Iterator[Any]:
 def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
     """What the script says of all cases of the families that are tested."""
     tests = [item for item in request.session.items if item.path == Path(__file__)]
-    chosen = [name for name in LISTED if any(name in item.name for item in tests)]
+    chosen = [name for name in (*LISTED, "glm4v") if any(name in item.name for item in tests)]
     path = os.pathsep.join(part for part in sys.path if part)
     # One thread each, as everything is small; forks would wait for others.
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -127,3 +127,13 @@ def test_options_that_one_server_follows_are_followed_or_refused(results, family
     expected = family_of(architecture) is None and (not follows or architecture in FOLLOWED)
     assert takes_options(architecture) == expected
     assert follows == (family in OPTIONED)
+
+
+@pytest.mark.parametrize("case", ["options of videos", "bounds of a video"])
+@pytest.mark.parametrize("family", ["glm4v"])
+def test_options_are_followed_where_in_tree_epd_does_not_list_the_family(
+    results, family: str, case: str
+) -> None:
+    told = results[family, case]
+    assert told["ours"] > 30
+    assert told["one_server"] == []

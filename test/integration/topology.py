@@ -28,6 +28,8 @@ from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop
 START_TIMEOUT_S = 400.0
 # An idle server's.
 STOP_TIMEOUT_S = 15.0
+# SGLang's NUM_DERIVED_PORTS, and the one before them.
+_DERIVED_PORTS = 7
 TOKEN = "the token of test servers"
 # What SGLang's /health does in a second, of which it sleeps the most.
 _PING = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
@@ -86,6 +88,10 @@ class Topology:
             self.urls[role] = f"http://127.0.0.1:{self.ports[role]}"
             for use in ("bootstrap", "group"):
                 self.ports[f"{role} {use}"] = free_port()
+            if "--enable-dp-attention" in self._flags(role):
+                # Several hosts meet at the ports behind their group's, too.
+                for _ in range(_DERIVED_PORTS):
+                    free_port()
             if "--grpc-mode" in self._flags(role):
                 self.ports[f"{role} grpc"] = free_port()
         for role in self.roles:
@@ -269,6 +275,7 @@ _TOGETHER = ("encoder", "language")
 _APART = ("encoder", "prefill", "decode", "router")
 _TP2 = "--tp 2"
 _PP2 = "--pp-size 2"
+_TO_TOKENIZER = "--encoder-transfer-backend zmq_to_tokenizer"
 _DPA = f"{_TP2} --dp-size 2 --enable-dp-attention"
 _CACHE = "--enable-prefix-mm-cache"
 # Encoders are asked again for each picture.
@@ -360,6 +367,22 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # further ports, next to each other, for each such server.
     "attention": lambda: Topology(
         "tiny-qwen3-vl", ("encoder", "language@zmq_to_scheduler"), flags={"language": _DPA}
+    ),
+    "attention_tokenizer": lambda: Topology(
+        "tiny-qwen3-vl", ("encoder", "language"), flags={"language": f"{_DPA} {_TO_TOKENIZER}"}
+    ),
+    "attention_mooncake": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language@mooncake"),
+        flags={
+            "encoder": "--encoder-transfer-backend mooncake",
+            "language": f"{_DPA} --encoder-transfer-backend mooncake",
+        },
+    ),
+    "attention_hosts": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language", "language#1"),
+        flags={"language": f"{_DPA} {_TO_TOKENIZER}"},
     ),
     "attention_stages": lambda: Topology(
         "tiny-qwen3-vl",

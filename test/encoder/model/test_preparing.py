@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from sglang_epd.encoder.model.engine import preparing_threads
-from sglang_epd.encoder.model.preparing import _group, follow_one_server, seconds_per_grid
-from sglang_epd.errors import ConfigError
+from sglang_epd.encoder.model.preparing import (
+    Preparer,
+    _group,
+    follow_one_server,
+    seconds_per_grid,
+)
+from sglang_epd.errors import ConfigError, MediaError
+from sglang_epd.families import FOLLOWED
 
 
 def test_clips_of_one_padded_length_share_a_forward():
@@ -107,3 +113,13 @@ def test_qwen3_omnis_default_rate_is_still_the_one_we_know() -> None:
 
     source = inspect.getsource(transformers.Qwen3OmniMoeProcessor.__call__)
     assert 'output_kwargs["videos_kwargs"].get("fps", 1.0)' in source
+
+
+def test_options_that_are_no_object_are_the_requests_error() -> None:
+    preparer = Preparer.__new__(Preparer)
+    preparer._followed = FOLLOWED["MiniMaxM3SparseForConditionalGeneration"]
+    with pytest.raises(MediaError, match="preprocess_kwargs is no object"):
+        preparer._with({"preprocess_kwargs": "4"}, "VIDEO", object())
+    asked = preparer._with({"fps": 2.0, "cache_salt": "mine", "video": "another"}, "VIDEO", "one")
+    assert asked.content == {"video": "one", "fps": 2.0}
+    assert preparer._with({"cache_salt": "mine"}, "VIDEO", "one").content == "one"

@@ -48,7 +48,7 @@ class FakeParts:
 
     def __init__(self) -> None:
         self.broken = False
-        self.prefill_s = self.token_s = 0.0
+        self.free_tokens = self.token_s = 0.0
         self.in_flight = False
         self.cached = 0
         self.load = IDLE
@@ -222,12 +222,11 @@ AUTO = Policy(False, 1)
 
 
 def test_a_part_has_as_many_tokens_as_the_smallest_pass_has_time_for():
-    # A pass takes 40 ms at least, and a token one.
-    assert AUTO.least(0.04, 0.001, decoding=False) == 40
-    assert AUTO.least(0.04, 0.001, decoding=True) == 160
-    assert Policy(False, 64).least(0.04, 0.001, decoding=False) == 65, "less than a page is lost"
-    assert AUTO.least(0.0, 0.0, decoding=True) == 2, "nothing has been prefilled yet"
-    assert Policy(True, 1).least(0.04, 0.001, decoding=True) == 2
+    assert AUTO.least(39.5, decoding=False) == 40
+    assert AUTO.least(40.0, decoding=True) == 160
+    assert Policy(False, 64).least(40.0, decoding=False) == 65, "less than a page is lost"
+    assert AUTO.least(0.0, decoding=True) == 2, "nothing is known yet"
+    assert Policy(True, 1).least(40.0, decoding=True) == 2
 
 
 @pytest.mark.parametrize(
@@ -242,7 +241,7 @@ def test_a_part_uses_idle_time_and_ends_soon(part_s, left_s, waiting, may):
 
 def test_a_part_waits_for_more_items_or_for_others_to_end():
     world = World(AUTO)
-    world.parts.prefill_s, world.parts.token_s = 12e-9, 1e-9
+    world.parts.free_tokens, world.parts.token_s = 12.0, 1e-9
     world.follow()
     assert not world.early.take(), "two tokens"
     world.parts.load = False, True

@@ -288,11 +288,13 @@ def test_courses_of_requests_that_sglang_refuses_are_not_kept_for_ever(world):
     assert len(world.parts._courses) <= 256
 
 
-def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkeypatch):
+@pytest.fixture
+def prefill(world, monkeypatch):
+    """Runs a prefill of so many tokens that takes so many seconds."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(parts_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
-    def prefill(tokens: int, seconds: float, *, chunked: bool = False) -> None:
+    def run(tokens: int, seconds: float, *, chunked: bool = False) -> None:
         request = world.come(Request(str(tokens), tokens))
         assert world.run(request)
         clock.now += seconds
@@ -300,11 +302,28 @@ def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkey
         clock.now += 5.0
         world.parts.ended(request)  # another token of its answer
 
+    run(8, 100.0)
+    assert world.parts.token_s == 0.0, "a server's first pass is slow"
+    return run
+
+
+def test_the_fastest_prefill_has_time_for_more_tokens(world, prefill):
     prefill(10, 2.0)
-    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.2)
+    assert (world.parts.free_tokens, world.parts.token_s) == (0.0, 0.2)
     prefill(100, 4.0)
     prefill(50, 4.0)
-    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.04)
+    assert (world.parts.free_tokens, world.parts.token_s) == (2.0 / 0.04 - 10, 0.04)
     assert not world.parts.any, "nothing has to be looked at"
     prefill(1000, 4.0, chunked=True)
     assert world.parts.token_s == 9.0 / 1000, "all of its chunks"
+
+
+def test_long_prefills_do_not_tell_what_a_short_one_has_time_for(world, prefill):
+    """A server that has seen long prompts alone would have no part of them prefilled, and learn
+    nothing."""
+    assert world.parts.free_tokens == 0.0
+    prefill(1000, 20.0)
+    prefill(500, 10.0)
+    assert world.parts.free_tokens == 0.0
+    prefill(10, 2.0)
+    assert world.parts.free_tokens == 2.0 / 0.02 - 10

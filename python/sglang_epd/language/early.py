@@ -66,15 +66,14 @@ class Policy:
     always: bool
     page: int
 
-    def least(self, prefill_s: float, token_s: float, *, decoding: bool) -> int:
+    def least(self, free_tokens: float, *, decoding: bool) -> int:
         """New tokens of the smallest part.
 
         Args:
-            prefill_s: seconds of the smallest pass; 0 where that is unknown.
-            token_s: seconds of a token of a large one.
+            free_tokens: those that the smallest pass has time for.
             decoding: whether others decode.
         """
-        free = 0.0 if self.always or not token_s else prefill_s / token_s
+        free = 0.0 if self.always else free_tokens
         return max(self.page + 1, math.ceil(free * (4 if decoding else 1)))
 
     def may(self, part_s: float, left_s: float, *, waiting: bool) -> bool:
@@ -251,7 +250,7 @@ class Early:
             return
         length, parts = one.length(count), self._parts
         tokens = length - max(one.done, parts.reached(one.request.rid))
-        one.least = self._policy.least(parts.prefill_s, parts.token_s, decoding=decoding)
+        one.least = self._policy.least(parts.free_tokens, decoding=decoding)
         if tokens < one.least:
             del self._stirred[one.claim]  # until another item lands
             if decoding:

@@ -57,8 +57,7 @@ class Parts:
 
     Attributes:
         broken: whether a part's prompt could not be laid out; there are no more then.
-        prefill_s: seconds of the fastest prefill of any request; 0 before the first one.
-        token_s: seconds of a token, where a token took least.
+        token_s: seconds of a token, where a token took least; 0 until that is known.
     """
 
     def __init__(self, tree: Tree, queue: Queue, page: int, tally: Tally) -> None:
@@ -75,8 +74,21 @@ class Parts:
         self._queued: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
         # When requests were taken into a batch, with how many tokens, until their first output.
         self._timed: WeakKeyDictionary[Any, tuple[float, int]] = WeakKeyDictionary()
+        # Seconds and tokens of the fastest prefill of any request but the server's first, whose
+        # pass is slow to begin.
+        self._fastest: tuple[float, int] | None = None
+        self._warm = False
         self.broken = False
-        self.prefill_s = self.token_s = 0.0
+        self.token_s = 0.0
+
+    @property
+    def free_tokens(self) -> float:
+        """How many more tokens the fastest prefill had time for; 0 until one is known that had
+        few."""
+        if self._fastest is None:
+            return 0.0
+        seconds, tokens = self._fastest
+        return seconds / self.token_s - tokens
 
     @property
     def any(self) -> bool:
@@ -160,10 +172,7 @@ class Parts:
             chunked: whether more chunks of it follow.
         """
         if not chunked and (timed := self._timed.pop(request, None)) is not None:
-            since, tokens = timed
-            took = time.monotonic() - since
-            self.prefill_s = min(self.prefill_s or took, took)
-            self.token_s = min(self.token_s or took, took / max(tokens, 1))
+            self._learn(*timed)
         course = self._parts.get(request)
         if course is None:
             return False
@@ -214,6 +223,12 @@ class Parts:
     def busy(self) -> tuple[bool, bool]:
         """Whether requests wait to be prefilled; whether any decode."""
         return self._queue.busy()
+
+    def _learn(self, since: float, tokens: int) -> None:
+        took, warm, self._warm = time.monotonic() - since, self._warm, True
+        if warm:
+            self._fastest = min(self._fastest or (took, tokens), (took, tokens))
+            self.token_s = min(self.token_s or took, took / max(tokens, 1))
 
     def _whole(self, request: Any) -> int:
         """Tokens of a part whose KV will be kept."""

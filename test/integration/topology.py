@@ -567,6 +567,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
     ),
+    # The server of parts whose KV has room for little more than two prompts.
+    "early": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language", "language@kv"),
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT, **EARLY},
+        {
+            "language": "--enable-metrics",
+            "language@kv": "--page-size 16 --max-total-tokens 512",
+        },
+    ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(
         _TINY,

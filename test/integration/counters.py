@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.client import until
 from integration.topology import Topology
 
-
 OURS = "sglang:epd_"
 
 

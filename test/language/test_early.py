@@ -153,6 +153,23 @@ def test_one_part_of_a_request_is_in_flight(world):
     assert carried.items == (0, 2)
 
 
+def test_a_part_that_is_about_to_begin_is_in_flight(world):
+    """In the tick in which its items are handed out another one may land."""
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    world.early.take()
+    (*_, name, _) = world.claims.taken[-1]
+    assert world.early.hear(Settled(name, (Landed(bytes(32), LAYOUT, 32, 0, 0), None, None)))
+    world.arrive(2)
+    (part,) = world.early.take()
+    assert read(part).items == (0,)
+    assert len(world.claims.taken) == 1
+    world.parts.in_flight = True
+    assert not world.early.take()
+    assert len(world.claims.taken) == 1
+
+
 def test_items_that_are_gone_again_make_no_part(world):
     world.follow()
     world.early.take()

@@ -167,7 +167,8 @@ class Early:
 
     def take(self) -> list[Any]:
         """The parts that are to be prefilled from now on, as requests for all ranks."""
-        if self._stirred or self._small:
+        # Ranks know nothing yet of a part that is ready: its request would have another one.
+        if not self._ready and (self._stirred or self._small):
             self._look()
         ready, self._ready = self._ready, []
         return [self._begin(*part) for part in ready]

@@ -467,7 +467,9 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        if lane.batches and not lane.has_batch(self._batch):
+        if lane.batches and (
+            not lane.has_batch(self._batch) or lane.overtakes(lane.ready.first(now, lane.rate))
+        ):
             # The tower has something to do until there is more: small passes take as long.
             return False
         in_use = self._in_use()

@@ -211,6 +211,12 @@ class Lane:
             or sum(ready) + self.typical > batch.patches
         )
 
+    def overtakes(self, work: Work | None) -> bool:
+        """Whether an item that its owner needs sooner is being prepared."""
+        return work is not None and any(
+            one.owner == work.owner and one.place < work.place for one in self.preparing
+        )
+
 
 def _large(works: Iterable[Work]) -> int:
     return sum(work.large for work in works)

@@ -44,7 +44,8 @@ def topology(started: Topology) -> Iterator[Topology]:
         server.wait_ready(START_TIMEOUT_S)
     yield started
     for name in ("language", "language@kv"):
-        until(lambda url=started.urls[name]: not any(held(url).values()), 20.0, name)
+        url = started.urls[name]
+        until(lambda url=url: not any(held(url).values()), 20.0, f"{name} holds {held(url)}")
 
 
 def last_encoder(topology: Topology) -> str:

@@ -187,7 +187,11 @@ def _metrics_of(registry: CollectorRegistry) -> list[Any]:
 def samples_of(metric: Any) -> list[str]:
     """The names under which a metric can be asked for."""
     name = metric.describe()[0].name
-    endings = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"], Gauge: [""]}
+    endings: dict[type, list[str]] = {
+        Counter: ["_total"],
+        Histogram: ["_bucket", "_sum", "_count"],
+        Gauge: [""],
+    }
     return [name + ending for ending in endings[type(metric)]]
 
 

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NoReturn

@@ -39,6 +39,7 @@ _USES = {
     "test_families": "families",
     "test_family_video": "families",
     "test_cli": "up",
+    "test_demo": "demo",
     "test_observe": "observe",
     "test_refusal": "none",
 }

@@ -128,8 +128,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             it; its host and port unless given.
         encoder_http_port [encoders with `--grpc-mode`]: A second port, with the routes over HTTP
             (`/metrics`, `/health`, `/v1/status`). None unless given.
-        encoder_push_networks [encoders with `--grpc-mode`]: Networks that embeddings may be pushed
-            into for SGLang's own language servers, which have no token. None unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
             it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
@@ -144,9 +142,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             they hold the same: three `samples` of 512 bytes, which is done in milliseconds and
             finds every training run, or the `full` tensor, which finds a sparse edit too and reads
             all of the tower when a server starts. The same on all servers.
-        content_identity [servers that encode all media themselves]: Whether inline media have the
-            names in the prefix cache that they have on language servers, of their bytes and not of
-            their pixels.
         emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
             takes the time that a profile says. The name of a profile that comes along, or the path
             of a file. For tests and benchmarks.
@@ -193,14 +188,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_batch_items: Count | None = None
     encoder_advertise_url: Text = ""
     encoder_http_port: Port | None = None
-    encoder_push_networks: Networks = ()
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
     checksum: Switch = False
     store: Text = ""
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"
-    content_identity: Switch = False
     emulate: Text = ""
     emulate_dilate: Number = 1.0
     log_format: LogFormat = "text"

@@ -20,7 +20,7 @@ settings.load_profile("shared")
 
 # Folders of tests that import most of SGLang, which takes ten processor seconds, and files whose
 # tests import a part of it.
-_IMPORTING = {"seams", "families", "test_preparing", "test_server"}
+_IMPORTING = {"seams", "families", "test_preparing", "test_sglang_rpc", "test_server"}
 _IMPORTING |= {"test_commands", "test_names", "test_up"}
 
 

@@ -63,6 +63,7 @@ SGLANG = {
     "transfer/mooncake.py",
     "encoder/server.py",
     "encoder/sglang_metrics.py",
+    "encoder/sglang_rpc.py",
     "encoder/towers.py",
     *(f"encoder/model/{name}.py" for name in ("engine", "loading", "preparing")),
 }
@@ -226,12 +227,13 @@ def test_of_opentelemetry_its_interface_is_used_alone():
 
 
 def test_nothing_is_unpickled_from_a_wire():
-    picklers = [
-        str(found)
+    picklers = {
+        (found.importer, found.module)
         for found in everything()
         if found.module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-    ]
-    assert not picklers
+    }
+    # SGLang's own language servers read pickles.
+    assert picklers == {("encoder/sglang_rpc.py", "pickle.dumps")}
 
 
 def test_the_walk_sees_imports_wherever_they_stand(tmp_path):

@@ -128,6 +128,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             it; its host and port unless given.
         encoder_http_port [encoders with `--grpc-mode`]: A second port, with the routes over HTTP
             (`/metrics`, `/health`, `/v1/status`). None unless given.
+        encoder_push_networks [encoders with `--grpc-mode`]: Networks that embeddings may be pushed
+            into for SGLang's own language servers, which have no token. None unless given.
         url_cache_entries [encoders]: URLs whose content is known for as long as HTTP caching lets
             it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
@@ -188,6 +190,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_batch_items: Count | None = None
     encoder_advertise_url: Text = ""
     encoder_http_port: Port | None = None
+    encoder_push_networks: Networks = ()
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
     checksum: Switch = False

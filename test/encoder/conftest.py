@@ -15,7 +15,7 @@ from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
-from sglang_epd.encoder.service import EncoderService, Room
+from sglang_epd.encoder.service import Delivery, EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError
@@ -235,9 +235,10 @@ class Asked(EncoderService):
         request: EncodeRequest,
         room: Room | None = None,
         span: Span = OFF,
+        delivery: Delivery | None = None,
     ) -> EncodeReply:
         with self.receiving() as own:
-            return await super().encode(request, room or own, span)
+            return await super().encode(request, room or own, span, delivery)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from functools import partial
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.checks.servers import servers
@@ -261,8 +261,7 @@ async def test_health_and_names_are_asked_for_as_of_any_grpc_server(serve, servi
         names = reflection_pb2.ServerReflectionRequest(list_services="")
         async for answer in stub.ServerReflectionInfo(iter([names])):
             found = {one.name for one in answer.list_services_response.service}
-        own = {"sglang_epd.Encoder", "grpc.health.v1.Health"}
-        assert found == own | {reflection.SERVICE_NAME}
+        assert {"sglang_epd.Encoder", "grpc.health.v1.Health"} < found
 
 
 async def status(url: str) -> ServerView:

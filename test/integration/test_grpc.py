@@ -103,3 +103,21 @@ def test_an_encoder_that_is_killed_costs_no_request(
         return delivered(topology, "encoder@2") > 0
 
     until(used, why="an encoder that has come back is not used")
+
+
+def test_sglangs_own_language_server_asks_the_encoder(
+    machine: Machine, photographs: list[Image.Image]
+) -> None:
+    topology = machine.use("grpc_in_tree")
+    client, log = topology.client(), topology.log("language")
+    assert "EPD MMReceiver: using transport_mode=grpc" in log
+    assert "sglang_epd" not in log
+    questions = [
+        user(*(image_part(data_url(photo)) for photo in photographs), text_part("What?")),
+        *(about_a_crop(photographs, number) for number in range(4)),
+    ]
+    expected = [machine.reference(topology.model, [one], 16) for one in questions]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for answer, one in zip(pool.map(client.generation, questions), expected, strict=True):
+            answer.check(one)
+    assert total(topology.urls["encoder"], "encoder_requests_total", status="200") == 5

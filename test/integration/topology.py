@@ -491,6 +491,25 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language": _NO_PREFIXES,
         },
     ),
+    # SGLang's own language server asks an encoder of this package.
+    "grpc_in_tree": lambda: Topology(
+        _TINY,
+        _TOGETHER,
+        flags={
+            "encoder": "--grpc-mode",
+            "language": "--encoder-transfer-backend zmq_to_tokenizer",
+        },
+        own_env={
+            "encoder": {"SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8"},
+            "language": {
+                "SGLANG_EPD": "off",
+                "SGLANG_HOST_IP": "127.0.0.1",
+                "SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc",
+                # It would ask for /health over HTTP, and drop the encoder after three answers.
+                "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": "0",
+            },
+        },
+    ),
     # With the flags of SGLang's own test of EPD.
     "own_reasoning": lambda: Topology(
         "tiny-qwen3-vl", _TOGETHER, flags=dict.fromkeys(_TOGETHER, f"{_OWN} {_OWN_READING}")

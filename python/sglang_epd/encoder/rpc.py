@@ -4,20 +4,20 @@ sglang_epd.Encoder     Encode and Status, for this package's language servers (`
 grpc.health.v1         Check and Watch, by any name; serving as `GET /health` says
 reflection             the names of the services
 
-SGLang's own service, `SglangEncoder`, is not among them: its callers show no token and say where
-embeddings are to be pushed, as pickles.
+`encoder.sglang_rpc` adds SGLang's own service.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.responses import Response
 
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.service import EncoderService
@@ -45,18 +45,34 @@ class Call:
         await asyncio.Event().wait()
 
 
+class Service(Protocol):
+    """Methods of a server, which take and give bytes."""
+
+    name: str
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]: ...
+
+    def close(self) -> None: ...
+
+
 class RpcServer:
     """Listens from `start` to `stop`.
 
     Args:
         answering: of encode requests.
         address: host and port, bound at once.
+        other: a service beside, which is closed at the end.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
 
-    def __init__(self, answering: Answering, address: str) -> None:
+    def __init__(
+        self,
+        answering: Answering,
+        address: str,
+        other: Service | None = None,
+    ) -> None:
         self._answering = answering
         options = [
             ("grpc.max_receive_message_length", answering.max_body_bytes),
@@ -71,11 +87,15 @@ class RpcServer:
             "Encode": grpc.stream_unary_rpc_method_handler(self._encode),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
         }
-        handler = grpc.method_handlers_generic_handler(rpc.SERVICE, own)
-        self._server.add_generic_rpc_handlers((handler,))
+        services = {rpc.SERVICE: own}
+        if other is not None:
+            services[other.name] = other.handlers()
+        handlers = map(grpc.method_handlers_generic_handler, services, services.values())
+        self._server.add_generic_rpc_handlers(tuple(handlers))
         health_pb2_grpc.add_HealthServicer_to_server(_Health(answering.service), self._server)
-        names = [rpc.SERVICE, _HEALTH, reflection.SERVICE_NAME]
+        names = [*services, _HEALTH, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
+        self._other = other
         try:
             self.port: int = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -87,18 +107,24 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """End; calls that are in work have so long."""
         await self._server.stop(grace_s)
+        if self._other is not None:
+            self._other.close()
 
     async def _encode(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> bytes:
         response = await self._answering.answer(Call(messages, context))
-        again = response.headers.get("Retry-After", "")
-        context.set_trailing_metadata(((rpc.CODE, str(response.status_code)), (rpc.AGAIN, again)))
+        set_status(context, response)
         return bytes(response.body)
 
     async def _status(self, _message: bytes, _context: grpc.aio.ServicerContext) -> bytes:
         state = self._answering.service.status()
         return msgspec.json.encode({**state, "tasks": len(asyncio.all_tasks())})
+
+
+def set_status(context: grpc.aio.ServicerContext, response: Response) -> None:
+    again = response.headers.get("Retry-After", "")
+    context.set_trailing_metadata(((rpc.CODE, str(response.status_code)), (rpc.AGAIN, again)))
 
 
 class _Health(health_pb2_grpc.HealthServicer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ipaddress
 import itertools
 import logging
 import os
@@ -26,7 +27,7 @@ from fastapi import FastAPI
 from sglang_epd import emulated, logs, spans
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.checkpoint import processing, served
-from sglang_epd.config import Settings, announce
+from sglang_epd.config import PREFIX, Settings, announce
 from sglang_epd.encoder import sglang_metrics
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
@@ -151,7 +152,7 @@ def launch(server_args: Any) -> None:
                 **emulated.mark(),
             }
             answering = Answering(service, metrics, trust, settings.max_body_mb << 20, begin_span)
-            rpc_server = front.rpc_server(answering)
+            rpc_server = front.rpc_server(answering, settings)
             house = _housekeeping(service, sender, towers, metrics, rpc_server)
             config = uvicorn.Config(
                 create_app(answering, info, towers=towers, lifespan=house),
@@ -204,13 +205,19 @@ class _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting would have no effect.
+            ConfigError: a setting is no network, or would have no effect.
         """
         place = f"{serving.host}:{serving.port}"
+        for network in settings.encoder_push_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ConfigError(f"SGLANG_EPD_ENCODER_PUSH_NETWORKS: {error}") from None
         if serving.smg_grpc_mode or serving.grpc_mode:
             return cls("grpc", f"grpc://{place}", settings.encoder_http_port)
-        if settings.encoder_http_port:
-            raise ConfigError("SGLANG_EPD_ENCODER_HTTP_PORT is for encoders with --grpc-mode")
+        for name in ("encoder_http_port", "encoder_push_networks"):
+            if getattr(settings, name):
+                raise ConfigError(f"{PREFIX}{name.upper()} is for encoders with --grpc-mode")
         return cls(trust.scheme, f"{trust.scheme}://{place}", serving.port)
 
     @property
@@ -218,16 +225,18 @@ class _Front:
         """Uvicorn's, beside the port: without one it is there for signals and the lifespan."""
         return [] if self.http_port is None else None
 
-    def rpc_server(self, answering: Answering) -> RpcServer | None:
+    def rpc_server(self, answering: Answering, settings: Settings) -> RpcServer | None:
         if self.scheme != "grpc":
             return None
         from sglang.srt.runtime_context import get_serving
 
         # gRPC is imported where a flag asks for it.
         from sglang_epd.encoder.rpc import RpcServer
+        from sglang_epd.encoder.sglang_rpc import SglangService
 
         address = host_port(get_serving().host, get_serving().port)
-        return RpcServer(answering, address)
+        sglangs = SglangService(answering, settings.encoder_push_networks)
+        return RpcServer(answering, address, sglangs)
 
 
 def _metrics() -> EncoderMetrics:

@@ -18,9 +18,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
@@ -48,6 +50,16 @@ logger = logging.getLogger(__name__)
 
 _RECENT = 256
 _RETRY_AFTER_S = (1.0, 30.0)
+
+
+class Delivery(Protocol):
+    """How embeddings leave: a `Sender`, or whatever is in its place."""
+
+    def offer(self, endpoint: str, offer: Offer) -> AbstractAsyncContextManager[Offered]: ...
+
+    async def deliver(
+        self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
+    ) -> str: ...
 
 
 class Room:
@@ -93,6 +105,7 @@ class _Asked:
     age: Age
     # Of the request; then its own.
     span: Span
+    delivery: Delivery
     ms: dict[str, float] = field(default_factory=dict)
     began_at: float = field(default_factory=time.time)
 
@@ -164,6 +177,7 @@ class EncoderService:
         request: EncodeRequest,
         room: Room,
         span: Span = OFF,
+        delivery: Delivery | None = None,
     ) -> EncodeReply:
         """Encode and deliver a request's items; one outcome an item.
 
@@ -172,6 +186,7 @@ class EncoderService:
 
         Args:
             span: of the request; has each item as a part.
+            delivery: in place of the service's sender.
 
         Raises:
             NamespaceError: the asker expects another encoder.
@@ -206,7 +221,7 @@ class EncoderService:
             async with asyncio.TaskGroup() as group:
                 for item in request.items:
                     age = room.age, item.item
-                    asked = _Asked(request, item, deadline, age, span)
+                    asked = _Asked(request, item, deadline, age, span, delivery or self._sender)
                     encoding = self._encode_item(asked)
                     running.append(group.create_task(encoding))
                     running[-1].add_done_callback(end_all_after_a_hopeless_one)
@@ -381,7 +396,7 @@ class EncoderService:
         # Again when a grant was lost on the way: the receiver had given us up.
         while True:
             offer = Offer(ticket, item.item, hold.key, layout, nbytes, renewal=renewal)
-            async with self._sender.offer(endpoint, offer) as offered:
+            async with asked.delivery.offer(endpoint, offer) as offered:
                 decision = await self._decision(asked, hold, offered)
                 if isinstance(decision, Decline):
                     return ended("declined", decision.reason)
@@ -389,7 +404,7 @@ class EncoderService:
                 embedding = await hold.embedding()
                 try:
                     with self._stage("deliver", asked) as part:
-                        landing = await self._sender.deliver(
+                        landing = await asked.delivery.deliver(
                             endpoint, decision, embedding, asked.deadline - time.monotonic()
                         )
                         part.note(landing=landing, bytes=nbytes)

@@ -39,6 +39,9 @@ disaggregation.encoder.preprocessor
     encoder/model/preparing: async EncoderPreprocessor.process_mm_items(self mm_items modality)
     encoder/model/preparing: _convert(data)
 disaggregation.encoder.receiver
+    encoder/sglang_rpc: EmbeddingData.__init__(self req_id num_parts part_idx grid_dim modality
+        embedding embedding_shape error_msg error_code kwargs)
+    encoder/sglang_rpc: EmbeddingData.copy_without_embedding(self)
     families/adapter: MMReceiverBase._init_mm_processor(self server_args hf_config model_config)
     plugin: create_mm_receiver(server_args dtype hf_config scheduler transport_mode encode_urls)
     seams/bootstrap: EncoderBootstrapServer(host port urls health_check_interval
@@ -47,6 +50,8 @@ disaggregation.encoder.receiver
     seams/bootstrap: EncoderBootstrapServer.list_urls(self)
     seams/scheduler: MMReceiverBase.create_req(self recv_req)
     seams/scheduler: _select_mm_processor_prompt(recv_req mm_processor)
+disaggregation.encoder.runtime
+    encoder/sglang_rpc: validate_encode_request(request)
 disaggregation.encoder.server
     encoder/model/engine: EncoderProfiler.start(self obj)
     encoder/model/engine: EncoderProfiler.step(self)

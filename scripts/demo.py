@@ -31,6 +31,7 @@ from types import FrameType
 
 import httpx
 import openai
+from openai.types.chat import ChatCompletionContentPartParam
 from PIL import Image
 
 import demo_emulated
@@ -160,7 +161,10 @@ def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
     for index, name in enumerate(names):
         with Image.open(photographs.path(name)) as image:
             print(f"  image {index}: {name}, {image.width}x{image.height}")
-    parts = [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in names]
+    parts: list[ChatCompletionContentPartParam] = [
+        {"type": "image_url", "image_url": {"url": _data_url(name)}} for name in names
+    ]
+    parts.append({"type": "text", "text": question})
     # No trust_env: the servers are on this machine, whatever proxy is configured.
     with (
         httpx.Client(trust_env=False) as http,
@@ -173,7 +177,7 @@ def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
         print("  answer: ", end="", flush=True)
         stream = client.chat.completions.create(
             model=model,
-            messages=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
+            messages=[{"role": "user", "content": parts}],
             temperature=0,
             max_tokens=24,
             stream=True,

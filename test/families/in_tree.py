@@ -132,12 +132,15 @@ class Sides:
         from sglang_epd.transfer.arena import ReceivedItem
         from sglang_epd.wire.messages import Offer, decode_message, encode_message
 
-        received, features = [], {}
+        received: list[ReceivedItem] = []
+        features: dict[Any, list[Any]] = {}
         for number, item in enumerate(items):
             with self._decoders.begin() as decoding:
                 prepared = self._preparer.prepare(item.modality, item.data, decoding)
             offer = Offer("ticket", number, bytes([number]) * 32, prepared.layout, 1)
-            layout = decode_message(encode_message(offer)).layout
+            offered = decode_message(encode_message(offer))
+            assert isinstance(offered, Offer)
+            layout = offered.layout
             rows = torch.full(layout.embedding.shape, float(number))
             received.append(ReceivedItem(offer.key, layout, rows))
             made = prepared.content[1]
@@ -155,7 +158,8 @@ class Sides:
         """Each item a part of its own, as from several encoders."""
         from sglang.srt.disaggregation.encoder import preprocessor, receiver, server
 
-        whole, features = None, {}
+        whole = None
+        features: dict[Any, list[Any]] = {}
         for number, item in enumerate(items):
             modality = server.Modality[item.modality]
             result = _settled(self._encoder.preprocessor.process_mm_items([item.url], modality))

@@ -31,6 +31,7 @@ from types import FrameType
 
 import httpx
 import openai
+from openai.types.chat import ChatCompletionContentPartParam
 from PIL import Image
 
 import demo_emulated
@@ -38,7 +39,7 @@ import photographs
 from checkpoints.families import SPECS
 from make_checkpoint import ensure
 from sglang_epd.cli.logs import FIRST_PHASE, PHASES
-from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, free_port, stop_all
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
@@ -113,10 +114,7 @@ def running(servers: list[ServerProcess], timeout_s: float) -> Iterator[None]:
         for server in servers:
             server.start()
             print(f"  {'':>7} {server.name:<9} started, pid {server.pid}", flush=True)
-        for server in servers:
-            remaining_s = timeout_s - (time.monotonic() - begin)
-            server.wait_ready(remaining_s, on_wait=_PhasePrinter(servers, begin))
-            print(f"  {_since(begin)} {server.name:<9} ready", flush=True)
+        _wait_ready(servers, begin, timeout_s)
         yield
     finally:
         stopping = time.monotonic()
@@ -125,27 +123,35 @@ def running(servers: list[ServerProcess], timeout_s: float) -> Iterator[None]:
         print(f": done in {time.monotonic() - stopping:.1f} s")
 
 
-class _PhasePrinter:
-    """Prints a line whenever a server's log enters another phase of its start-up."""
+def _wait_ready(servers: list[ServerProcess], begin: float, timeout_s: float) -> None:
+    """Wait for all, with a line whenever one enters another phase of its start-up.
 
-    def __init__(self, servers: list[ServerProcess], begin: float) -> None:
-        self._servers = servers
-        self._begin = begin
-        self._seen = {server.name: self._phase(server) for server in servers}
+    Raises:
+        ServerError: one ended, or did not answer in time.
+    """
+    phases = {server.name: FIRST_PHASE for server in servers}
+    waiting = servers
+    while waiting:
+        if time.monotonic() - begin > timeout_s:
+            late = ", ".join(f"{server.name} ({server.log_path})" for server in waiting)
+            raise ServerError(f"not ready after {timeout_s:.0f} s: {late}")
+        time.sleep(0.2)
+        for server in servers:
+            server.check_running()  # one that died says so at once
+            phase = _phase(server)
+            if phase != phases[server.name]:
+                phases[server.name] = phase
+                print(f"  {_since(begin)} {server.name:<9} {phase}", flush=True)
+        ready = [server for server in waiting if answers_ok(server.ready_url, timeout_s=5)]
+        for server in ready:
+            print(f"  {_since(begin)} {server.name:<9} ready", flush=True)
+        waiting = [server for server in waiting if server not in ready]
 
-    def __call__(self, _elapsed_s: float) -> None:
-        for server in self._servers:
-            server.check_running()  # one that died says so at once, not at its turn
-            phase = self._phase(server)
-            if phase != self._seen[server.name]:
-                self._seen[server.name] = phase
-                print(f"  {_since(self._begin)} {server.name:<9} {phase}", flush=True)
 
-    @staticmethod
-    def _phase(server: ServerProcess) -> str:
-        log = server.log_path.read_text(errors="replace") if server.log_path.exists() else ""
-        reached = [phase for text, phase in PHASES if text in log]
-        return reached[-1] if reached else FIRST_PHASE
+def _phase(server: ServerProcess) -> str:
+    log = server.log_path.read_text(errors="replace") if server.log_path.exists() else ""
+    reached = [phase for text, phase in PHASES if text in log]
+    return reached[-1] if reached else FIRST_PHASE
 
 
 def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
@@ -155,7 +161,10 @@ def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
     for index, name in enumerate(names):
         with Image.open(photographs.path(name)) as image:
             print(f"  image {index}: {name}, {image.width}x{image.height}")
-    parts = [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in names]
+    parts: list[ChatCompletionContentPartParam] = [
+        {"type": "image_url", "image_url": {"url": _data_url(name)}} for name in names
+    ]
+    parts.append({"type": "text", "text": question})
     # No trust_env: the servers are on this machine, whatever proxy is configured.
     with (
         httpx.Client(trust_env=False) as http,
@@ -168,7 +177,7 @@ def ask(fleet: Fleet, model: str, question: str, names: list[str]) -> None:
         print("  answer: ", end="", flush=True)
         stream = client.chat.completions.create(
             model=model,
-            messages=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
+            messages=[{"role": "user", "content": parts}],
             temperature=0,
             max_tokens=24,
             stream=True,

@@ -81,7 +81,7 @@ def add(records: dict[str, Any], results: Path) -> None:
     """Put the tests of a JUnit file into `records`, in place of what they had there."""
     versions = {name: version(name) for name in _VERSIONS}
     for test in ElementTree.parse(results).iter("testcase"):
-        told = {entry.get("name"): entry.get("value") for entry in test.iter("property")}
+        told = {one.attrib["name"]: one.attrib["value"] for one in test.iter("property")}
         if "family" not in told:
             continue
         passed = test.find("failure") is None and test.find("error") is None
@@ -100,9 +100,7 @@ def add(records: dict[str, Any], results: Path) -> None:
             cases[told["case"]] = _outcome(test, told, passed)
 
 
-def _outcome(
-    test: ElementTree.Element, told: dict[str | None, str | None], passed: bool
-) -> dict[str, Any]:
+def _outcome(test: ElementTree.Element, told: dict[str, str], passed: bool) -> dict[str, Any]:
     skipped = test.find("skipped")
     if skipped is not None:
         return {"without": skipped.get("message")}

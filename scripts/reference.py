@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes what follows from the code: docs/settings.md, docs/metrics.md, docs/command.md, and
-the tables of files in docs/design/.
+"""Writes what follows from the code and from other pages: docs/settings.md, docs/metrics.md,
+docs/command.md, the tables of files in docs/design/, and the claims in benchmark/results/README.md.
 
 scripts/reference.py            # write them
 scripts/reference.py --check    # fail where one is not as it would be written
@@ -22,6 +22,7 @@ import typer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typer.core import TyperGroup
 
+import claims
 from sglang_epd import config
 from sglang_epd.cli.main import app
 from sglang_epd.config import Settings
@@ -187,7 +188,11 @@ def _metrics_of(registry: CollectorRegistry) -> list[Any]:
 def samples_of(metric: Any) -> list[str]:
     """The names under which a metric can be asked for."""
     name = metric.describe()[0].name
-    endings = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"], Gauge: [""]}
+    endings: dict[type, list[str]] = {
+        Counter: ["_total"],
+        Histogram: ["_bucket", "_sum", "_count"],
+        Gauge: [""],
+    }
     return [name + ending for ending in endings[type(metric)]]
 
 
@@ -291,6 +296,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "command.md", command_page()
     for path in sorted((DOCS / "design").glob("*.md")):
         yield path, design_page(path.read_text())
+    yield claims.CLAIMS, claims.page([ROOT / "README.md", *sorted(DOCS.rglob("*.md"))])
 
 
 def main() -> int:

@@ -68,7 +68,7 @@ def _as_published(family: Family, file: Path) -> None:
 
 def _index_anew(index: Path) -> None:
     """Say which shard has which weight, under the names that they have now."""
-    shards = {}
+    shards: dict[str, str] = {}
     for file in sorted(index.parent.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             shards |= dict.fromkeys(weights.keys(), file.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from checkpoints.family import IMAGE, VIDEO, Family
 from checkpoints.spec import CheckpointSpec, Rule
@@ -35,7 +35,7 @@ SPECIAL_TOKENS = (
 class QwenVision(Family):
     """A Qwen that sees: patches merged two by two, two frames of a video at a time."""
 
-    special_tokens = SPECIAL_TOKENS
+    special_tokens: ClassVar[tuple[str, ...]] = SPECIAL_TOKENS
     marks = {
         IMAGE: VISION_START + IMAGE_PAD + VISION_END,
         VIDEO: VISION_START + VIDEO_PAD + VISION_END,

@@ -7,7 +7,7 @@ reads a weight: so nothing more is needed to see where.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from checkpoints.family import IMAGE, Family
 from checkpoints.qwen import write_json
@@ -22,7 +22,7 @@ _PAD = "<|image_pad|>"
 class Unweighted(Family):
     """Its `specs` have the sizes of the only checkpoint, its `stopped` what stops it."""
 
-    special_tokens = (_PAD,)
+    special_tokens: ClassVar[tuple[str, ...]] = (_PAD,)
     marks = {IMAGE: _PAD}
     # What SGLang would load where a server came that far.
     flags = "--load-format dummy"

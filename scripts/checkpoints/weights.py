@@ -21,11 +21,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from checkpoints.family import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONSTANT = 3.0
 # Gains: the size of a layer's output for an input of size one.
@@ -55,11 +59,11 @@ _ATTENTION_OUTPUTS = re.compile(r"\.(o_proj|out_proj)\.")
 _WRITERS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.weight)?$")
 
 
-def randomise(model: nn.Module, family: Family, *, seed: int, sayable: Iterable[int]) -> None:
+def randomise(model: PreTrainedModel, family: Family, *, seed: int, sayable: Iterable[int]) -> None:
     """Fill `model` in place.
 
     Args:
-        model: of `transformers`; weights depend on its device and dtype too.
+        model: its weights depend on its device and dtype too.
         family: whose rules come first.
         seed: of the one generator that all weights come from, in order of their names.
         sayable: ids of the tokens that generation should choose from.
@@ -80,7 +84,7 @@ def randomise(model: nn.Module, family: Family, *, seed: int, sayable: Iterable[
 class _Scale:
     """Turns standard normal numbers into the weights of one model."""
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model = model
         self._family = family
         self._language = language_prefix(model)
@@ -129,7 +133,7 @@ class _Scale:
         return _AUDIO_CONVOLUTION if ".conv" in name else 1.0
 
 
-def language_prefix(model: nn.Module) -> str:
+def language_prefix(model: PreTrainedModel) -> str:
     """What the names of the language model's own parameters begin with.
 
     Raises:
@@ -142,7 +146,7 @@ def language_prefix(model: nn.Module) -> str:
     raise KeyError("the model has no input embeddings")
 
 
-def _names_of(model: nn.Module, part: nn.Module | None) -> frozenset[str]:
+def _names_of(model: PreTrainedModel, part: nn.Module | None) -> frozenset[str]:
     if part is None:
         return frozenset()
     names = (name for name, module in model.named_modules() if module is part)
@@ -159,7 +163,7 @@ def _inputs(weight: torch.Tensor) -> int:
     return weight.shape[2] if stacked else weight[0].numel()
 
 
-def _hold_channel_constant(model: nn.Module, family: Family) -> None:
+def _hold_channel_constant(model: PreTrainedModel, family: Family) -> None:
     """Let every embedding hold `CONSTANT` in channel 0, and no layer write to it."""
     model.get_input_embeddings().weight[:, 0] = CONSTANT / family.embedding_multiplier
     language = language_prefix(model)
@@ -191,7 +195,7 @@ def _connector(name: str, found: re.Match[str]) -> str:
 
 
 def _shape_output(
-    model: nn.Module, family: Family, sayable: list[int], generator: torch.Generator
+    model: PreTrainedModel, family: Family, sayable: list[int], generator: torch.Generator
 ) -> None:
     """Steer what is said: words only, some oftener than others, none twice in a row."""
     words = model.get_input_embeddings().weight

@@ -44,9 +44,9 @@ def draw(spans: Sequence[Seen], title: str) -> str:
         f'<text x="8" y="17" font-size="14" font-weight="bold">{escape(title)}</text>',
     ]
     for place, name in enumerate(services):
-        x = 8 + 130 * place
-        parts.append(f'<rect x="{x}" y="25" width="11" height="11" fill="{colours[name]}"/>')
-        parts.append(f'<text x="{x + 16}" y="35">{escape(name)}</text>')
+        left = 8 + 130 * place
+        parts.append(f'<rect x="{left}" y="25" width="11" height="11" fill="{colours[name]}"/>')
+        parts.append(f'<text x="{left + 16}" y="35">{escape(name)}</text>')
     bottom = _TOP + _LINE * len(lines)
     for tick in range(6):
         x = _LEFT + _WIDTH * tick / 5

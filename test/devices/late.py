@@ -115,7 +115,9 @@ class Late(torch.Tensor):
         self.place = place
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without its class
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         late: list[Late] = []
         tree_map(lambda one: late.append(one) if isinstance(one, Late) else None, [args, kwargs])
         return late[0].place.call(func, late[0], args, kwargs or {})

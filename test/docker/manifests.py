@@ -35,7 +35,8 @@ def built(folder: Path) -> list[Manifest]:
     for patch in told.get("patches", ()):
         target = [one for one in found if _is(one, patch["target"])]
         assert len(target) == 1, patch["target"]
-        for change in documents(folder / patch["path"])[0]:
+        changes: Any = documents(folder / patch["path"])[0]  # a list, as RFC 6902 has it
+        for change in changes:
             _apply(target[0], change)
     for image in told.get("images", ()):
         for pod in map(pod_of, found):

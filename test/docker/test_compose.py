@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -31,6 +32,18 @@ def test_the_image_is_sglangs_of_our_version_and_ends_as_nobody():
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY")]
     for path in (path for paths in copied for path in paths):
         assert (DOCKER.parent / path).exists()
+
+
+def test_what_the_image_has_is_kept_though_it_is_editable():
+    """By the image's own command, of this environment, in which this package is editable."""
+    text = (DOCKER / "Dockerfile").read_text()
+    (command,) = re.findall(r"^RUN (python3 -m pip .*)>/src/kept\.txt", text, re.MULTILINE)
+    command = command.replace("(sglang|", "(sglang|sglang-epd|")
+    command = command.replace("python3", sys.executable)
+    shown = subprocess.check_output(command, shell=True, text=True, timeout=120)
+    kept = dict(line.split("==") for line in shown.split())
+    assert kept == {name: version(name) for name in kept}
+    assert set(kept) == {"sglang", "sglang-epd", "torch", "transformers"}
 
 
 def test_what_is_named_is_there(compose):

@@ -91,7 +91,7 @@ def script(path: str, rest: list[str]) -> None:
 
 
 def pip(rest: list[str]) -> None:
-    if rest[:1] == ["freeze"]:
+    if rest == ["list", "--format=freeze"]:
         return
     assert rest[0] == "install"
     if "--constraint" in rest:

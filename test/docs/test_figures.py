@@ -1,102 +1,18 @@
-"""Figures in the pages stand in the rows of the results that the pages name for them.
-
-A page ends in a comment with a line for each row that it takes figures from: the result, the
-figures, and words that tell the row from the result's others. The words are the row's own, its
-table's head's, or those of a heading above it:
-
-    <!-- Rows of the figures:
-    simulator 3.6: 1.0, 1E1PD
-    single_image 324 343 411: median
-    -->
-"""
+"""Figures in the pages stand in the rows of the results that the pages name for them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from claims import CLAIMS, RESULTS, figures, named, numbers, quotes, rows, stands
 from docs.shell import PAGES, ROOT
 
-RESULTS = ROOT / "benchmark" / "results"
-_LINK = re.compile(r"\]\((?:\.\./)*benchmark/results/(\w+)\.md\)")
-_OTHER_LINK = re.compile(r"\[[^]]*\]\(https?:[^)]*\)")
-# Not those of sizes, as 1080p.
-_NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w,]*\d|p\b)")
-_ROWS = re.compile(r"^<!-- Rows of the figures:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-_ENTRY = re.compile(r"(\w+) ([\d. ]+): (.+)")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table, or a paragraph.
-
-    Attributes:
-        above: the headings that it stands under, and its table's head.
-    """
-
-    text: str
-    above: str = ""
-
-    def has(self, words: str) -> bool:
-        """Whether all of these are there, which commas part; `# ...` is a whole heading."""
-        told = f"{self.above}\n{self.text}"
-
-        def has_one(word: str) -> bool:
-            if word.startswith("#"):
-                return word in self.above.splitlines()
-            return bool(re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.]*\w)", told))
-
-        return all(map(has_one, words.split(", ")))
-
-
-def rows(page: str) -> Iterator[Row]:
-    headings: list[str] = []
-    for block in page.split("\n\n"):
-        if block.startswith("#"):
-            depth = len(block) - len(block.lstrip("#"))
-            headings[depth - 1 :] = [block]
-        elif block.startswith("|"):
-            head, *lines = block.splitlines()
-            yield from (Row(line, "\n".join([*headings, head])) for line in lines)
-        else:
-            yield Row(block.replace("\n", " "), "\n".join(headings))
-
-
-def numbers(text: str) -> list[str]:
-    return [one.replace(",", "") for one in _NUMBER.findall(text)]
-
-
-def quotes(page: Path) -> list[tuple[str, list[str]]]:
-    """Paragraphs and rows that link to results, each with the names of these."""
-    parts = re.split(r"\n\n|\n(?=[|-])", _ROWS.sub("", page.read_text()))
-    return [(part, _LINK.findall(part)) for part in parts if _LINK.search(part)]
-
-
-def figures(text: str) -> list[str]:
-    """What is told as a figure; counts below a hundred are words as often."""
-    found = numbers(_OTHER_LINK.sub("", _LINK.sub("]", text)))
-    return [one for one in found if "." in one or float(one) >= 100]
-
-
-def named(page: str) -> dict[tuple[str, str], list[str]]:
-    """The words of the rows, by result and figure."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for line in "".join(_ROWS.findall(page)).splitlines():
-        entry = _ENTRY.fullmatch(line)
-        assert entry, line
-        for figure in entry[2].split():
-            found.setdefault((entry[1], figure), []).append(entry[3])
-    return found
-
-
-def stands(number: str, told: list[str]) -> bool:
-    """Whether it is there, rounded perhaps."""
-    places = len(number.partition(".")[2])
-    return any(round(float(one), places) == float(number) for one in told)
+# Of a measurement, more likely than of a setting.
+_MEASURED = re.compile(r"\d times\b|\d ms\b|\d of a colocated|\d of in-tree")
+CLAIMING = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def wrong(figure: str, words: str, result: str) -> str:
@@ -121,6 +37,15 @@ def test_figures_stand_in_the_rows_that_are_named(page: Path) -> None:
         assert any((name, figure) in entries for name in names), f"{figure} ({names}) has no row"
     quoted = {(name, figure) for figure, names in cited for name in names}
     assert entries.keys() <= quoted, f"nobody quotes {entries.keys() - quoted}"
+
+
+@pytest.mark.parametrize("page", CLAIMING, ids=lambda p: p.name)
+def test_a_measurement_links_to_its_page(page: Path) -> None:
+    """Ours to a result, another's to where it was published."""
+    quoted = "".join(part for part, _ in quotes(page))
+    plain = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    for part in plain.splitlines():
+        assert not _MEASURED.search(part) or "](" in part or part in quoted, part
 
 
 RESULT = """# Times
@@ -170,7 +95,7 @@ def test_a_figure_is_what_is_told_as_one() -> None:
 
 def test_readers_find_every_result() -> None:
     told = (ROOT / "benchmark" / "README.md").read_text()
-    for path in RESULTS.glob("*.md"):
+    for path in set(RESULTS.glob("*.md")) - {CLAIMS}:
         assert f"](results/{path.name})" in told, path.name
 
 

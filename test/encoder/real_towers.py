@@ -96,7 +96,7 @@ def main() -> None:
     server_args = prepare_server_args(flags)
     server_args.resolve_once()
     publish(server_args, role="encoder")
-    np.savez(out, **asyncio.run(run(server_args)))
+    np.savez(out, allow_pickle=False, **asyncio.run(run(server_args)))
 
 
 if __name__ == "__main__":

@@ -174,12 +174,15 @@ class Sides:
         from sglang_epd.transfer.arena import ReceivedItem
         from sglang_epd.wire.messages import Offer, decode_message, encode_message
 
-        received, features = [], {}
+        received: list[ReceivedItem] = []
+        features: dict[Any, list[Any]] = {}
         for number, item in enumerate(self._plan(request_of(items))):
             with self._decoders.begin() as decoding:
                 prepared = self._preparer.prepare(item.modality, item.data, decoding, item.options)
             offer = Offer("ticket", number, bytes([number]) * 32, prepared.layout, 1)
-            layout = decode_message(encode_message(offer)).layout
+            offered = decode_message(encode_message(offer))
+            assert isinstance(offered, Offer)
+            layout = offered.layout
             rows = torch.full(layout.embedding.shape, float(number))
             received.append(ReceivedItem(offer.key, layout, rows))
             made = prepared.content[1]
@@ -197,7 +200,8 @@ class Sides:
         """Each item a part of its own, as from several encoders."""
         from sglang.srt.disaggregation.encoder import preprocessor, receiver, server
 
-        whole, features = None, {}
+        whole = None
+        features: dict[Any, list[Any]] = {}
         entries = receiver.MMReceiverBase._extract_url_data(None, request_of(items))
         for number, (item, entry) in enumerate(zip(items, entries, strict=True)):
             modality = entry["modality"]

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,7 +156,7 @@ def _take_environment(environment: dict[str, str]) -> None:
 
 def _fork_what_is_spawned() -> None:
     """Have `multiprocessing`'s fork server be a fork of this process as it is now."""
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     listener = socket.socket(socket.AF_UNIX)
     # Abstract: no file of it stays.
     listener.bind(f"\0{tempfile.gettempdir()}/sglang-epd-test-{os.getpid()}")
@@ -180,7 +181,7 @@ def _fork_what_is_spawned() -> None:
     def with_environment(name: str) -> dict[str, Any]:
         return {**prepared(name), _ENVIRONMENT: dict(os.environ)}
 
-    spawn.get_preparation_data = with_environment  # type: ignore[assignment]
+    spawn.get_preparation_data = with_environment
 
 
 def _pass_on(number: signal.Signals) -> None:
@@ -192,11 +193,11 @@ def _pass_on(number: signal.Signals) -> None:
 def _wrap_preparation() -> None:
     prepare = spawn.prepare
 
-    def with_environment(data: dict[str, Any]) -> None:
-        _take_environment(data.pop(_ENVIRONMENT))
-        prepare(data)
+    def with_environment(data: Mapping[str, Any]) -> None:
+        _take_environment(data[_ENVIRONMENT])
+        prepare({name: value for name, value in data.items() if name != _ENVIRONMENT})
 
-    spawn.prepare = with_environment  # type: ignore[assignment]
+    spawn.prepare = with_environment
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ STOP_TIMEOUT_S = 15.0
 _DERIVED_PORTS = 7
 TOKEN = "the token of test servers"
 # What SGLang's /health does in a second, of which it sleeps the most.
-_PING = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+_PING: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
 # Of a prefill and of a decode server alone: SGLang's FAKE_BOOTSTRAP_HOST.
-_PING_APART = {**_PING, "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+_PING_APART: dict[str, Any] = {**_PING, "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 # The reference of parity: SGLang's own image caches key by patches without their grid.
 _NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 _LOOPBACK_MEDIA = {"SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": "127.0.0.0/8"}
@@ -147,8 +147,8 @@ class Topology:
         encoder = role.startswith(("encoder", "registering"))
         by_grpc = f"{role} grpc" in self.ports
         cache = {} if encoder else _NO_IMAGE_CACHE
-        forked = self.forks is not None and not (typed and role in self.typed)
-        make = partial(ForkedServer, self.forks) if forked else ServerProcess
+        forks = None if typed and role in self.typed else self.forks
+        make = partial(ForkedServer, forks) if forks is not None else ServerProcess
         return make(
             role,
             self.command(role, self.served_as or checkpoint(self.model)),
@@ -566,15 +566,11 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         flags={"language": "--enable-metrics"},
         own_env={"language@miss": {"SGLANG_RADIX_FORCE_MISS": "1", **_NOTHING_KEPT}},
     ),
-    # Both encode themselves what has fewer than four pictures.
+    # The language server encodes itself what has fewer than four pictures.
     "content": lambda: Topology(
         "tiny-qwen3-vl",
-        ("encoder", "language", "caching"),
-        {
-            "SGLANG_EPD_CONTENT_IDENTITY": "on",
-            "SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "4",
-            "SGLANG_VLM_CACHE_SIZE_MB": "100",
-        },
+        _TOGETHER,
+        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "4", "SGLANG_VLM_CACHE_SIZE_MB": "100"},
         {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},
     ),
     # Prefixes of the cache would be computed in other batches, which rounds otherwise.
@@ -589,6 +585,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
+    ),
+    # The server of parts whose KV has room for little more than two prompts.
+    "early": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language", "language@kv"),
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT, **EARLY},
+        {
+            "language": "--enable-metrics",
+            "language@kv": "--page-size 16 --max-total-tokens 512",
+        },
     ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(

@@ -8,9 +8,9 @@ import time
 _pidfd_open = os.pidfd_open
 
 
-def _late(pid: int) -> int:
+def _late(pid: int, flags: int = 0) -> int:
     time.sleep(0.1)
-    return _pidfd_open(pid)
+    return _pidfd_open(pid, flags)
 
 
 os.pidfd_open = _late

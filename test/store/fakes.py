@@ -22,7 +22,9 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def image(tokens: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0):
+def image(
+    tokens: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Layout, torch.Tensor]:
     """A layout of a picture and an embedding for it."""
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(tokens, width, generator=generator).to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sglang_epd.tally import Tally
@@ -26,7 +28,7 @@ def key(letter: str) -> bytes:
 
 
 def offer(
-    ticket: str = "t", item: int = 0, letter: str = "k", pages: int = 1, **more: object
+    ticket: str = "t", item: int = 0, letter: str = "k", pages: int = 1, **more: Any
 ) -> wire.Offer:
     return wire.Offer(ticket, item, key(letter), LAYOUT, pages * PAGE, **more)
 
@@ -59,7 +61,7 @@ class Books:
     def _reset(self, slot: int) -> None:
         self.drops[slot] = 0
 
-    def _told(self, peer: bytes) -> list[wire.Message]:
+    def _told(self, peer: bytes) -> list[Any]:
         for to, message in self.ledger.take_messages():
             self._messages[to].append(message)
         told, self._messages[peer] = self._messages[peer], []
@@ -75,7 +77,7 @@ class Books:
 
     def settled(self) -> list[tuple[wire.Landed | None, ...]]:
         """Items of the claims that have settled since the last time, all of them well."""
-        outcomes = self.outcomes()
+        outcomes: list[wire.Settled] = self._told(SCHEDULER)
         assert not any(outcome.code for outcome in outcomes), outcomes
         return [outcome.items for outcome in outcomes]
 
@@ -111,7 +113,7 @@ class Books:
         message = wire.Claim(name, expect, 0, READERS, covered, prefix)
         self.ledger.claim(SCHEDULER, message, now)
 
-    def grant(self, *about: object, landing: str = "inline", **more: object) -> Block:
+    def grant(self, *about: Any, landing: str = "inline", **more: Any) -> Block:
         """The block that an offer gets, of which `offer` has the arguments."""
         block = self.ledger.offer(offer(*about, **more), 0.0, landing=landing)
         assert isinstance(block, Block), block
@@ -120,7 +122,7 @@ class Books:
     def fill(self, block: Block) -> None:
         assert self.ledger.fill(wire.Payload(*block.name), 0.0)
 
-    def deliver(self, *about: object, **more: object) -> Block:
+    def deliver(self, *about: Any, **more: Any) -> Block:
         block = self.grant(*about, **more)
         self.fill(block)
         return block

@@ -29,7 +29,7 @@ class _Frames:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[str]:
-        kinds = []
+        kinds: list[str] = []
         self._buffer += data
         while True:
             if self._skip:

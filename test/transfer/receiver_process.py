@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 
@@ -43,7 +44,8 @@ class ReceiverProcess:
         self.pid = self._child.pid
         self.endpoint: str = self._heard()
 
-    def _heard(self) -> object:
+    def _heard(self) -> Any:
+        assert self._child.stdout is not None
         line = self._child.stdout.readline()
         assert line, "the receiver's process has ended"
         return json.loads(line)
@@ -51,7 +53,8 @@ class ReceiverProcess:
     def state(self) -> dict[str, int]:
         """What its books and its tally say."""
         print(file=self._child.stdin, flush=True)
-        return self._heard()
+        state: dict[str, int] = self._heard()
+        return state
 
     @property
     def rss(self) -> int:

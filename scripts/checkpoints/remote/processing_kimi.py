@@ -5,10 +5,18 @@ for the tests, to the calls that SGLang makes of them: sizes that a picture alre
 kept, and its lower and right edges filled up to whole embeddings.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torchvision.transforms.functional import pil_to_tensor
 from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _PLACEHOLDER = "<|media_pad|>"
 
@@ -30,14 +38,14 @@ class KimiImageProcessor(BaseImageProcessor):
     def __init__(
         self,
         *,
-        patch_size=14,
-        merge_kernel_size=2,
-        patch_limit=4096,
-        image_mean=(0.5, 0.5, 0.5),
-        image_std=(0.5, 0.5, 0.5),
-        grids="image_grid_hws",
-        **kwargs,
-    ):
+        patch_size: int = 14,
+        merge_kernel_size: int = 2,
+        patch_limit: int = 4096,
+        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+        image_std: Sequence[float] = (0.5, 0.5, 0.5),
+        grids: str = "image_grid_hws",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.patch_size = patch_size
         self.merge_kernel_size = merge_kernel_size
@@ -47,7 +55,7 @@ class KimiImageProcessor(BaseImageProcessor):
         self.grids = grids
 
     @property
-    def media_proc_cfg(self):
+    def media_proc_cfg(self) -> dict[str, Any]:
         """The names that SGLang's wrapper of Kimi-K2.5's processor reads."""
         return {
             "patch_size": self.patch_size,
@@ -58,12 +66,12 @@ class KimiImageProcessor(BaseImageProcessor):
             "image_std": self.image_std,
         }
 
-    def media_tokens_calculator(self, media):
+    def media_tokens_calculator(self, media: Mapping[str, Image]) -> int:
         """Embeddings of one picture."""
         rows, columns = self._grid(media["image"])
         return rows * columns // self.merge_kernel_size**2
 
-    def preprocess(self, images, return_tensors="pt", **kwargs):
+    def preprocess(self, images: Any, return_tensors: str = "pt", **kwargs: Any) -> BatchFeature:
         """Of pictures, or of dictionaries that hold one each under `image`."""
         if not isinstance(images, (list, tuple)):
             images = [images]
@@ -74,18 +82,19 @@ class KimiImageProcessor(BaseImageProcessor):
         patches = torch.cat([self._patches(picture) for picture in pictures])
         return BatchFeature({"pixel_values": patches, self.grids: torch.tensor(grids)})
 
-    def _size(self, picture):
+    def _size(self, picture: Image) -> tuple[int, int]:
         width, height = picture.size
         area = (width // self.patch_size) * (height // self.patch_size)
         scale = min(1.0, (self.patch_limit / max(area, 1)) ** 0.5)
         return max(1, int(width * scale)), max(1, int(height * scale))
 
-    def _grid(self, picture):
+    def _grid(self, picture: Image) -> tuple[int, int]:
         width, height = self._size(picture)
         side = self.patch_size * self.merge_kernel_size
-        return tuple(-(-length // side) * self.merge_kernel_size for length in (height, width))
+        rows, columns = (-(-length // side) for length in (height, width))
+        return rows * self.merge_kernel_size, columns * self.merge_kernel_size
 
-    def _patches(self, picture):
+    def _patches(self, picture: Image) -> torch.Tensor:
         rows, columns = self._grid(picture)
         side = self.patch_size
         pixels = pil_to_tensor(picture.convert("RGB").resize(self._size(picture))) / 255
@@ -108,16 +117,28 @@ class KimiProcessor(ProcessorMixin):
     image_processor_class = "AutoImageProcessor"
     tokenizer_class = "AutoTokenizer"
 
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     @property
-    def media_processor(self):
+    def media_processor(self) -> Any:
         return self.image_processor
 
-    def __call__(self, text=None, images=None, medias=None, **kwargs):
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        images: Sequence[Image] | None = None,
+        medias: Sequence[Mapping[str, Image]] | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
         texts = [text] if isinstance(text, str) else list(text)
-        pictures = {}
+        pictures: Mapping[str, Any] = {}
         if images or medias:
             pictures = self.image_processor.preprocess(images or medias)
         if images:

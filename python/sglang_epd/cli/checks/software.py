@@ -50,7 +50,7 @@ def plugins(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield fail(
             "plug-ins",
             "SGLang will not find sglang_epd",
-            "pip install --force-reinstall sglang-epd",
+            "pip install --force-reinstall --no-deps . in a clone of sglang-epd",
         )
         return
     chosen = env.get("SGLANG_PLUGINS")

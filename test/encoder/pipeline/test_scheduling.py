@@ -311,6 +311,7 @@ def test_requests_that_are_begun_in_their_order_end_in_time(asked, ahead_s):
         done_at += one.cost
         assert done_at <= one.deadline
     assert {one.owner for one in in_time}.isdisjoint(one.owner for one in late)
+    assert queue.first(0.0, 1.0, ahead_s=ahead_s) is next(iter(in_time or late), None)
     if late and not in_time:
         costs = {one.owner: 0.0 for one in late}
         for one in late:

@@ -107,6 +107,8 @@ class FairQueue(Generic[_J]):
         self._noted = 0
         # No job's deadline is before it.
         self._soonest = math.inf
+        # No job costs less.
+        self._least = math.inf
         self._pushed = 0
         self.cost = 0.0
 
@@ -131,6 +133,7 @@ class FairQueue(Generic[_J]):
             self._small[job] = None
         insort(self._waiting.setdefault(job.owner, []), job, key=_place)
         self.cost += job.cost
+        self._least = min(self._least, job.cost)
         self._note_end(job.owner, max(self._virtual, end) + job.cost, number)
         self.hurry(job)
 
@@ -154,7 +157,8 @@ class FairQueue(Generic[_J]):
             del self._waiting[job.owner]
         self.cost -= job.cost
         if not self._jobs:
-            self._virtual, self.cost, self._soonest = 0.0, 0.0, math.inf
+            self._virtual, self.cost = 0.0, 0.0
+            self._soonest = self._least = math.inf
             self._ends.clear()
             self._turns.clear()
 
@@ -196,7 +200,7 @@ class FairQueue(Generic[_J]):
         if not self._jobs:
             return None
         if rate > 0 and self._soonest < now + ahead_s + self.cost / rate:
-            in_time, late = self._order(now, rate, ahead_s, large=large)
+            in_time, late = self._order(now, rate, ahead_s, large=large, only_first=True)
             return next(iter(in_time or late), None)
         # In any order, none will be late.
         job = self._waiting[self._first_owner()][0]
@@ -269,27 +273,44 @@ class FairQueue(Generic[_J]):
             self._virtual += sum(job.cost for job in batch) / owners
 
     def _order(
-        self, now: float, rate: float, ahead_s: float, *, large: bool = True
+        self,
+        now: float,
+        rate: float,
+        ahead_s: float,
+        *,
+        large: bool = True,
+        only_first: bool = False,
     ) -> tuple[list[_J], list[_J]]:
-        """The jobs of owners that can be done in time, the next first, and all others."""
+        """The jobs of owners that can be done in time, the next first, and all others.
+
+        Args:
+            only_first: the rest is not looked at where none of it can be the first.
+        """
         in_turn: list[_J] = []
         behind: list[tuple[float, float, list[_J]]] = []
         begin = done_at = now + ahead_s
         # By so much all of `in_turn` may be put off.
         spare_s = math.inf
         for owner in sorted(self._waiting, key=self._ends.__getitem__):
-            jobs = [job for job in self._waiting[owner] if _may_run(job, now, large)]
+            # Plain loops: a thousand may wait, and this is done for each that is begun.
+            jobs, cost, deadline = [], 0.0, math.inf
+            for job in self._waiting[owner]:
+                if _may_run(job, now, large):
+                    jobs.append(job)
+                    cost += job.cost
+                    deadline = min(deadline, job.deadline)
             if rate <= 0 or not jobs:
                 in_turn += jobs
                 continue
-            needed_s = sum(job.cost for job in jobs) / rate
-            deadline = min(job.deadline for job in jobs)
+            needed_s = cost / rate
             if done_at + needed_s > deadline:
                 behind.append((deadline, needed_s, jobs))
                 continue
             in_turn += jobs
             done_at += needed_s
             spare_s = min(spare_s, deadline - done_at)
+            if only_first and spare_s * rate < self._least:
+                break
         urgent: list[_J] = []
         late: list[_J] = []
         behind.sort(key=itemgetter(0))

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from encoder_arms import Arm, Bare, CacheRefusedError, InTree, Ours, Run, Server
+from encoder_arms import Arm, Bare, InTree, Ours, Run, Server
 from pages import quantile_ms, setting, table
 from pictures import ROOT, SIZES, jpeg
 
@@ -96,7 +96,7 @@ class Bench:
 
     @contextmanager
     def arms(self, *, cache: bool, bare: bool = True) -> Iterator[list[Arm]]:
-        """Bare loops and servers, all of them ready and warm; of ours, what starts."""
+        """Bare loops and servers, all of them ready and warm; ours and in-tree."""
         started: list[Arm] = []
         try:
             loop = Bare(self.model, self.logs) if bare else None
@@ -111,12 +111,7 @@ class Bench:
             if loop:
                 loop.wait_ready()
             for server in servers:
-                try:
-                    server.wait_ready()
-                except CacheRefusedError as refused:
-                    self.note(f"The hot case of {server.name} is skipped: {refused}.")
-                    server.stop()
-                    started.remove(server)
+                server.wait_ready()
             yield started
         finally:
             for arm in reversed(started):

@@ -28,7 +28,7 @@ import psutil
 import requests
 import zmq
 
-from sglang_epd.cli.processes import ServerError, ServerProcess, free_port
+from sglang_epd.cli.processes import ServerProcess, free_port
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
 
@@ -37,15 +37,10 @@ START_TIMEOUT_S = 300.0
 TTL_S = 300.0
 _DTYPE = "float32"
 _BUDGET_BYTES = 1 << 30
-_REFUSED = "--enable-prefix-mm-cache has no effect"
 # Only the part that lets SGLang run without an accelerator: its own encoder otherwise.
 _PLATFORM_ONLY = {"SGLANG_PLUGINS": "sglang_epd_cpu"}
 
 T = TypeVar("T")
-
-
-class CacheRefusedError(RuntimeError):
-    """The server does not start with --enable-prefix-mm-cache."""
 
 
 @dataclass
@@ -254,7 +249,6 @@ class Server(Arm):
         command += ["--log-level", "warning"]
         if cache:
             command += ["--enable-prefix-mm-cache"]
-        self._cache = cache
         self._receiver = receiver
         self._delivered = 0
         self.server = ServerProcess(
@@ -274,18 +268,10 @@ class Server(Arm):
         """Wait until the server takes requests.
 
         Raises:
-            CacheRefusedError: this version refuses --enable-prefix-mm-cache.
             ServerError: it ended, or was not ready in time.
         """
         self.endpoint: str = self._receiver.get()
-        try:
-            self.server.wait_ready(START_TIMEOUT_S)
-        except ServerError as error:
-            if self._cache and _REFUSED in str(error):
-                raise CacheRefusedError(
-                    f"{self.name} does not take --enable-prefix-mm-cache"
-                ) from None
-            raise
+        self.server.wait_ready(START_TIMEOUT_S)
 
     async def run(self, pictures: Sequence[bytes], clients: int) -> Run:
         self._delivered += len(pictures)

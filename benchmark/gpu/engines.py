@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from gpu.shapes import SHAPES
 from gpu.towers import Passes
-from gpu.vision import SHAPES
 from sglang_epd.encoder.model import features
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Prepared

@@ -21,11 +21,11 @@ if not __package__:  # a program; in the tests encoder.py there would hide their
 
 from pages import table  # noqa: E402
 
-# What the columns of a part's tables are.
+# What the columns of a part's tables are; of `copies` and `peers` the figures are kept.
 READ = {
     "copies": "GB are of 10^9 bytes; medians of 7. Registering is `cudaHostRegister` of a memfd.",
     "peers": "An embedding of 67 MB, of a 1080p picture in Qwen3-VL-8B. Times in milliseconds.",
-    "tower": (
+    "engine": (
         "*Launch* is the host's time for a pass, *kernels* the device's where all of it was "
         "launched before it began, *alone* the device's where the host launches meanwhile; a "
         "pass *waits* where the host has to wait for the device within it. *Busy* is the share "
@@ -97,7 +97,7 @@ def _section(name: str, part: dict[str, Any]) -> str:
     lines = [f"## {name}", ""]
     if "machine" in part:
         lines += [f"`{part['machine']['command']}`", ""]
-    kind = "tower" if name.startswith(("engine", "tower")) else name
+    kind = "engine" if name.startswith("engine") else name
     if kind in READ:
         lines += [READ[kind], ""]
     if "read" in part:

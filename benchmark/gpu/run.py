@@ -1,6 +1,6 @@
 """Runs the kit's parts one after the other, each in a process with a time limit of its own.
 
-    python benchmark/gpu/run.py --out DIR [--parts copies,tower] [--minutes 9] [--device cpu]
+    python benchmark/gpu/run.py --out DIR [--parts device,engine] [--minutes 9] [--device cpu]
 
 A part that fails, or is ended at its limit, does not keep the next ones from running. DIR gets
 a JSON file for each part, with its figures and how it ended, and `logs.txt` with the output of
@@ -62,28 +62,22 @@ def script(name: str) -> str:
     return str(GPU / name)
 
 
-_TOWER = (script("tower.py"), *_OWN)
-_ENGINE = (*_TOWER, "--of", "sglang")
+_ENGINE = (script("tower.py"), *_OWN)
 _FEW = ("--arms", "few")
 _7B = ("--shape", "qwen2.5-vl-7b")
 _TINY = ("--tiny",)
 
 # In the order in which they run, unless `--parts` has another.
 PARTS = {
-    "copies": Part((script("copies.py"), *_OWN), 1.0, _TINY),
-    "peers": Part((script("peers.py"), *_OWN), 1.0, _TINY),
     "device": Part((*_PYTEST, script("test_device.py")), 2.0),
     "uploads": Part((script("uploads.py"), *_OWN), 2.0, _TINY),
     "engine": Part((*_ENGINE, *_FEW), 2.0, _TINY),
-    "tower": Part((*_TOWER, *_FEW), 2.0, _TINY),
     "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 9.0),
 }
 # Where they are asked for.
 MORE = {
     "engine-all": Part(_ENGINE, 3.5, _TINY),
-    "tower-all": Part(_TOWER, 3.5, _TINY),
     "engine-7b": Part((*_ENGINE, *_FEW, *_7B), 2.0, _TINY),
-    "tower-7b": Part((*_TOWER, *_FEW, *_7B), 2.0, _TINY),
 }
 
 

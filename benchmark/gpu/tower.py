@@ -1,13 +1,11 @@
 """How fast a vision tower encodes behind this package's stages, and what holds it up.
 
     python benchmark/gpu/tower.py [--shape qwen2.5-vl-7b] [--arms few] [--json FILE]
-    python benchmark/gpu/tower.py --of sglang
 
-The tower is that of `transformers`, or SGLang's own behind the encoder server's engine, in a
-released model's shape with random weights. In front of it are the stages of the encoder server
-(`encoder.pipeline`), behind it the server's copies to the host (`CopyOut`). Askers wait for
-embeddings in a closed loop. All arms take turns, in as many rounds as there is time for;
-figures are medians over the rounds.
+The tower is SGLang's own behind the encoder server's engine, in a released model's shape with
+random weights. In front of it are the stages of the encoder server (`encoder.pipeline`), behind
+it the server's copies to the host (`CopyOut`). Askers wait for embeddings in a closed loop. All
+arms take turns, in as many rounds as there is time for; figures are medians over the rounds.
 
 `ready` arms get pictures that are prepared beforehand: what the tower and the copies make.
 The others decode in children and preprocess in threads, as the server does.
@@ -37,8 +35,8 @@ if not __package__:  # a program; in the tests encoder.py there would hide their
 from gpu.arms import SIZES, Arm, arms_of, best_rates, fed_rows, headline, host_rows, pass_rows
 from gpu.feeding import Fed, Sampler, feed
 from gpu.results import Results, arguments
-from gpu.towers import ReadyTower, Transformers
-from gpu.vision import SHAPES
+from gpu.shapes import SHAPES
+from gpu.towers import ReadyTower
 from sglang_epd.encoder.memory import keep_freed, keep_large_apart
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import Prepared
@@ -58,7 +56,7 @@ class Bench:
     """Runs arms over one tower's module.
 
     Args:
-        source: `Transformers` or `TimedEngine`.
+        source: a `TimedEngine`.
         device: "cuda" or "cpu".
         tiny: tenths of seconds.
     """
@@ -195,20 +193,16 @@ def main() -> None:
     )
     arguments(parser)
     parser.add_argument("--shape", choices=list(SHAPES), default=next(iter(SHAPES)))
-    parser.add_argument("--of", choices=("transformers", "sglang"), default="transformers")
     parser.add_argument("--arms", choices=("all", "few"), default="all")
     parser.add_argument("--flags", default="", help="of SGLang's server, after `=`")
     options = parser.parse_args()
     shape = "tiny-qwen3-vl" if options.tiny else options.shape
     with tempfile.TemporaryDirectory() as folder:
-        if options.of == "sglang":
-            from gpu.engines import load
+        from gpu.engines import load
 
-            dtype = "bfloat16" if options.device == "cuda" else "float32"
-            flags = ["--dtype", dtype, *options.flags.split()]
-            source: Any = load(shape, Path(folder), _DECODE_BYTES, *flags)
-        else:
-            source = Transformers(shape, options.device, _DECODE_BYTES)
+        dtype = "bfloat16" if options.device == "cuda" else "float32"
+        flags = ["--dtype", dtype, *options.flags.split()]
+        source = load(shape, Path(folder), _DECODE_BYTES, *flags)
         measure(source, shape, options)
         asyncio.run(source.close())
     sys.stdout.flush()
@@ -219,8 +213,8 @@ def measure(source: Any, shape: str, options: argparse.Namespace) -> None:
     """All of it, within the minutes."""
     end = time.monotonic() + 60 * options.minutes
     bench = Bench(source, options.device, tiny=options.tiny)
-    results = Results(f"tower of {options.of}, {shape}")
-    results.figures = {"shape": shape, "of": options.of, "attention": source.attention}
+    results = Results(f"tower of sglang, {shape}")
+    results.figures = {"shape": shape, "attention": source.attention}
     which = "tiny" if options.tiny else options.arms
     passes = results.figures["passes"] = []
     for size, counts in ({"56": (1, 2)} if options.tiny else _COUNTS).items():

@@ -144,9 +144,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             they hold the same: three `samples` of 512 bytes, which is done in milliseconds and
             finds every training run, or the `full` tensor, which finds a sparse edit too and reads
             all of the tower when a server starts. The same on all servers.
-        content_identity [servers that encode all media themselves]: Whether inline media have the
-            names in the prefix cache that they have on language servers, of their bytes and not of
-            their pixels.
         emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
             takes the time that a profile says. The name of a profile that comes along, or the path
             of a file. For tests and benchmarks.
@@ -200,7 +197,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     store: Text = ""
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"
-    content_identity: Switch = False
     emulate: Text = ""
     emulate_dilate: Number = 1.0
     log_format: LogFormat = "text"

@@ -2,9 +2,8 @@
 
 The only place that lists them. Each is on a function that SGLang calls only under an EPD
 flag, or returns at once without one, so that an installed but unused package changes
-nothing. The servers without such a flag that it serves are the decode server
-(`seams/decode.py`) and those that `SGLANG_EPD_CONTENT_IDENTITY` asks for
-(`seams/identities.py`). `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched (`entry.py`).
+nothing. The server without such a flag that it serves is the decode server
+(`seams/decode.py`). `SGLANG_EPD=off` leaves SGLang's in-tree EPD untouched (`entry.py`).
 """
 
 from __future__ import annotations
@@ -161,7 +160,6 @@ HOOKS = (
     Hook(_CONN, "CommonKVBootstrapServer._setup_routes", "after", bootstrap.serve_layouts),
     # Decode, tokenizer process: prompts are laid out by what the prefill server knows.
     # --language-only: our dispatcher gets the parts of the manager.
-    # SGLANG_EPD_CONTENT_IDENTITY: a server that encodes itself names media as encoders do.
     _manager("init_disaggregation", "after", requests.made),
     # Prefill and decode, --enable-trace: one trace on both.
     Hook(_STATS, "APIServerReqTimeStats.set_created_time", "around", tracing.begin_root),

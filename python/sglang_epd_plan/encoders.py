@@ -117,12 +117,20 @@ class Encoder:
             self.queued -= job.cost
             self._hand_out(job)
         while len(self._batches) < _DEPTH and (not self._batches or self._complete()):
-            batch = self._queue.take(now, self._bounds, self.rate, _INFINITE)
+            batch = self._queue.take(
+                now, self._bounds, self.rate, _INFINITE, ahead_s=self._ahead_s()
+            )
             if not batch:
                 return
             self._batches.append(batch)
             if len(self._batches) == 1:
                 self._run()
+
+    def _ahead_s(self) -> float:
+        """Until the next batch has ended, beside the cost of a job in it."""
+        running = sum(job.cost for batch in self._batches for job in batch)
+        rest = min(self._bounds.patches, self._queue.cost)
+        return (running + rest) / self.rate if self.rate else 0.0
 
     def _complete(self) -> bool:
         """Whether a batch of what is ready would have no more in it a little later."""

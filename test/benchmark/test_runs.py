@@ -18,7 +18,6 @@ NAMES = sorted(
 SMALL = {
     "zipf": ("zipf.py", "--requests", "40", "--seeds", "1", "--out", "OUT/dispatch.md"),
     "scale": ("simulator.py", "scale", "--cells", "1", "--out", "OUT/simulator.md"),
-    "adaptive": ("adaptive.py", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "restarts": ("mechanisms.py", "restarts", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "dry run": ("compare.py", "--dry-run"),
     "compare's page": ("compare.py", "--render", "OUT/images_sweep.json"),

@@ -10,6 +10,7 @@ from PIL import Image
 
 from integration import order
 from integration.client import Client, data_url, image_part, text_part, user
+from integration.late import question
 from integration.listener import Site, serving
 from integration.topology import Machine, Topology
 from photographs import load as load_photograph
@@ -65,6 +66,12 @@ def site() -> Iterator[Site]:
     """A media server, which has nothing yet."""
     with serving() as site:
         yield site
+
+
+@pytest.fixture
+def asked(request: pytest.FixtureRequest, photographs: list[Image.Image]) -> list[dict[str, Any]]:
+    """A question that no other test asks."""
+    return question(request.node.name, photographs)
 
 
 @pytest.fixture(scope="session")

@@ -13,20 +13,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.client import until
 from integration.topology import Topology
 
+OURS = "sglang:epd_"
 
-def samples(url: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
-    """The labels and values of a metric of ours at a server's /metrics; `name` is without
-    `sglang:epd_`."""
+
+def samples(url: str, name: str, prefix: str = OURS) -> Iterator[tuple[dict[str, str], float]]:
+    """The labels and values of a metric at a server's /metrics; `name` is without the prefix."""
     text = requests.get(f"{url}/metrics", timeout=20).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == f"sglang:epd_{name}":
+            if sample.name == f"{prefix}{name}":
                 yield sample.labels, sample.value
 
 
 def total(url: str, name: str, **labels: str) -> float:
     """The sum of the samples that have these labels."""
     return sum(value for has, value in samples(url, name) if labels.items() <= has.items())
+
+
+def held(url: str) -> dict[str, float]:
+    """What a language server holds: 0 of everything when it is idle and nothing has leaked."""
+    ours = ("receiver_held_bytes", "receiver_waiting_offers", "receiver_quarantined_blocks")
+    own = ("num_running_reqs", "num_queue_reqs", "kv_used_tokens")
+    found = {name: total(url, name) for name in ours}
+    for name in own:
+        found[name] = sum(value for _, value in samples(url, name, "sglang:"))
+    return found
 
 
 def counted(url: str, name: str, label: str) -> Counter[str]:

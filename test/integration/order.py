@@ -19,6 +19,7 @@ _USES = {
     "test_backends": "backends",
     "test_emulation": "emulated",
     "test_chaos": "chaos",
+    "test_early_faults": "early",
     "test_hub": "hub",
     "test_adaptive": "adaptive",
     "test_store": "store",

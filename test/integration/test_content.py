@@ -1,5 +1,5 @@
-"""Servers that encode themselves and name pictures by their content: nothing that is kept is
-taken for something else, and what is the same is known again."""
+"""A language server that encodes few pictures itself and names them by their content: nothing
+that is kept is taken for something else, and what is the same is known again."""
 
 from __future__ import annotations
 
@@ -33,12 +33,9 @@ def topology(
     return machine.use("content")
 
 
-# One server that does all, and a language server that sends only what has four pictures.
-@pytest.fixture(params=["caching", "language"])
-def server(
-    topology: Topology, expected: Callable[[Messages], Any], request: pytest.FixtureRequest
-) -> Server:
-    return Server(topology, request.param, expected)
+@pytest.fixture
+def server(topology: Topology, expected: Callable[[Messages], Any]) -> Server:
+    return Server(topology, "language", expected)
 
 
 def test_pictures_of_equal_blocks_are_two(server: Server) -> None:

@@ -3,16 +3,14 @@ the answer shows it."""
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
-from PIL import Image
 
-from integration.client import Client, Generation, data_url, image_part, text_part, until, user
-from integration.counters import total
+from integration.client import Client, Generation, until, user
+from integration.late import Late
 from integration.listener import Site
 from integration.topology import EARLY, Machine, Topology
 
@@ -26,53 +24,6 @@ def entry(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def asked(request: pytest.FixtureRequest, photographs: list[Image.Image]) -> list[dict[str, Any]]:
-    """A question that no other test asks, about four pictures of which two are the same. The
-    last one differs from all that were ever encoded."""
-    draw = random.Random(request.node.name)
-    crops = []
-    for _ in range(3):
-        left, top = draw.randrange(0, 300), draw.randrange(0, 200)
-        crops.append(image_part(data_url(photographs[0].crop((left, top, left + 224, top + 168)))))
-    name = text_part(f"This is {request.node.name}. Look closely at these pictures: ")
-    return [user(name, *crops[:2], text_part("and"), crops[0], crops[2], text_part("What now?"))]
-
-
-class Late:
-    """A question whose last picture is held up."""
-
-    def __init__(self, topology: Topology, entry: str, site: Site, asked: list[Any]) -> None:
-        self.url = topology.urls[ENTRIES[entry]]
-        self._before = {one: self.count(one) for one in ("done", "withdrawn", "failed")}
-        self._tokens = total(self.url, "early_tokens_total")
-        (last,) = site.linked([user(asked[0]["content"][-2])])[0]["content"]
-        site.slow_s = 60.0
-        self.messages = [user(*asked[0]["content"][:-2], last, asked[0]["content"][-1])]
-        self._path = last["image_url"]["url"].removeprefix(site.url)
-        self._site = site
-
-    def count(self, outcome: str) -> float:
-        return total(self.url, "early_parts_total", outcome=outcome)
-
-    def gave_back(self) -> bool:
-        return total(self.url, "receiver_held_bytes") == 0
-
-    def counted(self, outcome: str) -> float:
-        return self.count(outcome) - self._before[outcome]
-
-    @property
-    def tokens(self) -> float:
-        """Prefilled early since this was made."""
-        return total(self.url, "early_tokens_total") - self._tokens
-
-    def wait(self) -> None:
-        """Until all before the last picture is prefilled: text, and three pictures of 48 tokens."""
-        until(lambda: self._path in self._site.asked)
-        until(lambda: self.tokens > 3 * 48, 30.0, "nothing was prefilled early")
-        self.done = self.tokens
-
-
 def in_background(client: Client, late: Late) -> tuple[ThreadPoolExecutor, Future[Generation]]:
     pool = ThreadPoolExecutor(1)
     return pool, pool.submit(client.generation, *late.messages, tokens=TOKENS)
@@ -82,7 +33,7 @@ def test_the_answer_is_one_servers(
     machine: Machine, qwen2_5: Topology, site: Site, entry: str, asked: list[dict[str, Any]]
 ) -> None:
     expected = machine.reference(qwen2_5.model, asked, TOKENS)
-    late = Late(qwen2_5, entry, site, asked)
+    late = Late(qwen2_5.urls[ENTRIES[entry]], site, asked)
     pool, answer = in_background(qwen2_5.client(entry), late)
     with pool:
         late.wait()
@@ -103,7 +54,7 @@ def cached_tokens(client: Client, messages: list[dict[str, Any]]) -> int:
 def test_what_was_prefilled_early_is_not_told_as_cached(
     qwen2_5: Topology, site: Site, asked: list[dict[str, Any]]
 ) -> None:
-    late = Late(qwen2_5, "language", site, asked)
+    late = Late(qwen2_5.urls["language"], site, asked)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(cached_tokens, qwen2_5.client(), late.messages)
         late.wait()
@@ -115,7 +66,7 @@ def test_what_was_prefilled_early_is_not_told_as_cached(
 def test_a_late_picture_that_fails_fails_the_request_alone(
     machine: Machine, qwen2_5: Topology, site: Site, entry: str, asked: list[dict[str, Any]]
 ) -> None:
-    late = Late(qwen2_5, entry, site, asked)
+    late = Late(qwen2_5.urls[ENTRIES[entry]], site, asked)
     site.files.clear()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(qwen2_5.client(entry).chat, *late.messages)
@@ -130,7 +81,7 @@ def test_a_late_picture_that_fails_fails_the_request_alone(
 def test_an_aborted_request_leaves_nothing(
     machine: Machine, qwen2_5: Topology, site: Site, asked: list[dict[str, Any]]
 ) -> None:
-    late = Late(qwen2_5, "language", site, asked)
+    late = Late(qwen2_5.urls["language"], site, asked)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(qwen2_5.client().chat, *late.messages, rid="an early one")
         late.wait()
@@ -150,7 +101,7 @@ def test_on_two_ranks_with_pages_and_memory_for_one_request(
     wanted = Topology("tiny-qwen2_5-vl", ("encoder", "language"), EARLY, {"language": flags})
     expected = machine.reference(wanted.model, asked, TOKENS)
     with machine.lend(wanted) as topology:
-        late = Late(topology, "language", site, asked)
+        late = Late(topology.urls["language"], site, asked)
         pool, answer = in_background(topology.client(), late)
         with pool:
             late.wait()

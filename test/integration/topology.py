@@ -543,15 +543,11 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         flags={"language": "--enable-metrics"},
         own_env={"language@miss": {"SGLANG_RADIX_FORCE_MISS": "1", **_NOTHING_KEPT}},
     ),
-    # Both encode themselves what has fewer than four pictures.
+    # The language server encodes itself what has fewer than four pictures.
     "content": lambda: Topology(
         "tiny-qwen3-vl",
-        ("encoder", "language", "caching"),
-        {
-            "SGLANG_EPD_CONTENT_IDENTITY": "on",
-            "SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "4",
-            "SGLANG_VLM_CACHE_SIZE_MB": "100",
-        },
+        _TOGETHER,
+        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "4", "SGLANG_VLM_CACHE_SIZE_MB": "100"},
         {"language": "--enable-adaptive-dispatch-to-encoder --enable-cache-report"},
     ),
     # Prefixes of the cache would be computed in other batches, which rounds otherwise.
@@ -566,6 +562,16 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
+    ),
+    # The server of parts whose KV has room for little more than two prompts.
+    "early": lambda: Topology(
+        _TINY,
+        ("encoder", "encoder@2", "language", "language@kv"),
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT, **EARLY},
+        {
+            "language": "--enable-metrics",
+            "language@kv": "--page-size 16 --max-total-tokens 512",
+        },
     ),
     # Encoders soon have too much.
     "chaos": lambda: Topology(

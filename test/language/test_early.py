@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_epd.language import early as early_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import PART
-from sglang_epd.language.early import Early, Policy, Prompt
+from sglang_epd.language.early import Early, Prompt
 from sglang_epd.spans import OFF
 from sglang_epd.wire.messages import (
     Arrived,
@@ -30,7 +29,6 @@ LAYOUT = Layout("IMAGE", TensorSpec("float32", (ROWS, 4)), [[1, 2, 4]])
 # the request's last one: a video, say.
 PROMPT = Prompt(array("q", [1, 1, 7, 9, 1, 1, 7, 8, 1, 1, 7, 9, 1, 1]), (3, 7, 11), (0, 2, 1))
 EXPECT = Expect("ticket", 3, 1, 60.0)
-IDLE = False, False
 
 
 class FakeClaims:
@@ -47,29 +45,23 @@ class FakeParts:
     """What the rank says of its parts."""
 
     def __init__(self) -> None:
-        self.broken = False
-        self.prefill_s = self.token_s = 0.0
         self.in_flight = False
-        self.cached = 0
-        self.load = IDLE
+        self.smallest: int | None = 2
 
     def alive(self, rid: str) -> bool:
         return self.in_flight
 
-    def reached(self, rid: str) -> int:
-        return self.cached
-
-    def busy(self) -> tuple[bool, bool]:
-        return self.load
+    def least(self) -> int | None:
+        return self.smallest
 
 
 class World:
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self) -> None:
         self.claims, self.parts = FakeClaims(), FakeParts()
         claims: Any = self.claims
         parts: Any = self.parts
         self.early = Early(
-            claims, parts, policy, read=lambda _request, _expect: PROMPT, make=make, secret=SECRET
+            claims, parts, read=lambda _request, _expect: PROMPT, make=make, secret=SECRET
         )
 
     def follow(self, covered: tuple[int, ...] = (), layouts: tuple[Layout, ...] = ()) -> None:
@@ -105,7 +97,7 @@ def read(part: Any) -> Beginning:
 
 @pytest.fixture
 def world() -> World:
-    return World(Policy(True, 1))
+    return World()
 
 
 @pytest.mark.parametrize(("count", "end"), [(0, 2), (1, 6), (2, 10)], ids=["none", "one", "two"])
@@ -161,6 +153,23 @@ def test_one_part_of_a_request_is_in_flight(world):
     assert carried.items == (0, 2)
 
 
+def test_a_part_that_is_about_to_begin_is_in_flight(world):
+    """In the tick in which its items are handed out another one may land."""
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    world.early.take()
+    (*_, name, _) = world.claims.taken[-1]
+    assert world.early.hear(Settled(name, (Landed(bytes(32), LAYOUT, 32, 0, 0), None, None)))
+    world.arrive(2)
+    (part,) = world.early.take()
+    assert read(part).items == (0,)
+    assert len(world.claims.taken) == 1
+    world.parts.in_flight = True
+    assert not world.early.take()
+    assert len(world.claims.taken) == 1
+
+
 def test_items_that_are_gone_again_make_no_part(world):
     world.follow()
     world.early.take()
@@ -206,69 +215,27 @@ def test_what_the_prefix_cache_covers_is_not_taken(world):
     assert [one is None for one in carried.landed] == [True, False]
 
 
-def test_a_prompt_that_cannot_be_laid_out_in_parts_is_not_tried_again(world):
-    world.follow()
-    world.parts.broken = True
-    assert not world.early.take()
-
-
 def test_other_outcomes_are_not_taken(world):
     assert not world.early.hear(Settled("c"))
 
 
-# The rule.
-
-AUTO = Policy(False, 1)
-
-
-def test_a_part_has_as_many_tokens_as_the_smallest_pass_has_time_for():
-    # A pass takes 40 ms at least, and a token one.
-    assert AUTO.least(0.04, 0.001, decoding=False) == 40
-    assert AUTO.least(0.04, 0.001, decoding=True) == 160
-    assert Policy(False, 64).least(0.04, 0.001, decoding=False) == 65, "less than a page is lost"
-    assert AUTO.least(0.0, 0.0, decoding=True) == 2, "nothing has been prefilled yet"
-    assert Policy(True, 1).least(0.04, 0.001, decoding=True) == 2
-
-
-@pytest.mark.parametrize(
-    ("part_s", "left_s", "waiting", "may"),
-    [(0.4, 0.1, False, True), (0.4, 0.09, False, False), (0.4, 1e9, True, False)],
-    ids=["far", "near", "others wait"],
-)
-def test_a_part_uses_idle_time_and_ends_soon(part_s, left_s, waiting, may):
-    assert AUTO.may(part_s, left_s, waiting=waiting) is may
-    assert Policy(True, 1).may(part_s, left_s, waiting=waiting)
-
-
-def test_a_part_waits_for_more_items_or_for_others_to_end():
-    world = World(AUTO)
-    world.parts.prefill_s, world.parts.token_s = 12e-9, 1e-9
+def test_a_part_waits_for_more_items_or_for_others_to_end(world):
+    world.parts.smallest = 16
     world.follow()
     assert not world.early.take(), "two tokens"
-    world.parts.load = False, True
     world.arrive(0)
     assert not world.early.take()
-    assert not world.claims.taken, "15 of 48 tokens"
-    world.parts.load = True, False
+    assert not world.claims.taken, "15 tokens"
+    world.parts.smallest = None
     assert not world.early.take()
     assert not world.claims.taken, "others wait"
-    world.parts.load = IDLE
+    world.parts.smallest = 15
     _, carried = world.part()
-    assert (carried.items, carried.least) == ((0,), 12)
-
-
-def test_the_last_item_is_as_far_off_as_those_before_it_took(monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(early_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    world = World(Policy(False, 1))
-    world.follow()
-    (_text,) = world.early.take()
-    world.parts.token_s = 1.0
-    clock.now += 1.0
-    world.arrive(0)
-    # Thirteen tokens, and two items to come in two seconds.
+    assert (carried.items, carried.least) == ((0,), 15)
+    world.parts.smallest = 100
+    world.arrive(2)
     assert not world.early.take()
-    assert not world.claims.taken
-    clock.now += 0.7
-    assert not world.early.take()
-    assert world.claims.taken, "3.4 s are a quarter of them"
+    assert len(world.claims.taken) == 1
+    world.early.leave("c")
+    world.parts.smallest = 1
+    assert not world.early.take(), "of a claim that is over"

@@ -3,6 +3,7 @@ waits for more than the part that runs."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ class Scheduler:
         self.queue: list[Request] = []
         self.batch: list[Request] = []
         self.discarded: list[str] = []
+        self.decoding = False
 
     def match(self, request: Request) -> tuple[int, Any]:
         return min(self.cached, len(request.origin_input_ids) - 1) // PAGE * PAGE, "node"
@@ -85,7 +87,7 @@ class Scheduler:
         return request in self.queue or self.running(request)
 
     def busy(self) -> tuple[bool, bool]:
-        return bool(self.queue), False
+        return bool(self.queue), self.decoding
 
 
 class World:
@@ -138,7 +140,6 @@ def test_a_part_runs_and_its_request_finds_its_kv(world):
     world.end(part)
     assert world.parts.ended(part), "with overlap scheduling it comes twice"
     assert not world.parts.alive("r")
-    assert world.parts.reached("r") == 20
     assert world.tally.counts["tokens", ""] == 20
     assert (world.count("done"), world.scheduler.discarded) == (1, [])
     world.parts.settle("r")
@@ -288,11 +289,13 @@ def test_courses_of_requests_that_sglang_refuses_are_not_kept_for_ever(world):
     assert len(world.parts._courses) <= 256
 
 
-def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkeypatch):
+@pytest.fixture
+def prefill(world, monkeypatch):
+    """Runs a prefill of so many tokens that takes so many seconds."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(parts_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
-    def prefill(tokens: int, seconds: float, *, chunked: bool = False) -> None:
+    def run(tokens: int, seconds: float, *, chunked: bool = False) -> None:
         request = world.come(Request(str(tokens), tokens))
         assert world.run(request)
         clock.now += seconds
@@ -300,11 +303,39 @@ def test_the_fastest_prefill_and_the_cheapest_token_are_remembered(world, monkey
         clock.now += 5.0
         world.parts.ended(request)  # another token of its answer
 
+    run(8, 100.0)  # a server's first pass is slow
+    return run
+
+
+def test_a_part_has_as_many_tokens_as_the_fastest_prefill_had_time_for(world, prefill):
+    assert world.parts.least() == PAGE + 1, "nothing is known yet, and less than a page is lost"
     prefill(10, 2.0)
-    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.2)
+    assert world.parts.least() == PAGE + 1
     prefill(100, 4.0)
     prefill(50, 4.0)
-    assert (world.parts.prefill_s, world.parts.token_s) == (2.0, 0.04)
+    # Two seconds of tokens that take 0.04 each.
+    assert world.parts.least() == 50 - 10
+    world.scheduler.decoding = True
+    assert world.parts.least() == 4 * 40
     assert not world.parts.any, "nothing has to be looked at"
     prefill(1000, 4.0, chunked=True)
-    assert world.parts.token_s == 9.0 / 1000, "all of its chunks"
+    assert world.parts.least() == math.ceil(4 * (2.0 / 0.009 - 10)), "all of its chunks"
+
+
+def test_long_prefills_do_not_tell_what_a_short_one_has_time_for(world, prefill):
+    """A server that has seen long prompts alone would have no part of them prefilled, and learn
+    nothing."""
+    prefill(1000, 20.0)
+    prefill(500, 10.0)
+    assert world.parts.least() == PAGE + 1
+    prefill(10, 2.0)
+    assert world.parts.least() == 100 - 10
+
+
+def test_no_part_is_worth_it_while_others_wait_or_after_one_that_failed_by_surprise(world):
+    world.come(Request("other", 10))
+    assert world.parts.least() is None
+    always = Parts(world.scheduler, world.scheduler, PAGE, Tally(), always=True)
+    assert always.least() == PAGE + 1
+    always.broken = True
+    assert always.least() is None

@@ -94,7 +94,8 @@ managers.schedule_batch
     seams/identities: MultimodalDataItem(modality set_identity)
     seams/identities: MultimodalProcessorOutput(mm_items padded_input_ids)
     seams/prefix: Req(finished rid session positional_embed_overrides origin_input_ids output_ids
-        prefix_len multimodal_inputs)
+        prefix_len multimodal_inputs is_prefill_only)
+    seams/prefix: ScheduleBatch(reqs)
 managers.schedule_policy
     seams/prefix: AddReqResult(CONTINUE NO_TOKEN)
     seams/prefix: PrefillAdder(can_run_list)

@@ -248,6 +248,7 @@ def test_the_kv_of_an_adapter_covers_no_other(sglang, tree):
 class FakeScheduler:
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
+        self.chunked_req = None
         self.calls: list[tuple] = []
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
@@ -268,6 +269,18 @@ def scheduler():
 @pytest.fixture
 def queue(scheduler, gate):
     return SchedulerQueue(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("ended", "only_prefilled", "decodes"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+    ids=["answers", "has ended", "is a part"],
+)
+def test_what_decodes_is_answering(scheduler, queue, ended, only_prefilled, decodes):
+    """A batch still has what has ended in it, until the next one is made."""
+    one = request(finished=lambda: ended, is_prefill_only=only_prefilled)
+    scheduler.running_batch = SimpleNamespace(reqs=[one])
+    assert queue.busy() == (False, decodes)
 
 
 def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from seams.conftest import listening
-from sglang_epd.seams import decode, identities, requests
+from sglang_epd.seams import decode, requests
 from sglang_epd.seams.tokenizer import TokenizerSeam
 
 PATIENCE_S = 10.0
@@ -127,19 +127,18 @@ class Gone:
 @pytest.mark.parametrize(
     ("language_only", "mode", "told"),
     [
-        (False, "null", ["identities"]),
-        (True, "null", ["identities", "receiver"]),
-        (True, "prefill", ["identities", "receiver"]),
-        (False, "prefill", ["identities"]),
-        (False, "decode", ["identities", "decode"]),
+        (False, "null", []),
+        (True, "null", ["receiver"]),
+        (True, "prefill", ["receiver"]),
+        (False, "prefill", []),
+        (False, "decode", ["decode"]),
     ],
 )
 def test_who_is_told(flags, monkeypatch, language_only, mode, told):
     flags(disagg={"language_only": language_only, "disaggregation_mode": mode})
     seen = []
     receiver = SimpleNamespace(attach=lambda _manager: seen.append("receiver"))
-    for module, name in ((identities, "identities"), (decode, "decode")):
-        monkeypatch.setattr(module, "set_up", lambda _manager, name=name: seen.append(name))
+    monkeypatch.setattr(decode, "set_up", lambda _manager: seen.append("decode"))
     made = SimpleNamespace(mm_receiver=receiver)
     requests.made(None, made, start_pd_bootstrap_service=True)
     assert seen == told

@@ -25,7 +25,6 @@ def misfit(monkeypatch):
     """The installed SGLang is another."""
     monkeypatch.setattr(hooks, "_state", hooks._State())
     monkeypatch.setattr(contract, "version", lambda _name: "0.5.24")
-    monkeypatch.delenv("SGLANG_EPD_CONTENT_IDENTITY", raising=False)
 
 
 def publish(**flags) -> None:
@@ -48,12 +47,6 @@ def test_a_server_without_one_goes_on(misfit, caplog, flags):
     assert resolved == [given]
     told = ["Prompts are laid out as SGLang does it" in one.message for one in caplog.records]
     assert told == [True] * (flags is DECODE)
-
-
-def test_a_server_that_is_to_name_media_by_content_ends(misfit, monkeypatch):
-    monkeypatch.setenv("SGLANG_EPD_CONTENT_IDENTITY", "1")
-    with pytest.raises(ConfigError, match="the versions differ"):
-        publish(**OTHER)
 
 
 def test_where_all_holds_nothing_is_said(monkeypatch, caplog):

@@ -191,23 +191,9 @@ def test_without_an_epd_flag_everything_passes(check):
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "workers", "encodes", "theirs"),
-    [
-        ("on", 2, False, True),
-        ("on", 2, True, False),
-        ("on", 1, False, False),
-        ("off", 2, False, False),
-        (None, 2, False, False),
-    ],
-)
-def test_workers_that_name_media_by_content_have_the_plugin(
-    check, monkeypatch, setting, workers, encodes, theirs
-):
-    monkeypatch.delenv("SGLANG_EPD_CONTENT_IDENTITY", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("SGLANG_EPD_CONTENT_IDENTITY", setting)
-    check(language_only=False, encoder_only=encodes, tokenizer_worker_num=workers)
+@pytest.mark.parametrize(("workers", "theirs"), [(1, False), (2, True)])
+def test_tokenizer_workers_of_language_servers_have_the_plugin(check, workers, theirs):
+    check(language_only=True, tokenizer_worker_num=workers)
     assert ("SGLANG_HTTP_SERVER_APP_PATH" in os.environ) == theirs
 
 

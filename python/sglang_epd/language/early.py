@@ -2,16 +2,14 @@
 the rank that leads.
 
 A prompt is prefilled up to its first missing item, in the order of the prompt, whenever that is
-worth a forward pass; `parts` has what becomes of it on the ranks. At most one part of a request
-is in flight.
+worth a forward pass; `parts` says when it is, and has what becomes of it on the ranks. At most
+one part of a request is in flight.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,47 +45,6 @@ class Prompt:
         return max(place - 1, after)
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Says whether a part is worth a forward pass.
-
-    Prefilling early gains what the accelerator would have been idle for. So there is no part
-    while others wait to be prefilled, which have the accelerator already. A pass takes some
-    time however small it is, and so many tokens come free. A part has as many tokens as that;
-    and four times as many where others decode, who wait for each pass. A part that still runs
-    when the last item lands delays its request by the cost of a pass; so the last item has to
-    be further off than a quarter of the part's time.
-
-    Args:
-        always: every part is.
-        page: tokens of a page of KV.
-    """
-
-    always: bool
-    page: int
-
-    def least(self, prefill_s: float, token_s: float, *, decoding: bool) -> int:
-        """New tokens of the smallest part.
-
-        Args:
-            prefill_s: seconds of the smallest pass; 0 where that is unknown.
-            token_s: seconds of a token of a large one.
-            decoding: whether others decode.
-        """
-        free = 0.0 if self.always or not token_s else prefill_s / token_s
-        return max(self.page + 1, math.ceil(free * (4 if decoding else 1)))
-
-    def may(self, part_s: float, left_s: float, *, waiting: bool) -> bool:
-        """Whether a part that is large enough is to be prefilled now.
-
-        Args:
-            part_s: seconds that it takes.
-            left_s: seconds until the last item lands, as far as can be told.
-            waiting: whether others wait to be prefilled.
-        """
-        return self.always or (not waiting and left_s >= part_s / 4)
-
-
 @dataclass
 class _Followed:
     """A claim whose prompt may be prefilled in parts."""
@@ -96,7 +53,6 @@ class _Followed:
     request: Any
     ticket: str
     prompt: Prompt
-    since: float
     span: Span
     covered: frozenset[int]
     # Tokens of the items that have landed or are covered, by number.
@@ -118,13 +74,6 @@ class _Followed:
         items = self.prompt.items[:count]
         return self.prompt.end(count) - count + sum(self.tokens[item] for item in items)
 
-    def left_s(self, now: float) -> float:
-        """Seconds until the last item lands, at the pace of those that have."""
-        landed = len(self.tokens) - len(self.covered)
-        if not landed:
-            return float("inf")
-        return (now - self.since) / landed * (len(self.prompt.items) - len(self.tokens))
-
 
 class Early:
     """Makes parts of the prompts whose items land one after the other.
@@ -132,7 +81,6 @@ class Early:
     Args:
         claims: how items are had before the others.
         parts: what becomes of parts on this rank.
-        policy: whether a part is worth it.
         read: a request's prompt; None where it is not to be prefilled in parts.
         make: a request for the KV of a prompt's beginning, like another request, with an id and
             token ids of its own.
@@ -143,7 +91,6 @@ class Early:
         self,
         claims: Claims,
         parts: Parts,
-        policy: Policy,
         *,
         read: Callable[[Any, wire.Expect], Prompt | None],
         make: Callable[[Any, str, array[int]], Any],
@@ -152,15 +99,15 @@ class Early:
         self.read = read
         self._claims = claims
         self._parts = parts
-        self._policy = policy
         self._make = make
         self._secret = secret
         self._names = itertools.count()
         self._followed: dict[str, _Followed] = {}
-        # Of them, those that may have a part to prefill; and those whose part is too small while
-        # others decode.
+        # Of them, those that may have a part to prefill; and those whose part was too small.
         self._stirred: dict[str, None] = {}
         self._small: dict[str, None] = {}
+        # New tokens that a part had to have when they were last looked at.
+        self._least = 0
         # By the name that their items were asked for under: the claim, its request, and how many
         # items, in the order of the prompt.
         self._asked: dict[str, tuple[_Followed, int]] = {}
@@ -184,7 +131,6 @@ class Early:
             request,
             expect.ticket,
             prompt,
-            time.monotonic(),
             span,
             frozenset(covered),
             known,
@@ -221,23 +167,24 @@ class Early:
 
     def take(self) -> list[Any]:
         """The parts that are to be prefilled from now on, as requests for all ranks."""
-        if self._parts.broken:
-            self._stirred.clear()
-            self._small.clear()
-        if self._stirred or self._small:
+        # Ranks know nothing yet of a part that is ready: its request would have another one.
+        if not self._ready and (self._stirred or self._small):
             self._look()
         ready, self._ready = self._ready, []
         return [self._begin(*part) for part in ready]
 
     def _look(self) -> None:
-        now, (waiting, decoding) = time.monotonic(), self._parts.busy()
-        if not decoding:
+        least = self._parts.least()
+        if least is None:
+            return
+        if least < self._least:
             self._stirred |= self._small
             self._small.clear()
+        self._least = least
         for claim in list(self._stirred):
-            self._consider(self._followed[claim], now, waiting=waiting, decoding=decoding)
+            self._consider(self._followed[claim], least)
 
-    def _consider(self, one: _Followed, now: float, *, waiting: bool, decoding: bool) -> None:
+    def _consider(self, one: _Followed, least: int) -> None:
         if one.in_flight:
             if any(asked is one for asked, _ in self._asked.values()):
                 return
@@ -249,16 +196,12 @@ class Early:
         if count == len(one.prompt.items):
             del self._stirred[one.claim]
             return
-        length, parts = one.length(count), self._parts
-        tokens = length - max(one.done, parts.reached(one.request.rid))
-        one.least = self._policy.least(parts.prefill_s, parts.token_s, decoding=decoding)
-        if tokens < one.least:
+        length = one.length(count)
+        if length - one.done < least:
             del self._stirred[one.claim]  # until another item lands
-            if decoding:
-                self._small[one.claim] = None
+            self._small[one.claim] = None
             return
-        if not self._policy.may(tokens * parts.token_s, one.left_s(now), waiting=waiting):
-            return
+        one.least = least
         one.done, one.in_flight = length, True
         needed = tuple(sorted(set(one.prompt.items[:count]) - one.covered))
         if not needed:

@@ -7,11 +7,13 @@ like any other prefix, and loses it like any other. Until the last item has land
 waits as it always does; then a part that is still queued is withdrawn, and a part that runs is
 waited for, or both would compute the same.
 
-Every rank decides by itself, and alike: by its tree, its queue and its batches, never by a clock.
+Every rank decides by itself, and alike: by its tree, its queue and its batches. Clocks say on the
+rank that leads when a part is worth it, and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,19 +32,14 @@ class _Course:
 
     Attributes:
         base: tokens that the prefix cache had before the first part.
-        reached: tokens that it had, or was given, by the last one.
         part: SGLang's request of the last one, once it is queued.
         over: whether that one has ended, or was never queued.
-        began: seconds of `time.monotonic` at which it was taken into a batch.
-        seconds: of the passes of earlier ones.
+        settled: whether all items of the request have landed, or will not.
     """
 
     base: int | None = None
-    reached: int = 0
     part: Any = None
     over: bool = True
-    began: float | None = None
-    seconds: float = 0.0
     settled: bool = False
 
 
@@ -54,14 +51,16 @@ class Parts:
         queue: this rank's scheduler.
         page: tokens of a page of KV.
         tally: counts parts, on the rank that leads.
+        always: whether every part is worth it.
 
     Attributes:
         broken: whether a part's prompt could not be laid out; there are no more then.
-        prefill_s: seconds of the fastest prefill of any request; 0 before the first one.
-        token_s: seconds of a token, where a token took least.
     """
 
-    def __init__(self, tree: Tree, queue: Queue, page: int, tally: Tally) -> None:
+    def __init__(
+        self, tree: Tree, queue: Queue, page: int, tally: Tally, *, always: bool = False
+    ) -> None:
+        self._always = always
         self._tree = tree
         self._queue = queue
         self._page = page
@@ -75,8 +74,12 @@ class Parts:
         self._queued: WeakKeyDictionary[Any, _Course] = WeakKeyDictionary()
         # When requests were taken into a batch, with how many tokens, until their first output.
         self._timed: WeakKeyDictionary[Any, tuple[float, int]] = WeakKeyDictionary()
+        # Seconds and tokens of the fastest prefill of any request but the server's first, whose
+        # pass is slow to begin; and seconds of a token, where a token took least.
+        self._fastest: tuple[float, int] | None = None
+        self._token_s = 0.0
+        self._warm = False
         self.broken = False
-        self.prefill_s = self.token_s = 0.0
 
     @property
     def any(self) -> bool:
@@ -90,7 +93,7 @@ class Parts:
     def expect(self, rid: str, of: str, least: int) -> None:
         """A part is about to be queued, to be run for so many new tokens at least."""
         course = self._courses.setdefault(of, _Course())
-        course.part, course.over, course.began = None, False, None
+        course.part, course.over = None, False
         self._awaited[rid] = of, least
 
     def fail(self, rid: str) -> None:
@@ -122,7 +125,6 @@ class Parts:
             return False
         length, _ = self._tree.match(request)
         covered = all(end(item) <= length for item, _ in bare_items(request))
-        course.reached = max(course.reached, length)
         if not covered or self._whole(request) - length < least:
             self._drop(request, course, "covered" if covered else "failed")
             return False
@@ -144,9 +146,6 @@ class Parts:
         """A request goes into the next batch."""
         tokens = len(request.origin_input_ids) - request.prefix_len
         self._timed[request] = time.monotonic(), tokens
-        if (course := self._parts.get(request)) is not None:
-            course.began = course.began or time.monotonic()
-            return
         course = self._queued.pop(request, None)
         fresh = not request.retracted_stain and not request.already_computed
         if course is not None and course.base is not None and fresh:
@@ -160,22 +159,16 @@ class Parts:
             chunked: whether more chunks of it follow.
         """
         if not chunked and (timed := self._timed.pop(request, None)) is not None:
-            since, tokens = timed
-            took = time.monotonic() - since
-            self.prefill_s = min(self.prefill_s or took, took)
-            self.token_s = min(self.token_s or took, took / max(tokens, 1))
+            self._learn(*timed)
         course = self._parts.get(request)
         if course is None:
             return False
         if request.finished() and course.part is request and not course.over:
             course.over = True
-            spent = time.monotonic() - course.began if course.began else 0.0
-            course.seconds += spent
             computed = len(request.origin_input_ids) - request.cached_tokens
             if request.finished_reason.to_json()["type"] == "abort" or computed <= 0:
                 self._tally.add("parts", "failed")
             else:
-                course.reached = max(course.reached, self._whole(request))
                 self._tally.add("parts", "done")
                 self._tally.add("tokens", amount=computed)
         return True
@@ -186,9 +179,6 @@ class Parts:
         if course is None:
             return
         course.settled = True
-        running = not course.over and course.began is not None
-        since = time.monotonic() - course.began if running and course.began else 0.0
-        self._tally.observe("won_seconds", course.seconds + since)
         if course.part is not None and self._queue.remove(course.part):
             self._drop(course.part, course, "withdrawn")
         settled = [rid for rid, one in self._courses.items() if one.settled]
@@ -206,14 +196,38 @@ class Parts:
             self._tally.add("parts", "failed")
         return not course.over
 
-    def reached(self, rid: str) -> int:
-        """Tokens of a request's prompt that the prefix cache had when that was last seen."""
-        course = self._courses.get(rid)
-        return 0 if course is None else course.reached
+    def least(self) -> int | None:
+        """New tokens of the smallest part that is worth a forward pass now; None where none is.
 
-    def busy(self) -> tuple[bool, bool]:
-        """Whether requests wait to be prefilled; whether any decode."""
-        return self._queue.busy()
+        Prefilling early gains what the accelerator would have been idle for. So there is no part
+        while others wait to be prefilled, which have the accelerator already. A pass takes some
+        time however small it is, and so many tokens come free. A part has as many tokens as that;
+        and four times as many where others decode, who wait for each pass.
+        """
+        if self.broken:
+            return None
+        free = 0.0
+        if not self._always:
+            waiting, decoding = self._queue.busy()
+            if waiting:
+                return None
+            free = self._free_tokens() * (4 if decoding else 1)
+        return max(self._page + 1, math.ceil(free))
+
+    def _free_tokens(self) -> float:
+        """How many more tokens the fastest prefill had time for; 0 until one is known that had
+        few."""
+        if self._fastest is None:
+            return 0.0
+        seconds, tokens = self._fastest
+        return seconds / self._token_s - tokens
+
+    def _learn(self, since: float, tokens: int) -> None:
+        took, warm, self._warm = time.monotonic() - since, self._warm, True
+        if warm:
+            took_of_token = took / max(tokens, 1)
+            self._fastest = min(self._fastest or (took, tokens), (took, tokens))
+            self._token_s = min(self._token_s or took_of_token, took_of_token)
 
     def _whole(self, request: Any) -> int:
         """Tokens of a part whose KV will be kept."""

@@ -119,10 +119,6 @@ class EarlyMetrics(Metrics):
         "outcome",
     )
     tokens = counter("Prompt tokens that such parts have prefilled")
-    won_seconds = histogram(
-        "Time that passes over such parts had run when their request's last item landed",
-        buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
-    )
 
 
 class DecodeMetrics(Metrics):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sglang_epd.config import Settings
-from sglang_epd.language.early import Early, Policy, Prompt
+from sglang_epd.language.early import Early, Prompt
 from sglang_epd.language.parts import Parts
 from sglang_epd.modality import MODALITIES
 from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
@@ -43,9 +43,8 @@ _WHOLE_PROMPT = (
 )
 
 
-def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
-    """When a part is worth it, and the parts on this rank; None where prompts are never
-    prefilled in parts."""
+def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
+    """The parts on this rank; None where prompts are never prefilled in parts."""
     from sglang.srt.runtime_context import (
         get_memory,
         get_observability,
@@ -67,30 +66,23 @@ def parts(scheduler: Any, ranks: Ranks) -> tuple[Policy, Parts] | None:
         or get_schedule().max_queued_requests is not None
     ):
         return None
-    page = scheduler.page_size
-    policy = Policy(asked == "on", page)
     tally = Tally()
     if ranks.leads and get_observability().enable_metrics:
         from sglang_epd.observability.language import EarlyMetrics
         from sglang_epd.observability.metrics import PrometheusTally
 
         tally = PrometheusTally(EarlyMetrics())
-    return policy, Parts(RadixTree(tree), SchedulerQueue(scheduler), page, tally)
+    queue, page = SchedulerQueue(scheduler), scheduler.page_size
+    return Parts(RadixTree(tree), queue, page, tally, always=asked == "on")
 
 
-def leading(
-    made: tuple[Policy, Parts] | None, claims: Claims, processor: Any, secret: bytes
-) -> Early | None:
+def leading(parts: Parts, claims: Claims, processor: Any, secret: bytes) -> Early:
     """What begins parts, on the rank that leads.
 
     Args:
-        made: as `parts` returned it.
         processor: lays out the model's prompts.
     """
-    if made is None:
-        return None
-    policy, parts = made
-    return Early(claims, parts, policy, read=reader(processor), make=make, secret=secret)
+    return Early(claims, parts, read=reader(processor), make=make, secret=secret)
 
 
 def reader(processor: Any) -> Callable[[Any, Expect], Prompt | None]:

@@ -4,7 +4,7 @@ SGLang has no more use for.
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
 the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue`,
-`disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch`,
+`disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch` with `Req.is_prefill_only`,
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
@@ -129,7 +129,9 @@ class SchedulerQueue:
     def busy(self) -> tuple[bool, bool]:
         scheduler = self._scheduler
         waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
-        return waiting, not scheduler.running_batch.is_empty()
+        # Those that have ended leave it in the next tick, and an idle scheduler makes none.
+        running = scheduler.running_batch.reqs
+        return waiting, any(not one.finished() and not one.is_prefill_only for one in running)
 
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sglang_epd.seams import decode, identities
+from sglang_epd.seams import decode
 
 
 def after(method: str) -> Callable[..., None]:
@@ -62,8 +62,6 @@ def made(_result: None, manager: Any, **_options: Any) -> None:
     from sglang.srt.runtime_context import get_disagg
 
     disagg = get_disagg()
-    # First: what a prefill server does not know SGLang lays out, names included.
-    identities.set_up(manager)
     if disagg.language_only:
         manager.mm_receiver.attach(manager)
     elif disagg.disaggregation_mode == "decode":

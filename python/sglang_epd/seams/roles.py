@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_epd import logs
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
-from sglang_epd.seams import hooks, identities
+from sglang_epd.seams import hooks
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -32,7 +32,7 @@ def served(server_args: Any) -> bool:
     """Whether a server with these flags, of any version of SGLang, must not run without this
     package."""
     apart = ("encoder_only", "language_only")
-    return any(getattr(server_args, flag, False) for flag in apart) or identities.asked()
+    return any(getattr(server_args, flag, False) for flag in apart)
 
 
 def hold(_result: Any, server_args: Any, *_args: Any, **_options: Any) -> None:

@@ -185,8 +185,7 @@ def create_backend(
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = bool(family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate)
     inputs = _Inputs(processor, reads_text=reads_text)
-    made = None if reads_text else early.parts(scheduler, ranks)
-    parts = made and made[1]
+    parts = None if reads_text else early.parts(scheduler, ranks)
     prefix.Installed.releases = True
     arena, leader, gate = None, None, None
     receive: Receive
@@ -204,7 +203,9 @@ def create_backend(
             receive = relay.sending(receive)
         if ranks.leads:
             asks = receiving.asks_prefix(parallel, get_memory().disable_radix_cache)
-            in_parts = early.leading(made, claims, processor, secret)
+            in_parts = None
+            if parts is not None:
+                in_parts = early.leading(parts, claims, processor, secret)
             leader = Leader(claims, secret, prefix=asks, resume=tracing.resume, early=in_parts)
             # SGLang's Rust server brings a sleeper without one, which wakes once a second.
             if hasattr(scheduler.idle_sleeper, "poller"):

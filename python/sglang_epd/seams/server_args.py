@@ -13,7 +13,7 @@ from typing import Any
 from sglang_epd.errors import ConfigError
 from sglang_epd.families import family_of
 from sglang_epd.namespace import TOWER_CONFIGS
-from sglang_epd.seams import hooks, identities, roles, rundir
+from sglang_epd.seams import hooks, roles, rundir
 from sglang_epd.wire.urls import ENCODERS, HTTP
 
 # The families' names for the number of a tower's attention heads.
@@ -63,13 +63,11 @@ def check(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     args = resolving_view(server_args)
-    encodes_itself = not (args.encoder_only or args.language_only)
-    if not encodes_itself:
+    if args.encoder_only or args.language_only:
         config = model_config_of(server_args).hf_config
         for refusal in _refusals(args, config):
             raise ConfigError(refusal)
-    named = args.language_only or (encodes_itself and identities.asked())
-    if args.tokenizer_worker_num > 1 and named:
+    if args.tokenizer_worker_num > 1 and args.language_only:
         roles.announce_workers()
 
 

@@ -33,8 +33,9 @@ def take(
     now: float = 0.0,
     rate: float = NO_RATE,
     room: float = math.inf,
+    ahead_s: float = 0.0,
 ) -> list[Job]:
-    return queue.take(now, bounds, rate, room)
+    return queue.take(now, bounds, rate, room, ahead_s=ahead_s)
 
 
 class Plain:
@@ -254,7 +255,8 @@ def test_nobody_ends_later_than_with_an_equal_share(requests, random):
     ("first", "second", "rate", "order_of_both"),
     [
         ({}, {"deadline": 1.5}, 1.0, "second first"),  # it would be late
-        ({"deadline": 1.9}, {"deadline": 1.5}, 1.0, "second first"),  # the earlier deadline
+        ({"deadline": 2.5}, {"deadline": 1.5}, 1.0, "second first"),  # and then the other is not
+        ({"deadline": 1.9}, {"deadline": 1.5}, 1.0, "first second"),  # and the other would be then
         ({"deadline": 50.0}, {"deadline": 40.0}, 1.0, "first second"),  # both are in time
         ({}, {"cost": 10.0, "deadline": 5.0}, 1.0, "first second"),  # it is late anyway
         ({}, {"deadline": 1.5}, NO_RATE, "first second"),
@@ -263,6 +265,60 @@ def test_nobody_ends_later_than_with_an_equal_share(requests, random):
 def test_a_job_that_would_be_late_in_its_turn_goes_first(first, second, rate, order_of_both):
     queue = filled(job("first", **first), job("second", **second))
     assert [one.owner for one in order(queue, rate=rate)] == order_of_both.split()
+
+
+def test_of_several_that_would_be_late_the_earliest_deadline_is_first():
+    jobs = [job("a"), job("b"), job("c", deadline=2.5), job("d", deadline=1.5)]
+    assert [one.owner for one in order(filled(*jobs), rate=1.0)] == ["d", "c", "a", "b"]
+
+
+@pytest.mark.parametrize(("deadline", "first"), [(4.5, "early"), (3.5, "late"), (1.5, "late")])
+def test_a_request_that_cannot_be_done_whole_is_behind_all_others(deadline, first):
+    early = [job("early", deadline=deadline) for _ in range(4)]
+    late = [job("late", cost=5.0) for _ in range(2)]
+    queue = filled(*early, *late)
+    assert queue.first(0.0, 1.0).owner == first
+    assert next(one.owner for one in order(queue, rate=1.0)) == first
+
+
+def test_what_is_ahead_counts():
+    queue = filled(job("a", deadline=3.0), job("b"))
+    assert queue.first(0.0, 1.0, ahead_s=2.0).owner == "a"
+    assert queue.first(0.0, 1.0, ahead_s=2.1).owner == "b"
+    assert take(queue, rate=1.0, ahead_s=2.1)[0].owner == "b"
+    assert take(queue, rate=1.0, ahead_s=2.1)[0].owner == "a", "nothing else is to be done"
+
+
+def test_what_comes_too_late_takes_no_place_in_a_batch():
+    queue = filled(job("a", deadline=0.5), job("b", deadline=9.0), job("c"))
+    assert [one.owner for one in take(queue, ANY, rate=1.0)] == ["b", "c"]
+    assert [one.owner for one in take(queue, ANY, rate=1.0)] == ["a"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 9), st.integers(1, 40)), max_size=30
+    ),
+    st.sampled_from([0.0, 2.5]),
+)
+def test_requests_that_are_begun_in_their_order_end_in_time(asked, ahead_s):
+    """However many there are. If there is none, none would do so alone."""
+    queue = filled(*(job(owner, float(cost), float(until)) for owner, cost, until in asked))
+    in_time, late = queue._order(0.0, 1.0, ahead_s)
+    assert sorted(map(id, (*in_time, *late))) == sorted(map(id, queue))
+    done_at = ahead_s
+    for one in in_time:
+        done_at += one.cost
+        assert done_at <= one.deadline
+    assert {one.owner for one in in_time}.isdisjoint(one.owner for one in late)
+    if late and not in_time:
+        costs = {one.owner: 0.0 for one in late}
+        for one in late:
+            costs[one.owner] += one.cost
+        assert all(
+            ahead_s + costs[owner] > min(one.deadline for one in late if one.owner == owner)
+            for owner in costs
+        )
 
 
 def test_the_first_small_one_may_be_asked_for():

@@ -382,12 +382,15 @@ class Computations:
 
     def _begin_preparing(self, now: float) -> bool:
         """Hand a tower the next item to prepare; False if there is none, or no place."""
+        if self._preparer() is None:
+            return False
         # Waiting work is measured in pixels, until it has been prepared.
         rate = sum(lane.pixel_rate for lane in self._lanes)
-        work = self._waiting.first(now, rate)
+        ahead_s = min(lane.ahead_s(self._batch, ready=False) for lane in self._lanes)
+        work = self._waiting.first(now, rate, ahead_s=ahead_s)
         lane = self._preparer(work.large, work.alone) if work is not None else None
-        if lane is None and work is not None and work.large and self._preparer():
-            work = self._waiting.first(now, rate, large=False)
+        if lane is None and work is not None and work.large:
+            work = self._waiting.first(now, rate, large=False, ahead_s=ahead_s)
             lane = self._preparer(work.large, work.alone) if work is not None else None
         if work is None or lane is None:
             return False
@@ -467,12 +470,15 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        if lane.batches and not lane.has_batch(self._batch):
+        if lane.batches and (
+            not lane.has_batch(self._batch) or lane.overtakes(lane.ready.first(now, lane.rate))
+        ):
             # The tower has something to do until there is more: small passes take as long.
             return False
         in_use = self._in_use()
         room = self._staged_bytes - in_use if in_use > 0 else float("inf")
-        works = lane.ready.take(now, self._batch, lane.rate, room)
+        ahead_s = lane.ahead_s(self._batch, ready=True)
+        works = lane.ready.take(now, self._batch, lane.rate, room, ahead_s=ahead_s)
         if not works:
             return False
         for work in works:
@@ -536,7 +542,7 @@ class Computations:
         self._metrics.batch_patches.observe(patches)
         self._metrics.batch_items.observe(len(works))
         self._metrics.beside.forward([work.modality for work in works], elapsed_s)
-        lane.note_ran(patches, elapsed_s)
+        lane.note_ran(works, patches, elapsed_s)
         while works:
             work = works.pop(0)
             lane.running.discard(work)

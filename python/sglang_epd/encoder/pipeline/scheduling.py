@@ -13,9 +13,12 @@ thousands: its images would share the tower long after they were done.)
 An owner's jobs go by their places among its items: its language server may prefill what comes
 before the first item that is missing.
 
-Deadline-aware: a job that would miss its deadline in that order, and would not if it
-went now, goes first; among several the earliest deadline. A job whose deadline has
-passed is never returned.
+Deadline-aware, by owners, because one that misses an item has no use for its others. An owner
+that would be late in that order, and not if it went now, goes first, if that makes none late
+that has its turn before it; among several the earliest deadline. An owner that would be late in
+any case comes behind all others, and in no batch of theirs: under overload its jobs would end
+when nothing waits for them any more. Where nothing else is to be done they are done, since costs
+are estimates. A job whose deadline has passed is never returned.
 
 `Utilisation` is how much of the recent past towers spent running.
 """
@@ -28,6 +31,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 _SPAN_S = 60.0
@@ -180,23 +184,27 @@ class FairQueue(Generic[_J]):
     def _turn(self, job: _J) -> tuple[tuple[float, int], tuple[int, int]]:
         return self._ends[job.owner], _place(job)
 
-    def first(self, now: float, rate: float, *, large: bool = True) -> _J | None:
+    def first(
+        self, now: float, rate: float, *, large: bool = True, ahead_s: float = 0.0
+    ) -> _J | None:
         """The job that `take` would take first; None if none may run now.
 
         Args:
             large: whether it may be a large one.
+            ahead_s: as of `take`.
         """
         if not self._jobs:
             return None
-        if rate > 0 and self._soonest < now + self.cost / rate:
-            jobs = self._runnable(now, large=large)
-            if any(job.deadline < now + self.cost / rate for job in jobs):
-                return self._order(jobs, now, rate)[0]
+        if rate > 0 and self._soonest < now + ahead_s + self.cost / rate:
+            in_time, late = self._order(now, rate, ahead_s, large=large)
+            return next(iter(in_time or late), None)
         # In any order, none will be late.
         job = self._waiting[self._first_owner()][0]
         if _may_run(job, now, large):
             return job
-        return min(self._runnable(now, large=large), key=self._turn, default=None)
+        jobs = self._jobs if large else self._small
+        runnable = (job for job in jobs if _may_run(job, now, large))
+        return min(runnable, key=self._turn, default=None)
 
     def take_expired(self, now: float) -> list[_J]:
         """Take out the jobs whose deadline has passed.
@@ -212,20 +220,30 @@ class FairQueue(Generic[_J]):
         self._soonest = min((job.deadline for job in self._jobs), default=math.inf)
         return expired
 
-    def take(self, now: float, bounds: BatchBounds, rate: float, room_bytes: float) -> list[_J]:
+    def take(
+        self,
+        now: float,
+        bounds: BatchBounds,
+        rate: float,
+        room_bytes: float,
+        *,
+        ahead_s: float = 0.0,
+    ) -> list[_J]:
         """Take out the jobs to run next, together: all of one group.
 
         Args:
             bounds: on the batch; its first job may be over the bound on patches.
             rate: cost done in a second; 0 where it is unknown.
             room_bytes: memory for the batch's embeddings.
+            ahead_s: until a job is done that is taken now, beside its own cost.
 
         Returns:
             Nothing if no job may run now. Expired jobs stay until `take_expired`.
         """
+        in_time, late = self._order(now, rate, ahead_s)
         batch: list[_J] = []
         cost, nbytes = 0.0, 0
-        for job in self._order(self._runnable(now), now, rate):
+        for job in in_time or late:
             first = batch[0] if batch else None
             if first is not None and (
                 job.alone or job.group != first.group or cost + job.cost > bounds.patches
@@ -250,24 +268,39 @@ class FairQueue(Generic[_J]):
         if self._jobs and batch:
             self._virtual += sum(job.cost for job in batch) / owners
 
-    def _runnable(self, now: float, *, large: bool = True) -> list[_J]:
-        jobs = self._jobs if large else self._small
-        return [job for job in jobs if _may_run(job, now, large)]
-
-    def _order(self, jobs: list[_J], now: float, rate: float) -> list[_J]:
-        """The next first."""
-        jobs.sort(key=self._turn)
-        if rate <= 0:
-            return jobs
+    def _order(
+        self, now: float, rate: float, ahead_s: float, *, large: bool = True
+    ) -> tuple[list[_J], list[_J]]:
+        """The jobs of owners that can be done in time, the next first, and all others."""
+        in_turn: list[_J] = []
+        behind: list[tuple[float, float, list[_J]]] = []
+        begin = done_at = now + ahead_s
+        # By so much all of `in_turn` may be put off.
+        spare_s = math.inf
+        for owner in sorted(self._waiting, key=self._ends.__getitem__):
+            jobs = [job for job in self._waiting[owner] if _may_run(job, now, large)]
+            if rate <= 0 or not jobs:
+                in_turn += jobs
+                continue
+            needed_s = sum(job.cost for job in jobs) / rate
+            deadline = min(job.deadline for job in jobs)
+            if done_at + needed_s > deadline:
+                behind.append((deadline, needed_s, jobs))
+                continue
+            in_turn += jobs
+            done_at += needed_s
+            spare_s = min(spare_s, deadline - done_at)
         urgent: list[_J] = []
-        others: list[_J] = []
-        done_at = now
-        for job in jobs:
-            done_at += job.cost / rate
-            saved = done_at > job.deadline >= now + job.cost / rate
-            (urgent if saved else others).append(job)
-        urgent.sort(key=lambda job: job.deadline)
-        return urgent + others
+        late: list[_J] = []
+        behind.sort(key=itemgetter(0))
+        for deadline, needed_s, jobs in behind:
+            if needed_s > spare_s or begin + needed_s > deadline:
+                late += jobs
+                continue
+            urgent += jobs
+            begin += needed_s
+            spare_s -= needed_s
+        return urgent + in_turn, late
 
 
 def _place(job: Job) -> tuple[int, int]:

@@ -138,7 +138,8 @@ class Lane:
     batches: int = 0
     free_at: float = 0.0
     rate: float = 0.0
-    pixel_rate: float = 0.0
+    prepared_pixels: float = 0.0
+    ran_pixels: float = 0.0
     typical: float = 1.0
 
     @property
@@ -146,6 +147,17 @@ class Lane:
         """Cost of the assigned work, as far as it is known."""
         running = sum(work.cost for work in self.running)
         return self.ready.cost + running + len(self.preparing) * self.typical
+
+    def ahead_s(self, batch: BatchBounds, *, ready: bool) -> float:
+        """Until an item has been run, beside its own cost, as far as is known: the work before it
+        and the rest of its batch, which all ends at the same time.
+
+        Args:
+            ready: whether it is the next of those that are; or it is behind all that is assigned.
+        """
+        before = sum(work.cost for work in self.running) if ready else self.patches
+        rest = min(batch.patches, self.ready.cost if ready else self.patches)
+        return (before + rest) / self.rate if self.rate else 0.0
 
     def count(self) -> int:
         """The items that are assigned to it."""
@@ -170,12 +182,19 @@ class Lane:
         self.typical = _moved(self.typical, patches)
         if elapsed_s > 0:
             rate = self.tower.preparers * work.pixels / elapsed_s
-            self.pixel_rate = _moved(self.pixel_rate, rate)
+            self.prepared_pixels = _moved(self.prepared_pixels, rate)
 
-    def note_ran(self, patches: float, elapsed_s: float) -> None:
+    def note_ran(self, works: Iterable[Work], patches: float, elapsed_s: float) -> None:
         """A batch took so long."""
         if elapsed_s > 0:
             self.rate = _moved(self.rate, patches / elapsed_s)
+            pixels = sum(work.pixels for work in works)
+            self.ran_pixels = _moved(self.ran_pixels, pixels / elapsed_s)
+
+    @property
+    def pixel_rate(self) -> float:
+        """Claimed pixels a second, of the slower of the two stages; 0 where none is known."""
+        return min(filter(None, (self.prepared_pixels, self.ran_pixels)), default=0.0)
 
     @property
     def empty(self) -> bool:
@@ -209,6 +228,12 @@ class Lane:
             not self.preparing
             or len(ready) >= batch.items
             or sum(ready) + self.typical > batch.patches
+        )
+
+    def overtakes(self, work: Work | None) -> bool:
+        """Whether an item that its owner needs sooner is being prepared."""
+        return work is not None and any(
+            one.owner == work.owner and one.place < work.place for one in self.preparing
         )
 
 

@@ -37,11 +37,12 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
     yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
     yield from _tokens(views, token)
     encoders = [view.url for view in views if view.role == "encoder"]
+    tokenless = {view.url for view in views if view.tokenless}
     for url, status, skew_s in asyncio.run(_knock(encoders, token, ca_certs)):
         if status == 401:
             mend = "give this shell the encoder's SGLANG_EPD_TOKEN (or --api-key)"
             yield fail("token", f"{url} does not take it", mend)
-        elif status is not None:
+        elif status is not None and not (token and url in tokenless):
             yield ok("token", f"{url} takes {'it' if token else 'requests without one'}")
         if skew_s is not None and abs(skew_s) > _SKEW_S:
             found = f"{url} is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"

@@ -37,6 +37,8 @@ class Hub:
 
     repositories: dict[str, dict[str, Path]]
     slow_s: float = 0.0
+    # Repositories whose terms the asker has not accepted.
+    gated: frozenset[str] = frozenset()
     url: str = ""
     # GETs that were answered with a file, by its path below the revision.
     fetched: Counter[str] = field(default_factory=Counter)
@@ -149,13 +151,21 @@ def serving(hub: Hub) -> Iterator[Hub]:
             if repository not in hub.repositories:
                 self._missing("RepoNotFound")
                 return None
+            if repository in hub.gated:
+                self._missing("GatedRepo", status=HTTPStatus.FORBIDDEN)
+                return None
             folder = hub.folder(repository, revision)
             if folder is None:
                 self._missing("RevisionNotFound")
             return folder
 
-        def _missing(self, code: str, headers: dict[str, str] | None = None) -> None:
-            self.send_response(HTTPStatus.NOT_FOUND)
+        def _missing(
+            self,
+            code: str,
+            headers: dict[str, str] | None = None,
+            status: HTTPStatus = HTTPStatus.NOT_FOUND,
+        ) -> None:
+            self.send_response(status)
             self._headers({**(headers or {}), "X-Error-Code": code, "Content-Length": "0"})
 
         def _json(self, answer: object) -> None:

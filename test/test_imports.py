@@ -267,7 +267,8 @@ def test_the_dependencies_are_declared():
         ("google", "grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto"), "sglang"
     )
     brought |= dict.fromkeys(
-        ("huggingface_hub", "torchaudio", "torchcodec", "torchvision", "transformers"), "sglang"
+        ("httpx", "huggingface_hub", "torchaudio", "torchcodec", "torchvision", "transformers"),
+        "sglang",
     )
     undeclared = set()
     for found in [*everything(), *imports(PLAN)]:

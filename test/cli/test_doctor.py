@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -12,12 +13,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hub import Hub, serving
 from integration.listener import QuietHandler, listening, url_of
+from make_checkpoint import ensure
 from sglang_epd.cli.checks import Finding, Verdict, machine, ok, software
 from sglang_epd.cli.checks.checkpoint import checkpoint
+from sglang_epd.cli.checks.media import media
 from sglang_epd.cli.checks.servers import _namespaces, servers
 from sglang_epd.cli.main import app
 from sglang_epd.cli.probes import target
+from sglang_epd.cli.processes import free_port
 
 TOKEN = "0123456789abcdef0123"
 
@@ -207,13 +212,26 @@ def test_what_is_no_name_on_a_hub():
 
 
 @pytest.mark.parametrize(
-    ("offline", "verdict", "told"),
-    [("0", Verdict.NOTE, "the first server downloads it"), ("1", Verdict.FAIL, "HF_HUB_OFFLINE")],
+    ("model", "offline", "verdict", "told"),
+    [
+        ("acme/tiny", "0", Verdict.NOTE, "the first server downloads it"),
+        ("acme/tiny", "1", Verdict.FAIL, "HF_HUB_OFFLINE"),
+        ("acme/tny", "0", Verdict.FAIL, "knows no such model"),
+        ("acme/gated", "0", Verdict.FAIL, "gates it"),
+    ],
 )
-def test_a_model_that_was_not_downloaded(tmp_path, offline, verdict, told):
-    (found,) = of_hub("nobody/nothing", tmp_path, offline)
-    assert (found["verdict"], found["mend"]) == (verdict.value, "hf download nobody/nothing")
-    assert told in found["found"]
+def test_a_model_that_was_not_downloaded(tmp_path, folder, model, offline, verdict, told):
+    known = {name: {"main": folder} for name in ("acme/tiny", "acme/gated")}
+    with serving(Hub(known, gated=frozenset({"acme/gated"}))) as hub:
+        (found,) = of_hub(model, tmp_path / "hub", offline, hub.url)
+    assert (found["verdict"], told in found["found"]) == (verdict.value, True), found
+    assert not hub.fetched, "looking downloads nothing"
+
+
+def test_a_model_that_no_hub_can_give(tmp_path):
+    (found,) = of_hub("acme/tiny", tmp_path, "0", f"http://127.0.0.1:{free_port()}")
+    assert found["verdict"] == "fail"
+    assert "cannot be asked" in found["found"] and "--model-path" in found["mend"]
 
 
 def test_a_model_of_the_hubs_cache(tmp_path, folder):
@@ -225,14 +243,177 @@ def test_a_model_of_the_hubs_cache(tmp_path, folder):
     assert {found["verdict"] for found in of_hub("acme/tiny", tmp_path / "hub", "1")} == {"ok"}
 
 
-def of_hub(model: str, cache: Path, offline: str) -> list[dict[str, str]]:
+def of_hub(model: str, cache: Path, offline: str, hub: str = "") -> list[dict[str, str]]:
     """What is found of a model, in a process that reads the hub's settings anew."""
     code = "import json, sys; from sglang_epd.cli.checks.checkpoint import checkpoint;"
     code += "from dataclasses import asdict;"
     code += f"print(json.dumps([asdict(found) for found in checkpoint({model!r})]))"
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": offline}
+    env |= {"HF_ENDPOINT": hub} if hub else {}
     told = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120, env=env)
     return list(json.loads(told))
+
+
+QWEN = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "torch_dtype": "bfloat16",
+    "hidden_size": 3584,
+    "vision_config": {},
+}
+DEEP = {
+    "dtype": "bfloat16",
+    "text_config": {"hidden_size": 4096},
+    "vision_config": {"deepstack_visual_indexes": [5, 11, 17]},
+}
+PIXELS = {"patch_size": 14, "merge_size": 2, "max_pixels": 16_384 * 28**2}
+
+
+@pytest.mark.parametrize(
+    ("config", "budget_mb", "verdict", "told"),
+    [
+        # 16,384 embeddings of 3584 numbers of two bytes.
+        (
+            QWEN,
+            4096,
+            Verdict.OK,
+            "hold 36 at a time; the largest picture of this model takes 11",
+        ),
+        (QWEN, 112, Verdict.OK, "hold 1 at a time"),
+        (QWEN, 111, Verdict.FAIL, "answered with 413"),
+        (QWEN | DEEP, 511, Verdict.FAIL, "takes 512.0 MiB"),
+    ],
+)
+def test_a_budget_is_held_to_the_largest_picture(folder, config, budget_mb, verdict, told):
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    (found,) = [one for one in checkpoint(str(folder), budget_mb) if one.subject == "budget"]
+    assert (found.verdict, told in found.found) == (verdict, True), found
+    assert verdict is Verdict.OK or "SGLANG_EPD_RECEIVE_BUDGET_MB=" in found.mend
+
+
+def test_a_real_checkpoint_says_how_large_its_pictures_are():
+    """1310720 pixels in squares of 32, each of 128 float32 numbers on three layers."""
+    found = [one for one in checkpoint(str(ensure("tiny-qwen3-vl")), 1) if one.subject == "budget"]
+    assert [one.verdict for one in found] == [Verdict.FAIL]
+    assert f"takes {1310720 // 32**2 * 128 * 3 * 4 / 2**20:.1f} MiB" in found[0].found
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """Lets nvidia-smi name the processes of two GPUs."""
+
+    def tell(*apps: str) -> None:
+        rows = {"query-gpu=index,uuid": ("0, GPU-a", "1, GPU-b"), "query-gpu=index": ("0", "1")}
+        rows["query-compute-apps=gpu_uuid,pid,used_memory"] = apps
+        cases = [
+            f"--{query}) printf '%s\\n' {' '.join(map(repr, of))};;" for query, of in rows.items()
+        ]
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\ncase $1 in\n" + "\n".join(cases) + "\nesac\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return tell
+
+
+@pytest.fixture
+def launched():
+    """Starts launchers of servers, each with two processes of its own; their ids."""
+    code = "import subprocess as s; a = [s.Popen(['sleep', '600']) for _ in 'ab']; "
+    code += "print(*(one.pid for one in a), flush=True); a[0].wait()"
+    launchers = []
+
+    def launch() -> tuple[int, list[str]]:
+        command = [sys.executable, "-c", code, "-m", "sglang.launch_server"]
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        children = launcher.stdout.readline().split()
+        launchers.append((launcher, children))
+        return launcher.pid, children
+
+    yield launch
+    for launcher, children in launchers:
+        for pid in children:
+            os.kill(int(pid), signal.SIGKILL)
+        launcher.wait(10)
+        launcher.stdout.close()
+
+
+def test_two_servers_on_one_gpu_are_seen(gpus, launched):
+    (one, ones), (other, others) = launched(), launched()
+    gpus(*(f"GPU-a, {pid}, 100" for pid in [*ones, others[0]]), f"GPU-b, {others[1]}, 70000")
+    devices, shared, taken = machine.devices()
+    assert (devices.verdict, devices.found) == (Verdict.OK, "2 NVIDIA GPUs: 0, 1")
+    assert (shared.subject, shared.verdict) == ("GPU 0", Verdict.WARN)
+    assert f"process {one} has 200 MiB, process {other} has 100 MiB" in shared.found
+    assert "CUDA_VISIBLE_DEVICES" in shared.mend
+    assert (taken.subject, taken.verdict) == ("GPU 1", Verdict.NOTE)
+    assert f"process {other} has 70000 MiB" in taken.found
+
+
+def test_gpus_that_nobody_has(gpus):
+    gpus()
+    assert [one.verdict for one in machine.devices()] == [Verdict.OK]
+    gpus("GPU-a, [N/A], [N/A]")
+    assert [one.verdict for one in machine.devices()] == [Verdict.OK, Verdict.NOTE]
+
+
+class Picture(QuietHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/cat.png" else 404)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"bytes")
+
+
+@pytest.mark.parametrize(
+    ("path", "networks", "verdict", "told"),
+    [
+        ("/cat.png", "", Verdict.FAIL, "not at a public address"),
+        ("/cat.png", "127.0.0.0/8", Verdict.OK, "5 bytes"),
+        ("/dog.png", "127.0.0.0/8", Verdict.FAIL, "404"),
+    ],
+)
+def test_media_are_fetched_as_an_encoder_would(path, networks, verdict, told):
+    env = {"SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": networks}
+    with listening(Picture) as site:
+        (found,) = media(f"{url_of(site)}{path}", env)
+    assert (found.verdict, told in found.found) == (verdict, True), found
+    assert ("ALLOWED_NETWORKS" in found.mend) is (networks == "")
+
+
+RIVAL = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def register():
+    target = "sglang.srt.disaggregation.encoder.receiver.create_mm_receiver"
+    HookRegistry.register(target, lambda *args, **options: None, HookType.{kind})
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "told"),
+    [
+        (RIVAL.format(kind="AFTER"), Verdict.OK, "hold beside"),
+        (RIVAL.format(kind="REPLACE"), Verdict.FAIL, "create_mm_receiver, which is hooked"),
+        ("def register():\n    raise SystemExit('it ends')", Verdict.FAIL, "it ends"),
+    ],
+)
+def test_hooks_are_tried_beside_another_plug_in(monkeypatch, tmp_path, code, verdict, told):
+    (tmp_path / "rival.py").write_text(code)
+    metadata = tmp_path / "rival-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nrival = rival:register\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    env = {"SGLANG_PLUGINS": "sglang_epd,sglang_epd_cpu,rival"}
+    monkeypatch.setenv("SGLANG_PLUGINS", env["SGLANG_PLUGINS"])
+    (found,) = software.hooks(env)
+    assert (found.verdict, told in found.found) == (verdict, True), found
+
+
+def test_without_other_plug_ins_there_is_nothing_to_try():
+    assert not [*software.hooks({"SGLANG_PLUGINS": "sglang_epd"})]
 
 
 def encoder(token: str, date: str = "") -> type[QuietHandler]:
@@ -282,7 +463,7 @@ def test_servers_of_two_namespaces_are_told_apart():
 
 
 def test_the_exit_code_says_whether_something_will_not_run(monkeypatch, folder):
-    for name in ("plugins", "seams", "libraries"):
+    for name in ("plugins", "seams", "hooks", "libraries"):
         monkeypatch.setattr(software, name, lambda: [ok("left out", "")])
     arguments = ["doctor", "--json", "--model", str(folder)]
     shown = CliRunner().invoke(app, arguments)

@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 import uvicorn
 
+from sglang_epd.cli.checks.servers import servers
+from sglang_epd.cli.probes import target
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import answering
 from sglang_epd.encoder.admission import Admission
@@ -145,6 +147,22 @@ async def test_without_the_token_nothing_is_encoded_or_cancelled(
     assert await ask(http, "DELETE", f"{url}/v1/encode/r1", **headers) == (401, "")
     assert not fakes.acquire.calls
     assert not recorded.ended, "nor is a trace written"
+
+
+async def test_a_doctor_finds_the_token_that_one_side_lacks(serve, http, asking):
+    async def look(url: str, token: str) -> list[str]:
+        found = await asyncio.to_thread(lambda: [*servers([target(url)], token)])
+        return [f"{one.verdict}: {one.found}" for one in found if one.subject == "token"]
+
+    url = await serve("secret")
+    assert await look(url, "secret") == [f"ok: {url} takes it"]
+    # As a language server without it asks.
+    assert (await post(http, url, encode_body(asking(b"x"))))[0] == 401
+    lacks = f"warn: {url} has refused 1 requests that lacked its token"
+    assert await look(url, "secret") == [lacks, f"ok: {url} takes it"]
+    url = await serve()
+    assert await look(url, "secret") == [f"warn: {url} has none: whoever reaches it may use it"]
+    assert await look(url, "") == [f"ok: {url} takes requests without one"]
 
 
 @pytest.mark.parametrize("of", ["cache", "urls"])

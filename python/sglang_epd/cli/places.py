@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang_epd.errors import ConfigError
 
@@ -67,16 +68,24 @@ def accelerators() -> list[str]:
     if tool is None:
         return []
     try:
+        return ask_tool(tool, "--query-gpu=index", "--format=csv,noheader")
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; name the GPUs with --gpus") from None
+
+
+def ask_tool(tool: str, *given: str) -> list[str]:
+    """The lines that a program answers.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    try:
         asked = subprocess.run(
-            [tool, "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_TIMEOUT_S,
-            check=True,
+            [tool, *given], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"nvidia-smi: {error}; name the GPUs with --gpus") from None
-    return asked.stdout.split()
+        raise ConfigError(f"{Path(tool).name}: {error}") from None
+    return asked.stdout.splitlines()
 
 
 class Gpus:

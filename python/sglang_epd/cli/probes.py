@@ -58,6 +58,8 @@ class ServerView:
         namespace: of the embeddings that it makes or takes; empty where it has none.
         encoders: those that a language server knows, by state.
         problem: why there is nothing to tell; empty for none.
+        tokenless: whether an encoder takes requests of anyone.
+        refused: encode requests that it refused for their token.
         hint: a setting that would make it answer more; empty for none.
     """
 
@@ -76,6 +78,8 @@ class ServerView:
     restarts: int = 0
     pid: int | None = None
     problem: str = ""
+    tokenless: bool = False
+    refused: int = 0
     hint: str = ""
 
     @property
@@ -249,6 +253,9 @@ def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> Server
         hits=int(samples.sum(lookups, "source", _ENCODER_HITS) or 0),
         utilisation=float(told["utilisation"]),
         namespace=_plain(told["namespace"]),
+        # Shown to those that it would take requests of; none was shown a token here.
+        tokenless="recent" in told,
+        refused=int(samples.sum("sglang:epd_encoder_requests_total", "status", ("401",)) or 0),
     )
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint: complete, and of a model that can be split."""
+"""A checkpoint: complete, or to be had; of a model that can be split, and fits its budget."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 from sglang_epd.checkpoint import header
 from sglang_epd.cli.checks import Finding, fail, note, ok
 from sglang_epd.families import IN_TREE
+from sglang_epd.machine import share_mb
+from sglang_epd.namespace import LANGUAGE_CONFIGS
+
+_HUB_TIMEOUT_S = 10.0
 
 
-def checkpoint(model: str) -> Iterator[Finding]:
+def checkpoint(model: str, budget_mb: int | None = None) -> Iterator[Finding]:
     """The files of a checkpoint, without loading it.
 
     Args:
         model: a folder, or a name on the hub.
+        budget_mb: the receive budget; this machine's share where None.
     """
     subject = "checkpoint"
     folder = Path(model)
@@ -32,6 +37,7 @@ def checkpoint(model: str) -> Iterator[Finding]:
         yield fail(subject, config, "download the checkpoint again")
         return
     yield from _architecture(config)
+    yield from _budget(config, folder, budget_mb or share_mb())
     problems = [*_weights(folder), *_processor(folder)]
     for problem in problems:
         yield fail(subject, problem, "download the checkpoint again")
@@ -57,7 +63,60 @@ def _cached(model: str) -> Path | Finding:
     missing = f"{model} is neither a folder nor in the cache of the hub"
     if constants.HF_HUB_OFFLINE:
         return fail(subject, f"{missing}, and HF_HUB_OFFLINE is set", f"hf download {model}")
+    return _on_hub(model, missing)
+
+
+def _on_hub(model: str, missing: str) -> Finding:
+    """Whether a server could download it; the hub is asked."""
+    import httpx  # of huggingface_hub
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    subject, place = "checkpoint", constants.ENDPOINT
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return fail(subject, f"{missing}; {place} gates it", "accept its terms, and set HF_TOKEN")
+    except RepositoryNotFoundError:
+        found = f"{missing}; {place} knows no such model, or shows it to others only"
+        return fail(subject, found, "look at its name; HF_TOKEN names you to the hub")
+    except (HfHubHTTPError, OSError, httpx.HTTPError) as error:
+        found = f"{missing}, and {place} cannot be asked ({type(error).__name__})"
+        return fail(subject, found, f"hf download {model} where it can, or --model-path a folder")
     return note(subject, f"{missing}: the first server downloads it", f"hf download {model}")
+
+
+def _budget(config: dict[str, Any], folder: Path, budget_mb: int) -> Iterator[Finding]:
+    """Whether the largest picture fits in the receive budget, where the files say its size."""
+    processor = _object(folder / "preprocessor_config.json")
+    try:
+        nbytes = _largest_bytes(config, processor if isinstance(processor, dict) else {})
+    except (KeyError, TypeError, ValueError):
+        return  # a model whose processor bounds pictures in another way
+    setting = "SGLANG_EPD_RECEIVE_BUDGET_MB"
+    picture = f"the largest picture of this model takes {nbytes / (1 << 20):.1f} MiB"
+    if nbytes > budget_mb << 20:
+        found = f"{setting} is {budget_mb}, and {picture}: requests with it are answered with 413"
+        yield fail("budget", found, f"{setting}={4 * -(-nbytes >> 20)} has room for four")
+    else:
+        found = f"{budget_mb} MiB hold {(budget_mb << 20) // nbytes} at a time; {picture}"
+        yield ok("budget", found)
+
+
+def _largest_bytes(config: dict[str, Any], processor: dict[str, Any]) -> int:
+    """Of the embeddings of a picture that has as many pixels as a processor of Qwen's kind keeps.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is of another kind.
+    """
+    language = next((config[name] for name in LANGUAGE_CONFIGS if name in config), config)
+    tower = config["vision_config"]
+    pixels = processor.get("max_pixels") or processor["size"]["longest_edge"]
+    side = processor["patch_size"] * processor["merge_size"]
+    dtype = config.get("dtype") or config["torch_dtype"]
+    layers = 1 + len(tower.get("deepstack_visual_indexes") or ())
+    item_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return int(pixels // side**2 * language["hidden_size"] * layers * item_bytes)
 
 
 def _architecture(config: dict[str, Any]) -> Iterator[Finding]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_epd.cli.checks import Finding, fail, note, ok, warn
-from sglang_epd.cli.places import accelerators
+from sglang_epd.cli.places import accelerators, ask_tool
 from sglang_epd.errors import ConfigError
 
 # SGLang's default ports, and the servers that use them.
@@ -35,9 +36,57 @@ def devices() -> Iterator[Finding]:
         return
     if found:
         yield ok("accelerators", f"{len(found)} NVIDIA GPUs: {', '.join(found)}")
+        yield from _taken()
     else:
         cores = len(os.sched_getaffinity(0))
         yield note("accelerators", f"no NVIDIA GPU; {cores} cores, if SGLang finds no other device")
+
+
+def _taken() -> Iterator[Finding]:
+    """GPUs that servers have already, and those that two of them share."""
+    servers: dict[str, dict[int, int]] = {}
+    try:
+        gpus = {uuid: index for index, uuid in _asked("--query-gpu=index,uuid")}
+        for uuid, pid, mib in _asked("--query-compute-apps=gpu_uuid,pid,used_memory"):
+            of, owner = servers.setdefault(uuid, {}), _server(int(pid))
+            # "[N/A]" where the driver does not tell.
+            of[owner] = of.get(owner, 0) + (int(mib) if mib.isdecimal() else 0)
+    except (ConfigError, ValueError) as error:
+        yield note("GPUs", f"nvidia-smi does not tell whose they are: {error}")
+        return
+    for uuid, of in servers.items():
+        told = ", ".join(f"process {pid} has {mib} MiB" for pid, mib in of.items())
+        if len(of) > 1:
+            mend = (
+                "give each a GPU of its own (CUDA_VISIBLE_DEVICES), or a --mem-fraction-static"
+                " that leaves room for the other"
+            )
+            yield warn(f"GPU {gpus[uuid]}", f"is shared: {told}", mend)
+        else:
+            yield note(f"GPU {gpus[uuid]}", f"is taken: {told}", "start others on another GPU")
+
+
+def _asked(query: str) -> list[list[str]]:
+    """The rows of what nvidia-smi answers; no rows where it is not there."""
+    tool = shutil.which("nvidia-smi")
+    given = [query, "--format=csv,noheader,nounits"]
+    return [] if tool is None else [line.split(", ") for line in ask_tool(tool, *given) if line]
+
+
+def _server(pid: int) -> int:
+    """The launcher of the server that a process belongs to; itself where it has none."""
+    found = pid
+    while pid > 1:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            # Behind the name, which may have blanks.
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+        except OSError:  # of another namespace, or just ended
+            break
+        if b"sglang.launch_server" in command:
+            found = pid
+        pid = int(stat.split()[1])
+    return found
 
 
 def rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from sglang_epd.cli.checks import Finding, fail, ok, warn
-from sglang_epd.cli.probes import Target, ask
+from sglang_epd.cli.probes import ServerView, Target, ask
 from sglang_epd.errors import EpdError
 from sglang_epd.trust import Trust
 from sglang_epd.wire import rpc
@@ -35,16 +35,30 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
             mend = "is it started, and does a firewall or a NetworkPolicy let this host through?"
             yield fail(view.name, f"{view.state} {view.problem}".strip(), mend)
     yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
+    yield from _tokens(views, token)
     encoders = [view.url for view in views if view.role == "encoder"]
+    tokenless = {view.url for view in views if view.tokenless}
     for url, status, skew_s in asyncio.run(_knock(encoders, token, ca_certs)):
         if status == 401:
             mend = "give this shell the encoder's SGLANG_EPD_TOKEN (or --api-key)"
             yield fail("token", f"{url} does not take it", mend)
-        elif status is not None:
+        elif status is not None and not (token and url in tokenless):
             yield ok("token", f"{url} takes {'it' if token else 'requests without one'}")
         if skew_s is not None and abs(skew_s) > _SKEW_S:
             found = f"{url} is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
             yield warn("clock", found, "have both hosts keep time (chrony, systemd-timesyncd)")
+
+
+def _tokens(views: Sequence[ServerView], token: str) -> Iterator[Finding]:
+    """Encoders that lack the token, and those whose language servers lack it."""
+    for view in views:
+        if view.tokenless and token:
+            mend = "start it with this shell's SGLANG_EPD_TOKEN"
+            yield warn("token", f"{view.url} has none: whoever reaches it may use it", mend)
+        if view.refused:
+            found = f"{view.url} has refused {view.refused} requests that lacked its token"
+            mend = "start the language servers that ask it with its SGLANG_EPD_TOKEN"
+            yield warn("token", found, mend)
 
 
 def _namespaces(found: dict[str, str]) -> Iterator[Finding]:

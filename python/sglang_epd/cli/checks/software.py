@@ -19,6 +19,15 @@ from sglang_epd.store.url import StoreUrl
 from sglang_epd.trust import Trust
 
 _LOAD_TIMEOUT_S = 60.0
+_PLUGINS_TIMEOUT_S = 180.0
+# What SGLang itself writes comes before.
+_SAYS = "sglang-epd says:"
+_HOLD = f"""
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang_epd.seams.hooks import misfit
+print({_SAYS!r}, misfit())
+"""
 # An HMAC-SHA256 key of fewer characters is among the first that an attacker tries.
 _LEAST_TOKEN = 16
 # SGLang's flags of serving, none of them given.
@@ -79,6 +88,41 @@ def seams() -> Iterator[Finding]:
         yield ok("seams", "all functions of SGLang that are hooked or called are as they were")
 
 
+def hooks(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """The hooks hold beside those of other plug-ins, as a server would load them."""
+    chosen = env.get("SGLANG_PLUGINS", "")
+    others = {
+        one.name
+        for one in entry_points(group="sglang.srt.plugins")
+        if one.dist is None or one.dist.name != "sglang-epd"
+    }
+    if chosen:
+        others &= {one.strip() for one in chosen.split(",")}
+    if not others:
+        return  # nothing but SGLang's own version can differ
+    named = ", ".join(sorted(others))
+    try:
+        tried = _tried(_HOLD, _PLUGINS_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        mend = "leave others out by SGLANG_PLUGINS=sglang_epd,sglang_epd_cpu"
+        yield fail("hooks", f"{named}: do not load in {_PLUGINS_TIMEOUT_S:.0f} s", mend)
+        return
+    told = tried.stdout.rpartition(_SAYS)[2].strip()
+    if tried.returncode or _SAYS not in tried.stdout:
+        last = tried.stderr.strip().rpartition("\n")[2] or f"status {tried.returncode}"
+        yield fail("hooks", f"plug-ins do not load: {last}", f"look at {named}")
+    elif told:
+        yield fail("hooks", told, f"leave {named} out by SGLANG_PLUGINS, where that will do")
+    else:
+        yield ok("hooks", f"hold beside {named}")
+
+
+def _tried(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Of a process of its own: what is broken may end it."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
 def settings(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """`SGLANG_EPD_*` can be honoured; there is a token, and it is one."""
     try:
@@ -115,14 +159,7 @@ def libraries() -> Iterator[Finding]:
     """Mooncake loads, and so do the libraries that read videos."""
     wanted = "for prefill and decode apart, and the mooncake backend"
     try:
-        # In a process of its own: a library that is broken may end it.
-        tried = subprocess.run(
-            [sys.executable, "-c", "import mooncake.engine"],
-            capture_output=True,
-            text=True,
-            timeout=_LOAD_TIMEOUT_S,
-            check=False,
-        )
+        tried = _tried("import mooncake.engine", _LOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         mend = "try `python -c 'import mooncake.engine'`"
         yield fail("Mooncake", f"does not load in {_LOAD_TIMEOUT_S:.0f} s", mend)

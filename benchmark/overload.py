@@ -102,7 +102,13 @@ class Tower:
     def _noisy(self, seconds: float) -> float:
         return seconds * self._rng.uniform(1 - NOISE, 1 + NOISE)
 
-    async def prepare(self, modality: str, data: bytes, deadline: float = math.inf) -> Prepared:
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
         patches = patches_of(struct.unpack_from("<ii", data, 18), self._patch_px)
         await asyncio.sleep(self._noisy(self._costs.host.seconds(patches)))
         layout = Layout("IMAGE", TensorSpec("bfloat16", (1, 1)), [[1, 1, 1]])

@@ -25,8 +25,9 @@ from pathlib import Path
 from types import FrameType
 
 STEP = Path(__file__).with_name("suite_step.py")
-# So many failures have one cause, which is not chance.
-MOST_AGAIN = 20
+# So many failures have one cause, which is not chance. A server that did not start is a failure
+# of each of its tests.
+MOST_AGAIN = 60
 # One more process than cores: some tests wait. test/conftest.py says which runs what.
 PROCESSES = str((os.cpu_count() or 1) + 1)
 # Each has up to seven servers. One process alone leaves half of two cores idle.

@@ -196,8 +196,15 @@ class Topology:
             *("--port", str(self.ports.get(f"{role} grpc", self.ports[role]))),
             *own,
             *self._place(role),
+            *self._meeting(role),
             *self._flags(role),
         ]
+
+    def _meeting(self, role: str) -> list[str]:
+        """Where a server's process group meets: of 8000 ports SGLang draws one many seconds
+        before it binds it, and another server may have drawn the same. Replicas each need one,
+        which SGLang draws."""
+        return [] if "--dp-size" in self._flags(role) else ["--nccl-port", str(free_port())]
 
     def _place(self, role: str) -> list[str]:
         """Which host of a server this is, where it has several."""

@@ -49,9 +49,22 @@ def test_runs_cannot_be_guessed_nor_their_secrets_read_off_a_folder():
     assert {len(secret) for secret in secrets} == {32}
 
 
-def test_the_path_is_short_enough_for_a_unix_socket():
-    rundir.draw_run_id()
-    assert len(os.fsencode(rundir.control_path())) < 108
+@pytest.mark.parametrize("name", ["", "l" * 60, "ü" * 40, "l" * 200], ids=len)
+def test_the_path_is_short_enough_for_a_unix_socket(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    bind = (
+        "import socket",
+        "path = rundir.control_path()",
+        "path.parent.mkdir()",
+        "socket.socket(socket.AF_UNIX).bind(bytes(path))",
+        "print(path)",
+    )
+    path = in_process(folder, *bind).strip()
+    in_folder = folder / Path(*Path(path).parts[-2:])
+    # Elsewhere only where it has to be.
+    assert (Path(path) == in_folder) == (len(os.fsencode(in_folder)) <= 107)
+    assert not Path(path).exists()
 
 
 def test_the_folder_is_made_by_nobody_who_only_asks_for_it():

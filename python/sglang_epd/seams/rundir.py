@@ -21,6 +21,8 @@ from pathlib import Path
 _VARIABLE = "SGLANG_EPD_RUN_ID"
 # The id names a folder that others can list; this they cannot know.
 _SECRET = "SGLANG_EPD_RUN_SECRET"
+# Linux's limit on the path of a Unix socket.
+_LONGEST = 107
 
 
 def draw_run_id() -> None:
@@ -37,9 +39,11 @@ def secret() -> bytes:
 
 
 def control_path() -> Path:
-    """Unix socket of the control channel between tokenizer and scheduler."""
-    run_id = os.environ[_VARIABLE]
-    return Path(tempfile.gettempdir()) / f"sglang-epd-{os.getuid()}-{run_id}" / "control"
+    """Unix socket of the control channel between tokenizer and scheduler; in `/tmp` where its
+    path in `TMPDIR` is too long for a socket."""
+    inside = Path(f"sglang-epd-{os.getuid()}-{os.environ[_VARIABLE]}") / "control"
+    path = tempfile.gettempdir() / inside
+    return path if len(os.fsencode(path)) <= _LONGEST else "/tmp" / inside
 
 
 def claim() -> int:

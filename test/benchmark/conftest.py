@@ -16,7 +16,7 @@ _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
     *("reproduce", "needless", "validate_report", "validate_loads", "validate_client"),
     *("validate_emulated", "early_cells", "early_page", "early"),
-    *("hostile_media", "hostile_attacks", "hostile_report", "overload"),
+    *("hostile_media", "hostile_attacks", "hostile_report", "overload", "readme"),
 )
 
 

@@ -22,6 +22,13 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def folder():
+    """A folder that is short enough for a socket in it, which pytest's own may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
 def test_each_launcher_has_a_run_of_its_own():
     rundir.draw_run_id()
     first = rundir.control_path()
@@ -50,8 +57,8 @@ def test_runs_cannot_be_guessed_nor_their_secrets_read_off_a_folder():
 
 
 @pytest.mark.parametrize("name", ["", "l" * 60, "ü" * 40, "l" * 200], ids=len)
-def test_the_path_is_short_enough_for_a_unix_socket(tmp_path, name):
-    folder = tmp_path / name
+def test_the_path_is_short_enough_for_a_unix_socket(folder, name):
+    folder = folder / name
     folder.mkdir(exist_ok=True)
     bind = (
         "import socket",
@@ -79,10 +86,10 @@ def in_process(folder: Path, *lines: str) -> str:
     return subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60, env=env)
 
 
-def test_the_folder_is_removed_at_exit(tmp_path):
+def test_the_folder_is_removed_at_exit(folder):
     lines = ("path = rundir.control_path()", "path.parent.mkdir()", "path.touch()", "print(path)")
-    assert in_process(tmp_path, *lines).startswith(str(tmp_path))
-    assert not list(tmp_path.iterdir())
+    assert in_process(folder, *lines).startswith(str(folder))
+    assert not list(folder.iterdir())
 
 
 def left(folder: Path, name: str) -> Path:
@@ -98,38 +105,38 @@ def claim_there(folder: Path) -> None:
     assert made.strip() == "True"
 
 
-def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(tmp_path, monkeypatch):
-    (left(tmp_path, "killed") / "lock").touch()
-    left(tmp_path, "not-claimed-yet")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_claim_removes_what_a_killed_server_left_and_nothing_that_is_held(folder, monkeypatch):
+    (left(folder, "killed") / "lock").touch()
+    left(folder, "not-claimed-yet")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     rundir.draw_run_id()
     held = rundir.claim()
     try:
-        claim_there(tmp_path)
-        names = {path.name.split("-", 3)[-1] for path in tmp_path.iterdir()}
+        claim_there(folder)
+        names = {path.name.split("-", 3)[-1] for path in folder.iterdir()}
         assert names == {rundir.control_path().parent.name.split("-", 3)[-1], "not-claimed-yet"}
     finally:
         os.close(held)
 
 
-def test_a_pipe_in_place_of_a_lock_blocks_no_start(tmp_path):
-    os.mkfifo(left(tmp_path, "pipe") / "lock")
-    claim_there(tmp_path)
+def test_a_pipe_in_place_of_a_lock_blocks_no_start(folder):
+    os.mkfifo(left(folder, "pipe") / "lock")
+    claim_there(folder)
 
 
-def test_a_lock_that_leads_elsewhere_is_left_alone(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
+def test_a_lock_that_leads_elsewhere_is_left_alone(folder):
+    elsewhere = folder / "elsewhere"
     os.mkfifo(elsewhere)
-    made = left(tmp_path, "link")
+    made = left(folder, "link")
     (made / "lock").symlink_to(elsewhere)
-    claim_there(tmp_path)
+    claim_there(folder)
     assert made.is_dir()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_another_users_folder_is_left_alone(tmp_path):
-    made = left(tmp_path, "theirs")
+def test_another_users_folder_is_left_alone(folder):
+    made = left(folder, "theirs")
     (made / "lock").touch()
     os.chown(made, 12345, 12345)
-    claim_there(tmp_path)
+    claim_there(folder)
     assert made.is_dir()

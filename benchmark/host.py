@@ -210,6 +210,9 @@ def _role(server: str, process: psutil.Process, root: psutil.Process) -> str:
 def measure(options: argparse.Namespace) -> Iterator[Results]:
     """What there is after each round."""
     os.environ["OMP_NUM_THREADS"] = "1"  # a team's waiting counts as work
+    # Of each server: full soon, as after some hours. Six of SGLang's size, full of wide
+    # embeddings, do not fit into 24 GiB.
+    os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "512"
     where = ", ".join(f"{name} {value}" for name, value in (machine() | versions()).items())
     command = shlex.join([".venv/bin/python", "benchmark/host.py", *sys.argv[1:]])
     arms = read_all(HERE / "arms", Arm, list(ARMS))
@@ -234,7 +237,9 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
                 yield results
                 continue
             place = Place(cores=options.cores)
-            servers = {one.name: Running(one, str(model), FLAGS, place, folder) for one in arms}
+            logs = Path(tempfile.mkdtemp(prefix="sglang-epd-host-logs-"))
+            print(f"{checkpoint}: the servers' logs are in {logs}", flush=True)
+            servers = {one.name: Running(one, str(model), FLAGS, place, logs) for one in arms}
             try:
                 for running in servers.values():
                     running.start()
@@ -268,7 +273,11 @@ def _round(
             for arm in draw.sample(list(servers), len(servers)):
                 bodies = Requests(cell, (options.seed, number, clients))
                 before, begin = spent_s(servers[arm]), time.monotonic()
-                asyncio.run(closed_loop(servers[arm].url, bodies, clients, seconds))
+                try:
+                    asyncio.run(closed_loop(servers[arm].url, bodies, clients, seconds))
+                except RuntimeError as error:
+                    error.add_note(f"by {arm}: {cell}, {clients} clients")
+                    raise
                 took, after = time.monotonic() - begin, spent_s(servers[arm])
                 cpu_s = {name: after[name] - before.get(name, 0.0) for name in after}
                 yield Load(checkpoint, cell, clients, arm, number, bodies.sent, took, cpu_s)

@@ -22,6 +22,7 @@ succeed where this one failed. Messages never hold media, credentials or tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 
@@ -104,8 +105,16 @@ class OverloadedError(EpdError):
 
 
 class UnavailableError(EpdError):
+    """The peer is down, draining or out of reach.
+
+    Attributes:
+        ended: of a write that a transfer engine was not done with, says whether it is now; None
+            where nothing is written any more.
+    """
+
     status = 503
     retry_elsewhere = True
+    ended: Callable[[], bool] | None = None
 
 
 class RequestCancelledError(EpdError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -89,6 +90,21 @@ async def test_without_the_token_nothing_is_read(serve, service, fakes, asking, 
     assert count("requests_total", status="200") == 1
 
 
+async def test_a_strangers_body_is_not_read_to_its_end(serve, count):
+    url = await serve("secret")
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 16)
+            await asyncio.sleep(0)
+
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        # The answer, or the break of a write that it met.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await asyncio.wait_for(channel.stream_unary(rpc.ENCODE)(endless()), 5)
+    assert count("requests_total", status="401") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said_of_it"),
     [
@@ -112,6 +128,52 @@ async def test_a_refusal_keeps_its_class_and_text(
     assert (raised.value.retry_after_s is None) == (
         error not in (OverloadedError, UnavailableError)
     )
+
+
+async def test_refusals_of_large_requests_keep_their_class_however_much_is_on_its_way(
+    serve, client, service, asking
+):
+    """gRPC's client may find that it cannot write on before it finds why: of these calls some
+    thirty in a thousand would."""
+    url = await serve("secret")
+    media = os.urandom(MAX_BODY)
+    for _ in range(50):
+        calls = (client.encode(url, asking(media, request_id=f"r{n}")) for n in range(6))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(one) for one in outcomes} == {MediaTooLargeError}
+    assert not service.status()["bytes"]
+
+
+async def test_a_call_that_is_answered_late_outlives_the_port(serve, client, fakes, asking):
+    """An encoder that ends answers what it has on the connections that stand: a call that finds
+    no connection any more takes none of them along."""
+    url = await serve("secret")
+    fakes.forwarded.hold()
+    call = asyncio.create_task(client.encode(url, asking(b"a")))
+    await asyncio.wait_for(fakes.forwarded.entered.wait(), 5)
+    ending = asyncio.create_task(serve.stop(10.0))
+
+    async def refused() -> bool:
+        with pytest.raises(UnavailableError) as error:
+            await client.encode(url, asking(b"a", request_id="late"))
+        return "out of reach" in error.value.message
+
+    async with asyncio.timeout(5):
+        while not await refused():
+            await asyncio.sleep(0.01)
+    assert not call.done()
+    fakes.forwarded.go_on()
+    reply = await asyncio.wait_for(call, 5)
+    assert [outcome.state for outcome in reply.outcomes] == ["delivered"]
+    await ending
+
+
+async def test_a_length_of_any_number_of_digits_is_too_large(serve):
+    url = await serve()
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        call = channel.stream_unary(rpc.ENCODE)(iter([b"EPD"]), metadata=[(rpc.LENGTH, "9" * 5000)])
+        await call
+        assert dict(await call.trailing_metadata())[rpc.CODE] == "413"
 
 
 async def test_a_call_that_is_cancelled_ends_the_work(serve, client, service, fakes, asking, count):

@@ -303,6 +303,38 @@ async def test_a_place_where_nobody_listens_is_given_up(serve, receiver, monkeyp
     assert f"no server takes embeddings at tcp://127.0.0.1:{receiver.port}" in text
 
 
+async def test_a_place_without_a_socket_fails_the_request_and_leaves_nothing_behind(
+    serve, receiver, monkeypatch
+):
+    make = zmq.asyncio.Context
+
+    def small() -> zmq.asyncio.Context:
+        context = make()
+        context.set(zmq.MAX_SOCKETS, 1)
+        return context
+
+    with monkeypatch.context() as few:
+        few.setattr(zmq.asyncio, "Context", small)
+        target = await serve()
+    nobody, before = receiver.port, len(asyncio.all_tasks())
+    receiver.close()
+    code, text = await refused(target, asked([b"a"], nobody, nobody))
+    assert code is grpc.StatusCode.INTERNAL
+    assert "no more places can be pushed to" in text
+    # The other push would wait for its peer for minutes.
+    await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_a_port_of_any_number_of_digits_is_none(serve):
+    async with grpc.aio.insecure_channel(await serve()) as channel:
+        stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
+        place = "127.0.0.1:" + "9" * 5000
+        named = pb.SchedulerReceiveUrlRequest(req_id="r", receive_url=place, receive_count=1)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.SchedulerReceiveUrl(named)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_request_that_is_never_made_has_no_places(serve, receiver, monkeypatch):
     monkeypatch.setattr(sglang_rpc, "_REQUEST_S", 0.3)
     monkeypatch.setattr(sglang_rpc, "_MAX_MEETINGS", 1)

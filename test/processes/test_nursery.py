@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_epd.errors import UnavailableError
+from sglang_epd.errors import ProtocolError, UnavailableError
+from sglang_epd.processes import nursery as nursery_module
 from sglang_epd.processes.nursery import Child, Nursery
 
 HERE = Path(__file__).parent
@@ -185,6 +187,42 @@ def test_a_process_that_cannot_begin_is_an_error(monkeypatch):
     nursery = Nursery()
     with pytest.raises(UnavailableError, match="cannot be started"):
         nursery.start()
+
+
+def test_a_process_without_descriptors_is_an_error_and_no_wait(monkeypatch):
+    def none_left(_pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    nursery = Nursery()
+    before = psutil.Process().children()
+    with monkeypatch.context() as full:
+        full.setattr(os, "pidfd_open", none_left)
+        with pytest.raises(UnavailableError, match="cannot be started: Too many open files"):
+            nursery.start()
+    assert psutil.Process().children() == before
+    child = echo(nursery)
+    child.close()
+    nursery.close()
+
+
+def test_a_child_whose_descriptor_does_not_arrive_is_the_servers_fault(nursery, monkeypatch):
+    received = nursery_module.receive_now
+    answers = []
+
+    def cut_short(*asked: Any) -> Any:
+        message, fds = received(*asked)
+        os.close(fds[0])
+        answers.append(message.pid)
+        raise ProtocolError("a packet was cut short")
+
+    monkeypatch.setattr(nursery_module, "receive_now", cut_short)
+    with pytest.raises(UnavailableError, match="cannot be started"):
+        echo(nursery)
+    (pid,) = answers
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid), "nobody is at its other end"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

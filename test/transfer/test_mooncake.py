@@ -302,20 +302,23 @@ def test_a_write_to_a_frozen_peer_ends_at_its_deadline_and_may_arrive_later(
     mortal.freeze()
 
     started = time.monotonic()
-    with pytest.raises(UnavailableError, match="in time"):
+    with pytest.raises(UnavailableError, match="in time") as given_up:
         engine.write(
             mortal.session, source.address, mortal.address + KIB, NBYTES - KIB, 0.2, keep=owner
         )
     assert 0.2 <= time.monotonic() - started < PATIENCE_S
-    del owner
+    ended = given_up.value.ended
+    del owner, given_up  # the error's frames hold the owner, too
 
     # The source stays until Mooncake is done with it, and others' writes go on.
     engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
     assert unfinished(engine) == 1
     assert not freed.is_set()
+    assert not ended()
 
     mortal.thaw()
-    until(lambda: unfinished(engine) == 0)
+    until(ended)
+    assert unfinished(engine) == 0
     assert freed.is_set()
     assert mortal.read(KIB, 2 * KIB) == source.memory[:KIB]
 
@@ -351,9 +354,10 @@ def test_the_session_of_an_ipv6_host_has_brackets():
 def test_the_status_of_what_was_not_submitted_is_never_asked(answer):
     """Mooncake answers that with a segmentation fault."""
     raw = Raw(submitted=answer)
-    with pytest.raises(UnavailableError, match="cannot reach"):
+    with pytest.raises(UnavailableError, match="cannot reach") as refused:
         MooncakeEngine("h", raw).write("peer:1", 0, 0, 8, 1.0)
     assert not raw.asked
+    assert refused.value.ended is None, "nothing was begun"
 
 
 def test_a_probe_that_raises_is_an_answer_and_not_the_last(monkeypatch):

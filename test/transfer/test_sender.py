@@ -5,12 +5,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
 import zmq
 import zmq.asyncio
+from blake3 import blake3
 
 from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
@@ -247,23 +248,74 @@ async def test_a_cancelled_delivery_gives_its_memory_back_when_the_write_has_end
     assert receiver.tally.counts["withdrawals", ""] == 1
 
 
-async def test_a_remote_write_that_failed_leaves_its_memory_alone(router):
-    class Failing:
-        engine_name = "cards"
+class FailingEngine:
+    """Fails at every write, of which it says whether it is done with it."""
 
-        def write(self, *_):
-            raise UnavailableError("the card is gone")
+    engine_name = "cards"
 
-    sender = Sender(remote=Failing())
+    def __init__(self, ended: Callable[[], bool] | None) -> None:
+        self.error = UnavailableError("the card is gone")
+        self.error.ended = ended
+
+    def write(self, *_):
+        raise self.error
+
+
+async def fail_to_deliver(sender: Sender, router: Router) -> None:
+    delivery = asyncio.create_task(deliver(sender, router.endpoint))
+    asked = await router.receive()
+    assert asked.engine == "cards"
+    await router.say(wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0)))
+    with pytest.raises(UnavailableError, match="card"):
+        await delivery
+
+
+async def test_a_remote_write_that_failed_keeps_its_memory_until_the_engine_is_done(router):
+    done = threading.Event()
+    sender = Sender(remote=FailingEngine(done.is_set))
+    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
     try:
-        delivery = asyncio.create_task(deliver(sender, router.endpoint))
-        asked = await router.receive()
-        assert asked.engine == "cards"
-        await router.say(wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0)))
-        with pytest.raises(UnavailableError, match="card"):
-            await delivery
+        await fail_to_deliver(sender, router)
+        await router.say(question)
         assert await router.silent(), "part of it may yet be written"
+        done.set()
+        await router.say(question)
+        assert await router.receive() == wire.Withdraw("t", 0, 7)
     finally:
+        await sender.close()
+
+
+async def test_a_remote_write_that_was_not_begun_gives_its_memory_back(router):
+    sender = Sender(remote=FailingEngine(None))
+    try:
+        await fail_to_deliver(sender, router)
+        assert await router.receive() == wire.Withdraw("t", 0, 7)
+    finally:
+        await sender.close()
+
+
+async def test_a_delivery_that_is_cancelled_before_it_writes_gives_its_memory_back(
+    receiver, scheduler, monkeypatch
+):
+    hashing, go_on = threading.Event(), threading.Event()
+
+    def slowly(payload: memoryview) -> object:
+        hashing.set()
+        assert go_on.wait(PATIENCE_S)
+        return blake3(payload)
+
+    monkeypatch.setattr(sender_module, "blake3", slowly)
+    sender = Sender(checksum=True)
+    scheduler.expecting()
+    delivery = asyncio.create_task(deliver(sender, receiver.endpoint))
+    try:
+        await soon(hashing.is_set)
+        delivery.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await delivery
+        await soon(lambda: not receiver._reservations.held_bytes)
+    finally:
+        go_on.set()
         await sender.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,15 +31,30 @@ _OPTIONS = (
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
+@dataclass(eq=False)
+class _Link:
+    """An encoder's channel.
+
+    Attributes:
+        calls: that it has.
+        over: whether it is closed after the last of them.
+    """
+
+    channel: grpc.aio.Channel
+    calls: int = 0
+    over: bool = False
+
+
 class Rpc:
     """A `Transport`. Keeps a connection an encoder; use it from one event loop.
 
     A channel that gets no connection is closed: gRPC would try for ever, also at the address of
-    an encoder that is gone for good.
+    an encoder that is gone for good. Closing would cancel its calls, which an encoder that is
+    ending may yet answer on the connection from before: they are awaited.
     """
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._links: dict[str, _Link] = {}
 
     async def post(
         self, url: str, body: Sequence[bytes], headers: Mapping[str, str], ttl_s: float
@@ -49,8 +66,7 @@ class Rpc:
         length = rpc.LENGTH, str(sum(map(len, body)))
         metadata = [length, *((name.lower(), value) for name, value in headers.items())]
         try:
-            async with asyncio.timeout(ttl_s):
-                channel = await self._connected(url)
+            async with asyncio.timeout(ttl_s), self._connected(url) as channel:
                 call = channel.stream_unary(rpc.ENCODE)(pieces(), metadata=metadata)
                 answer = await call
                 told = dict(await call.trailing_metadata())
@@ -70,8 +86,8 @@ class Rpc:
             UnavailableError: there is none.
         """
         try:
-            channel = await self._connected(url)
-            answer: bytes = await channel.unary_unary(rpc.STATUS)(b"")
+            async with self._connected(url) as channel:
+                answer: bytes = await channel.unary_unary(rpc.STATUS)(b"")
         except grpc.aio.AioRpcError as error:
             raise _failure(url, error.code()) from None
         return answer
@@ -83,26 +99,40 @@ class Rpc:
             UnavailableError: it says nothing.
         """
         try:
-            stub = health_pb2_grpc.HealthStub(await self._connected(url))
-            answer = await stub.Check(health_pb2.HealthCheckRequest())
+            async with self._connected(url) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                answer = await stub.Check(health_pb2.HealthCheckRequest())
         except grpc.aio.AioRpcError as error:
             raise _failure(url, error.code()) from None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        links, self._links = self._links, {}
+        await asyncio.gather(*(link.channel.close() for link in links.values()))
 
-    async def _connected(self, url: str) -> grpc.aio.Channel:
-        """The encoder's channel, once it has a connection.
+    @asynccontextmanager
+    async def _connected(self, url: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Around a call: the encoder's channel, once it has a connection.
 
         Raises:
             UnavailableError: it gets none.
         """
-        if url not in self._channels:
+        link = await self._linked(url)
+        link.calls += 1
+        try:
+            yield link.channel
+        finally:
+            link.calls -= 1
+            await _close_if_over(link)
+
+    async def _linked(self, url: str) -> _Link:
+        """The encoder's link, once it has a connection; raises as `_connected`."""
+        if url not in self._links:
             target = url.removeprefix(rpc.SCHEME)
-            self._channels[url] = grpc.aio.insecure_channel(target, options=_OPTIONS)
-        channel = self._channels[url]
+            channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._links[url] = _Link(channel)
+        link = self._links[url]
+        channel = link.channel
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 state = channel.get_state(try_to_connect=True)
@@ -115,12 +145,19 @@ class Rpc:
             # Another call has found the same, and closed the channel.
             raise out_of_reach(url, "no connection") from None
         except (TimeoutError, UnavailableError) as error:
-            if channel is self._channels.get(url):
-                await self._channels.pop(url).close()
+            if link is self._links.get(url):
+                del self._links[url]
+                link.over = True
+                await _close_if_over(link)
             if isinstance(error, UnavailableError):
                 raise
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
-        return channel
+        return link
+
+
+async def _close_if_over(link: _Link) -> None:
+    if link.over and not link.calls:
+        await link.channel.close()
 
 
 def _failure(url: str, code: grpc.StatusCode) -> UnavailableError:

@@ -39,6 +39,8 @@ _CLIENT_CLOSED = 499
 # its bytes are in work from the beginning, and an asker that was stopped never says so.
 _SILENCE_S = 20.0
 _BODY_S = 300.0
+# Digits of a length; Python refuses to read thousands of them.
+_MOST_DIGITS = 20
 
 
 class Exchange(Protocol):
@@ -145,7 +147,7 @@ async def read_body(exchange: Exchange, max_bytes: int, room: Room) -> bytearray
         UnavailableError: it does not come to its end.
     """
     announced = exchange.headers.get("content-length", "")
-    expected = int(announced) if announced.isdecimal() else 0
+    expected = int(announced[:_MOST_DIGITS]) if announced.isdecimal() else 0
     if expected > max_bytes:
         raise MediaTooLargeError(f"encode request over {max_bytes} bytes")
     room.take(expected)

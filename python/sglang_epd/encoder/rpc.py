@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import grpc
@@ -27,6 +28,9 @@ from sglang_epd.wire import rpc
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # As of HTTP: until a connection has begun to speak, and while it says nothing more.
 _HANDSHAKE_S, _IDLE_S = 20, 75
+# Of a body that was refused: how long nothing may come of it, and how long all of it may take,
+# before its asker is answered all the same.
+_REST_SILENCE_S, _REST_S = 1.0, 30.0
 
 
 class Call:
@@ -114,12 +118,31 @@ class RpcServer:
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> bytes:
         response = await self._answering.answer(Call(messages, context))
+        if response.status_code != HTTPStatus.UNAUTHORIZED:  # nothing is read of strangers
+            await _drop_rest(messages)
         set_status(context, response)
         return bytes(response.body)
 
     async def _status(self, _message: bytes, _context: grpc.aio.ServicerContext) -> bytes:
         state = self._answering.service.status()
         return msgspec.json.encode({**state, "tasks": len(asyncio.all_tasks())})
+
+
+async def _drop_rest(messages: AsyncIterator[bytes]) -> None:
+    """Take what is left of a body, and drop it.
+
+    An answer ends the call. gRPC's client, in the middle of a write, may find the write broken
+    before it finds the answer, and then has a call that was lost: a refusal would count as an
+    encoder that went away.
+    """
+    clock = asyncio.get_running_loop().time
+    until = clock() + _REST_S
+    try:
+        async with asyncio.timeout(_REST_SILENCE_S) as patience:
+            async for _ in messages:
+                patience.reschedule(min(clock() + _REST_SILENCE_S, until))
+    except TimeoutError:
+        pass  # an asker that has stopped writing meets no broken write
 
 
 def set_status(context: grpc.aio.ServicerContext, response: Response) -> None:

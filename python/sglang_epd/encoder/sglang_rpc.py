@@ -58,6 +58,8 @@ _LOOK_S = 0.002
 _LINGER_MS = 5000
 _MAX_PLACES = 64
 _MAX_MEETINGS = 4096
+# Digits of a port.
+_MOST_DIGITS = 5
 
 
 class SglangService:
@@ -152,7 +154,7 @@ class SglangService:
             with logs.about(asked.req_id):
                 frames = await self._frames(call, room, asked)
                 places = named if meeting is None else await meeting.places()
-                await asyncio.gather(*(self._push(place, frames) for place in places))
+                await self._push_all(places, frames)
         finally:
             if meeting is not None:
                 del self._meetings[asked.req_id]
@@ -162,7 +164,8 @@ class SglangService:
         # A full encoder hears it as well: it may be of a request that is in work.
         asked = _decoded(await anext(call.pieces(), b""), pb.SchedulerReceiveUrlRequest)
         host, _, port = asked.receive_url.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < asked.receive_count <= _MAX_PLACES:
+        is_port = port.isdecimal() and len(port) <= _MOST_DIGITS
+        if not host or not is_port or not 0 < asked.receive_count <= _MAX_PLACES:
             raise ProtocolError(
                 f"a receive_url is host:port, and a receive_count from 1 to {_MAX_PLACES}"
             )
@@ -255,13 +258,27 @@ class SglangService:
                 raise from_code(outcome.code, outcome.message)
         return await asyncio.to_thread(_frames, asked, reply.outcomes, taken.rows)
 
+    async def _push_all(self, places: Iterable[str], frames: Sequence[Any]) -> None:
+        """To all places, or to no more where one of them fails: what is on its way is not counted
+        when the request has ended."""
+        pushing = [asyncio.create_task(self._push(place, frames)) for place in places]
+        try:
+            await asyncio.gather(*pushing)
+        finally:
+            for one in pushing:
+                one.cancel()
+            await asyncio.gather(*pushing, return_exceptions=True)
+
     async def _push(self, place: str, frames: Sequence[Any]) -> None:
         """Hand a message over to a connection; that its peer reads it is not known.
 
         Raises:
-            UnavailableError: no peer is there.
+            UnavailableError: no peer is there, or there is no socket for it.
         """
-        push = self._zmq.socket(zmq.PUSH)
+        try:
+            push = self._zmq.socket(zmq.PUSH)
+        except zmq.ZMQError as error:
+            raise UnavailableError(f"no more places can be pushed to: {error}") from None
         push.setsockopt(zmq.IMMEDIATE, 1)
         push.setsockopt(zmq.IPV6, 1)
         try:

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_epd.errors import UnavailableError
+from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.processes.forker import Bear, Born
 from sglang_epd.processes.packets import pair, receive_now, send_now
 
@@ -129,8 +129,9 @@ class Nursery:
             except TimeoutError:
                 if not forker.kill():  # and no other is started beside it
                     break
-            except (EOFError, OSError):
-                if not forker.ends(_NOTICED_S):  # it could not fork
+            except (EOFError, OSError, ProtocolError):
+                # It could not fork, or this process has no descriptor left for the child's.
+                if not forker.ends(_NOTICED_S):
                     break
         raise UnavailableError("a process for untrusted media cannot be started")
 
@@ -184,6 +185,7 @@ class _Forker:
         Raises:
             TimeoutError: there was none within a time in which there should be.
             EOFError, OSError: the process is gone, or could not fork.
+            ProtocolError: the child's descriptor did not arrive.
         """
         end, theirs = pair()
         try:
@@ -214,6 +216,7 @@ class _Forker:
 
     def _keep(self, theirs: socket.socket, modules: Sequence[str]) -> None:
         command = [sys.executable, "-P", "-m", "sglang_epd.processes.forker"]
+        process = None
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -222,14 +225,17 @@ class _Forker:
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **_ENV},
                 )
+            self._process = os.pidfd_open(process.pid)
         except OSError as error:
+            if process is not None:  # the last descriptor was another thread's
+                process.kill()
+                process.wait()
             self._failure = error
             self._end.close()
             self._dead.set()
             self._started.set()
             return
         self.pid = process.pid
-        self._process = os.pidfd_open(process.pid)
         self._started.set()
         process.wait()
         with self._letting_go:

@@ -50,7 +50,8 @@ class PayloadEngine(Protocol):
             keep: owner of the source memory, held until the engine is done with it.
 
         Raises:
-            UnavailableError: they were not written; some may yet be.
+            UnavailableError: they were not written; some may yet be, until its `ended`, where it
+                has one, says otherwise.
         """
 
 

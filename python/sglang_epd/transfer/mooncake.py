@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from sglang_epd.errors import ConfigError, UnavailableError
@@ -128,7 +129,8 @@ class MooncakeEngine:
 
         Raises:
             UnavailableError: the peer is dead or frozen, or refused because the bytes do
-                not fall within memory that it has registered.
+                not fall within memory that it has registered. Where the transfer had begun,
+                `ended` of the error says whether Mooncake is done with it.
         """
         deadline = time.monotonic() + timeout_s
         self._contact(session, deadline)
@@ -141,11 +143,17 @@ class MooncakeEngine:
             return
         self._forget(session)
         if status == _FAILED:
-            raise UnavailableError(f"{session} is gone, or refused a write of {nbytes} bytes")
+            raise self._given_up(batch, f"{session} is gone, or refused a write of {nbytes} bytes")
         with self._lock:
             self._reap()
             self._unfinished[batch] = keep
-        raise UnavailableError(f"a write of {nbytes} bytes to {session} did not end in time")
+        raise self._given_up(batch, f"a write of {nbytes} bytes to {session} did not end in time")
+
+    def _given_up(self, batch: int, what: str) -> UnavailableError:
+        """The error of a transfer. No frame that it goes through may hold it: they hold `keep`."""
+        error = UnavailableError(what)
+        error.ended = partial(self._ended, batch)
+        return error
 
     def _contact(self, session: str, deadline: float) -> None:
         """Wait until a peer that was not written to before answers a probe."""
@@ -174,6 +182,11 @@ class MooncakeEngine:
             contact = self._contacts.get(session)
             if contact is not None and contact.done():
                 del self._contacts[session]
+
+    def _ended(self, batch: int) -> bool:
+        with self._lock:
+            self._reap()
+            return batch not in self._unfinished
 
     def _reap(self) -> None:
         """Drop batches that have ended; the lock must be held, as a batch may end only once."""

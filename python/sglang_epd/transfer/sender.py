@@ -120,6 +120,11 @@ class Offered:
                 future.exception()  # it need not be asked for
 
 
+def _writes_on() -> bool:
+    """Has not ended."""
+    return False
+
+
 @dataclass
 class _Peer:
     """A language server; its socket is replaced when its connection breaks."""
@@ -137,8 +142,9 @@ class _Peer:
     # An item has one offer, then one payload, open at a time.
     offers: dict[tuple[str, int], tuple[wire.Offer, Offered]] = field(default_factory=dict)
     acks: dict[_Name, asyncio.Future[wire.Ack]] = field(default_factory=dict)
-    # Grants under which something may be written yet.
-    grants: set[_Name] = field(default_factory=set)
+    # Grants under which something may be written yet, and of each what says whether that has
+    # ended.
+    grants: dict[_Name, Callable[[], bool]] = field(default_factory=dict)
 
 
 class Sender:
@@ -224,15 +230,17 @@ class Sender:
         if granted.nbytes not in (None, payload.nbytes):
             # The bytes beside it in the receiver's memory belong to another item.
             raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
-        granted.used = True
         peer = self._peer(endpoint)
-        if time.monotonic() >= granted.until:
-            self._withdraw(peer, grant)
-            raise GrantLostError
-        peer.grants.add(_name(grant))
         try:
             async with asyncio.timeout(timeout_s):
-                how, frames = await self._write(peer, grant, payload, timeout_s)
+                # A call that ends before the grant is used leaves it to `offer` to give it back.
+                checksum = await self._digest(payload)
+                granted.used = True
+                if time.monotonic() >= granted.until:
+                    self._withdraw(peer, grant)
+                    raise GrantLostError
+                peer.grants[_name(grant)] = _writes_on
+                how, frames = await self._write(peer, grant, payload, checksum, timeout_s)
                 answer = await self._say_written(peer, grant, frames)
         except TimeoutError:
             raise DeadlineError("the language server did not answer in time") from None
@@ -254,26 +262,36 @@ class Sender:
         """Close the sockets of servers that nothing was sent to for a while."""
         oldest = time.monotonic() - _UNUSED_S
         for endpoint, peer in list(self._peers.items()):
-            if not peer.offers and not peer.acks and peer.used < oldest:
+            writes = not all(ended() for ended in peer.grants.values())
+            if not (peer.offers or peer.acks or writes) and peer.used < oldest:
                 await self._close_peer(endpoint)
         await asyncio.get_running_loop().run_in_executor(self._sharing, self._shared.forget_gone)
 
+    async def _digest(self, payload: memoryview) -> bytes:
+        """Of a payload that is to carry one; empty of others."""
+        if not self._checksum:
+            return b""
+        return await asyncio.to_thread(lambda: blake3(payload).digest())
+
     async def _write(
-        self, peer: _Peer, grant: wire.Grant, payload: memoryview, timeout_s: float
+        self,
+        peer: _Peer,
+        grant: wire.Grant,
+        payload: memoryview,
+        checksum: bytes,
+        timeout_s: float,
     ) -> tuple[str, Iterator[_Frames]]:
         """Write a payload where it was granted.
 
         Returns:
             The way it went, and the messages to send for it.
         """
-        checksum = b""
-        if self._checksum:
-            checksum = await asyncio.to_thread(lambda: blake3(payload).digest())
         done: _Frames = [wire.encode_message(wire.Payload(*_name(grant), checksum=checksum))]
         raw = np.frombuffer(payload, dtype=np.uint8)
         landing = grant.landing
         if isinstance(landing, wire.Remote):
             if self._remote is None:
+                self._withdraw(peer, grant)
                 raise EncodeError("a grant that this encoder did not offer to use")
             remote = self._remote
             await self._in_thread(
@@ -310,7 +328,7 @@ class Sender:
             raise
         finally:
             del peer.acks[_name(grant)]
-        peer.grants.discard(_name(grant))
+        peer.grants.pop(_name(grant), None)
         return answer
 
     async def _in_thread(
@@ -318,8 +336,9 @@ class Sender:
     ) -> None:
         """Run a writer in a thread.
 
-        When the call is cancelled the thread writes on; the receiver is told when it has
-        ended, and keeps the memory until then.
+        When the call is cancelled the thread writes on, and an engine may write on when its
+        thread has given up. The receiver is told when it has ended, and keeps the memory until
+        then.
         """
         if self._closed:
             raise UnavailableError("this encoder is shutting down")
@@ -327,21 +346,24 @@ class Sender:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(
-                lambda _ended: self._withdraw_if_written(writing, peer, grant)
-            )
+            writing.add_done_callback(lambda _ended: self._leave(writing, peer, grant))
+            raise
+        except UnavailableError:
+            self._leave(writing, peer, grant)
             raise
 
-    def _withdraw_if_written(
-        self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant
-    ) -> None:
-        # A write that failed may go on inside the engine: its memory stays in quarantine.
-        if not writing.cancelled() and writing.exception() is None:
+    def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
+        """A thread has ended with a write that nothing waits for any more."""
+        error = None if writing.cancelled() else writing.exception()
+        if error is None or (isinstance(error, UnavailableError) and error.ended is None):
             self._withdraw(peer, grant)
+        elif isinstance(error, UnavailableError) and error.ended is not None:
+            # The receiver asks, each second.
+            peer.grants[_name(grant)] = error.ended
 
     def _withdraw(self, peer: _Peer, grant: wire.Grant) -> None:
         """Tell the receiver that nothing will be written under a grant any more."""
-        peer.grants.discard(_name(grant))
+        peer.grants.pop(_name(grant), None)
         # The receiver asks where this message is lost.
         self._post(peer, wire.Withdraw(*_name(grant)))
 
@@ -464,14 +486,16 @@ class Sender:
                 if ack is not None and not ack.done():
                     ack.set_result(message)
             elif isinstance(message, wire.Grant) and _name(message) in peer.grants:
-                continue  # it is asked whether that is so
+                # It is asked whether that is so.
+                if peer.grants[_name(message)]():
+                    self._withdraw(peer, message)
             elif isinstance(message, wire.Wait | wire.Grant | wire.Decline):
                 _, offered = peer.offers.get((message.ticket, message.item), (None, None))
                 question = isinstance(message, wire.Grant) and message.ttl_s <= 0
                 if offered is not None and not offered.decided.done() and not question:
                     offered.answer(message)
                     if isinstance(message, wire.Grant):
-                        peer.grants.add(_name(message))
+                        peer.grants[_name(message)] = _writes_on
                         self._prepare(peer, message, offered.nbytes)
                 elif isinstance(message, wire.Grant):
                     # The caller has left.

@@ -563,6 +563,34 @@ async def test_an_expired_item_is_run_for_those_who_have_time_left(
         assert tower.discarded == [b"x"]
 
 
+@pytest.mark.parametrize("joins", [True, False], ids=["another has time", "alone"])
+async def test_media_that_were_prepared_for_too_short_are_prepared_for_who_has_time_left(
+    tower, ask, monkeypatch, joins
+):
+    """A decoder is given the deadline of those who have asked when it begins."""
+    prepare, asked, expired = tower.prepare, [], asyncio.Event()
+
+    async def until_the_deadline(modality, data, deadline, options):
+        asked.append(deadline)
+        if len(asked) == 1:
+            await expired.wait()
+            raise DeadlineError("the request's deadline passed while it was decoded")
+        return await prepare(modality, data, deadline, options)
+
+    monkeypatch.setattr(tower, "prepare", until_the_deadline)
+    hurried = ask(b"x", "r1", ttl_s=1.0)
+    await until(lambda: asked)
+    patient = ask(b"x", "r2") if joins else None
+    expired.set()
+    if patient is None:
+        with pytest.raises(DeadlineError):
+            await hurried.embedding()
+        assert len(asked) == 1
+    else:
+        assert await value(patient) == ord("x")
+        assert asked[1] > asked[0] + 30.0
+
+
 # Towers that are lost
 
 

@@ -430,8 +430,9 @@ class Computations:
 
     async def _prepare(self, work: Work, lane: Lane) -> None:
         began = time.monotonic()
+        deadline = work.deadline
         try:
-            preparing = lane.tower.prepare(work.modality, work.media, work.deadline, work.options)
+            preparing = lane.tower.prepare(work.modality, work.media, deadline, work.options)
             work.preparation = asyncio.ensure_future(preparing)
             prepared = await work.preparation
         except asyncio.CancelledError:
@@ -451,7 +452,12 @@ class Computations:
             self._break(str(error), [work])
             return
         except Exception as error:
-            self._fail(work, _said(error, work))
+            later = work.deadline > deadline and work.holds
+            if isinstance(error, DeadlineError) and later:
+                # Of those that had asked when it was begun; an asker with more time has come.
+                self._begin_again(work)
+            else:
+                self._fail(work, _said(error, work))
             drop_frames(error)  # they have the media
             return
         finally:

@@ -138,7 +138,7 @@ def page(records: dict[str, Any]) -> str:
         lines += ["", "Not compared:", "", *(f"- {note}" for note in notes)]
     if stopped:
         lines += ["", "## Not served on a CPU", ""]
-        lines += ["| family | the call that stops SGLang, and what it raises |", "|---|---|", *stopped]
+        lines += ["| family | the call that stops SGLang, and its error |", "|---|---|", *stopped]
     lines += ["", _PROMPTS.rstrip()]
     carrying = [family.title for family in FAMILIES.values() if family.carried]
     lines += ["", _CARRIED + ", ".join(carrying) + "."]

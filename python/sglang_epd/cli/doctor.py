@@ -44,7 +44,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON document.")] = False,
     ssl_ca_certs: Annotated[
-        str, typer.Option(help="Whose certificates are believed of https:// servers.")
+        str, typer.Option(help="CA certificates that https:// servers are verified against.")
     ] = "",
 ) -> None:
     """Look for faults that keep servers from running, and say how to mend each.

@@ -20,6 +20,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,14 +144,15 @@ def page(pages: list[Path]) -> str:
 
 def _claims(page: Path) -> Iterator[tuple[str, str]]:
     """The results that a page quotes, and the row of each sentence that quotes them."""
-    words = named(page.read_text())
+    text = page.read_text()
+    words, columns = named(text), columns_of(text)
     place = page.relative_to(ROOT)
     # The site of docs/ has pages that these link to, and no README.md.
     link = f"[{page.stem}](../../{place})" if place.parent.parts else page.name
     for part, names in quotes(page):
         for name in dict.fromkeys(names):
             result = [*rows((RESULTS / f"{name}.md").read_text())]
-            for case, sentence in _sentences(part):
+            for case, sentence in sentences(part, columns.get(part, [])):
                 mine = [one for one in numbers(sentence) if (name, one) in words]
                 if not mine:
                     continue
@@ -167,12 +169,27 @@ def _claims(page: Path) -> Iterator[tuple[str, str]]:
                 yield name, f"| {' | '.join(cells)} |"
 
 
-def _sentences(part: str) -> Iterator[tuple[str, str]]:
-    """Those of a paragraph or a row of a table, without links, and the case of a row's cells."""
+def columns_of(page: str) -> dict[str, list[str]]:
+    """What the cells behind the first of each row of a table are, by the row."""
+    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    return {
+        row: [cell.strip() for cell in head.strip("|").split("|")[1:]]
+        for head, *table in tables
+        for row in table
+    }
+
+
+def sentences(part: str, columns: list[str]) -> Iterator[tuple[str, str]]:
+    """Those of a paragraph or a row of a table, without links, and the case of a row's cells.
+
+    Args:
+        columns: what the cells of a row are.
+    """
     plain = _ANY_LINK.sub(r"\1", _LINKS_ALONE.sub("", part)).replace("\n", " ").replace("*", "")
     case, *cells = re.split(r"\s*\|\s*", plain.strip("|- "))
     if cells:
-        yield from ((f"{case}: ", cell) for cell in cells)
+        for column, cell in zip_longest(columns, cells, fillvalue=""):
+            yield (f"{case}, {column}: " if column else f"{case}: "), cell
     else:
         for sentence in re.split(r"(?<=[.;]) (?=[A-Z`\d])|(?<=;) ", case):
             yield "", sentence.rstrip(".;:")

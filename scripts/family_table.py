@@ -35,35 +35,37 @@ NOT_MADE = {
 _VERSIONS = ("sglang", "transformers", "torch")
 _HEAD = (
     "# Families\n\n"
-    "Made by `scripts/families` from the results of `test/integration/test_families.py`; edit "
-    "neither this page nor `families.json`. Each family is a small random checkpoint "
-    "(`scripts/checkpoints/families/`; one without weights where SGLang stops before it reads "
-    "any), served on a CPU in float32 by an encoder and a language "
-    "server with each transfer backend, and by one server that does everything. A cell has the "
-    "number of cases that passed and the largest difference between the log-probabilities of the "
-    "two, over the 20 likeliest tokens at each of 16 positions; the bound is 0.001. *Depends* is "
-    "by how much the log-probabilities of the first token change when the item is exchanged for "
-    "another: without it parity would prove nothing.\n"
+    "Which model families were compared with a colocated server, and how far their "
+    "log-probabilities were apart. Made by `scripts/families` from the results of "
+    "`test/integration/test_families.py`; edit neither this page nor `families.json`.\n\n"
+    "Each family is a small random checkpoint (`scripts/checkpoints/families/`; without weights "
+    "where SGLang stops before it reads any), served on a CPU in float32 by an encoder and a "
+    "language server with each transfer backend.\n\n"
+    "- *A cell* has the number of cases that passed, and the largest difference between the "
+    "log-probabilities, over the 20 likeliest tokens at each of 16 positions. The bound is 0.001.\n"
+    "- *Depends* is by how much the log-probabilities of the first token change when the item is "
+    "exchanged for another. Without it parity would prove nothing.\n"
 )
 _PROMPTS = (
+    "## Prompts\n\n"
     "Prompts need no weights. `test/families/test_in_tree.py` compares token ids, places, rotary "
     "positions and preprocessed features of every family that in-tree EPD lists: as this package, "
-    "as in-tree EPD and as one server make them. The cases are "
-    "pictures side by side, in text and not square, several videos, sounds, and options of items. "
-    "Each is equal to one server's, or refused.\n\n"
+    "as in-tree EPD and as a colocated server make them. The cases are images side by side, in "
+    "text and not square, several videos, audio, and options of items. Each is equal to a "
+    "colocated server's, or refused. These families differ:\n\n"
     "| family | in-tree EPD | this package |\n|---|---|---|\n"
     "| Dots3-Note | answers no request with media | images, in prompts that are text |\n"
     "| GLM-5-Next | no rotary positions; videos without the times and marks of frames "
-    "| as one server, with options of videos; refuses other options, bounds on the tokens of one "
-    "of several videos, and several videos that one server would make smaller |\n"
-    "| InternS2-Preview | fails on videos, as one server does | takes no videos |\n"
-    "| Kimi-K3 | drops the transparency of a picture, which one server lays over a background "
-    "| as in-tree EPD |\n"
-    "| MiMo-V2 | fails on a video with sound, and on one with options; follows none of pictures "
+    "| as a colocated server, with options of videos; refuses other options, bounds on the tokens "
+    "of one of several videos, and several videos that a colocated server would make smaller |\n"
+    "| InternS2-Preview | fails on videos, as a colocated server does | takes no videos |\n"
+    "| Kimi-K3 | drops the transparency of an image, which a colocated server lays over a "
+    "background | as in-tree EPD |\n"
+    "| MiMo-V2 | fails on a video with sound, and on one with options; follows none of images "
     "| refuses both |\n"
-    "| MiniMax-M3 | as one server, with options of items | as one server, with options of items |\n"
-    "| Qwen2.5-VL | videos at other positions | as one server |\n"
-    "| Qwen3-Omni-MoE | videos of another size | as one server |\n"
+    "| MiniMax-M3 | as a colocated server, with options of items | the same |\n"
+    "| Qwen2.5-VL | videos at other positions | as a colocated server |\n"
+    "| Qwen3-Omni-MoE | videos of another size | as a colocated server |\n"
 )
 _CARRIED = (
     "With processors or a configuration that were written for the tests "
@@ -135,8 +137,8 @@ def page(records: dict[str, Any]) -> str:
     if notes:
         lines += ["", "Not compared:", "", *(f"- {note}" for note in notes)]
     if stopped:
-        lines += ["", "What cannot be served on a CPU, and what stops it:", ""]
-        lines += ["| family | the call, and what it raises |", "|---|---|", *stopped]
+        lines += ["", "## Not served on a CPU", ""]
+        lines += ["| family | the call that stops SGLang, and its error |", "|---|---|", *stopped]
     lines += ["", _PROMPTS.rstrip()]
     carrying = [family.title for family in FAMILIES.values() if family.carried]
     lines += ["", _CARRIED + ", ".join(carrying) + "."]
@@ -145,12 +147,12 @@ def page(records: dict[str, Any]) -> str:
         lines += ["", "Made, and not yet run by the tests:", "", *map(_waiting, waiting)]
     lines += ["", "Allowed by in-tree EPD, and not made:", ""]
     lines += [f"- {name}: {NOT_MADE[name]}" for name in sorted(NOT_MADE)]
-    lines += ["", "Versions, of the last run of each:", ""]
-    lines += [
-        f"- {_title(name)}: "
-        + ", ".join(f"{k} {v}" for k, v in sorted(records[name]["versions"].items()))
-        for name in sorted(records)
-    ]
+    lines += ["", "## Versions", "", "Of the last run of each:", ""]
+    families: dict[str, list[str]] = {}
+    for name in sorted(records):
+        told = ", ".join(f"{k} {v}" for k, v in sorted(records[name]["versions"].items()))
+        families.setdefault(told, []).append(_title(name))
+    lines += [f"- {told}: {', '.join(families[told])}" for told in sorted(families)]
     return "\n".join(lines) + "\n"
 
 

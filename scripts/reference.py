@@ -89,7 +89,13 @@ _SWITCHES = (
 )
 _SETTINGS_HEAD = """# Settings
 
-What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names; `sglang-epd up` takes the file with `--config` and single settings with `--set`. What is typed counts before the environment, and that before the file. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
+What SGLang has a flag for is set by SGLang's flags. The rest is on this page. A server reads it once, when it starts; an unknown name, or a value out of range, ends the server and is named.
+
+| source, in this order | |
+|---|---|
+| `sglang-epd up --set NAME=VALUE` | one setting, for all servers of `up` |
+| the environment | the variables below |
+| a YAML file | `SGLANG_EPD_CONFIG=PATH`, or `sglang-epd up --config PATH` |
 
     settings:                    # in small letters, without SGLANG_EPD_
       dispatch_policy: least_loaded
@@ -103,9 +109,9 @@ Language servers, their encoders and decode servers need the same `token`.
 """  # noqa: E501
 _METRICS_HEAD = """# Metrics
 
-Encoders show these at `/metrics`, always; language, prefill and decode servers among SGLang's own, with `--enable-metrics`. A counter's name ends in `_total`, a histogram has `_bucket`, `_sum` and `_count` behind its name; one that has labels and has not counted yet is not shown. Labels take few values, all of them this package's: none is a user's to choose.
+Encoders show these at `/metrics`, always. Language, prefill and decode servers show them among SGLang's own, with `--enable-metrics`. `docker/observability/` has a Grafana dashboard and alert rules over them.
 
-`docker/observability/` has a Grafana dashboard and alert rules over them.
+A histogram has `_bucket`, `_sum` and `_count` behind its name. A metric with labels is shown once it has counted. Labels take few values, none of them a user's to choose.
 
 """  # noqa: E501
 _SGLANGS_HEAD = """## Encoders, by SGLang's names

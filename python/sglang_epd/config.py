@@ -103,8 +103,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         tell_sources [language]: Whether answers of `/generate` say where their media came from
             (`meta_info.media_sources`). A user learns from it whether another client with the same
             cache salt has sent the same media before.
-        receive_budget_mb [language]: Embeddings that it holds at a time: granted, received, being
-            read or kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
+        receive_budget_mb [language]: Embeddings held at a time: granted, received, being read or
+            kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
             server may use, from 2048 to 16384. On an accelerator all of it is taken at start.
         embedding_cache_mb [language]: The part of that budget in which embeddings that are not in
             use stay for the next request with the same image. They are evicted when their room is
@@ -140,10 +140,10 @@ class Settings(Struct, frozen=True, kw_only=True):
             `mooncake://`. Where it is not set, `--enable-mm-global-cache` counts, with SGLang's
             variables of Mooncake.
         store_timeout_ms [encoders]: How long the store may delay an item.
-        fingerprint [encoders, language]: What of each tensor of a tower tells two servers that
-            they hold the same: three `samples` of 512 bytes, which is done in milliseconds and
-            finds every training run, or the `full` tensor, which finds a sparse edit too and reads
-            all of the tower when a server starts. The same on all servers.
+        fingerprint [encoders, language]: How servers compare their towers; the same on all
+            servers. Three `samples` of 512 bytes of each tensor take milliseconds and find every
+            training run; the `full` tensors find a sparse edit too, and all of the tower is read
+            when a server starts.
         emulate [all, without an accelerator]: The accelerator that is emulated: each forward pass
             takes the time that a profile says. The name of a profile that comes along, or the path
             of a file. For tests and benchmarks.
@@ -153,8 +153,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         log_format [encoders, language, decode]: How this package's own log lines are written:
             `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
             is about.
-        media_max_mb: Of one item's encoded media, also after a Content-Encoding is undone. Where
-            it is not set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no
+        media_max_mb: Largest encoded media of an item, also after a Content-Encoding is undone.
+            Where it is not set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no
             limit).
         media_max_pixels: Width times height that an image's header may claim; JPEG 2000 may claim
             25000000 at most.
@@ -163,8 +163,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         media_max_video_total_pixels: Pixels of all frames that the model is shown, before they are
             made smaller.
         media_max_audio_s: How long a sound may last.
-        media_max_redirects: Followed for one URL.
-        media_timeout_s: For all that a fetch does: names, TLS, redirects and the body.
+        media_max_redirects: Redirects that are followed for one URL.
+        media_timeout_s: One fetch: names, TLS, redirects and the body.
         media_allowed_domains: Hosts that may be asked, each with its subdomains; all unless given.
             Where it is not set, `--allowed-media-domains` counts, whose hosts are exact. Opens no
             private address.

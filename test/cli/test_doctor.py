@@ -276,7 +276,7 @@ PIXELS = {"patch_size": 14, "merge_size": 2, "max_pixels": 16_384 * 28**2}
             QWEN,
             4096,
             Verdict.OK,
-            "hold 36 at a time; the largest picture of this model takes 11",
+            "hold 36 at a time; the largest image of this model takes 11",
         ),
         (QWEN, 112, Verdict.OK, "hold 1 at a time"),
         (QWEN, 111, Verdict.FAIL, "answered with 413"),

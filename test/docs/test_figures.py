@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from claims import CLAIMS, RESULTS, figures, named, numbers, quotes, rows, stands
+from claims import (
+    CLAIMS,
+    RESULTS,
+    columns_of,
+    figures,
+    named,
+    numbers,
+    quotes,
+    rows,
+    sentences,
+    stands,
+)
 from docs.shell import PAGES, ROOT
 
 # Of a measurement, more likely than of a setting.
@@ -101,3 +112,10 @@ def test_readers_find_every_result() -> None:
 
 def test_pages_cite_results() -> None:
     assert {page.name for page in PAGES if quotes(page)} >= {"topology.md", "comparison.md"}
+
+
+def test_a_claim_of_a_table_names_its_column() -> None:
+    row = "| x ([y](../benchmark/results/z.md)) | 1 ms | | 3 |"
+    columns = columns_of(f"Text.\n\n| | an arm | page | another |\n|---|---|---|---|\n{row}\n")[row]
+    told = [*sentences(row, columns)]
+    assert told == [("x, an arm: ", "1 ms"), ("x, page: ", ""), ("x, another: ", "3")]

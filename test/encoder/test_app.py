@@ -163,7 +163,7 @@ async def test_a_doctor_finds_the_token_that_one_side_lacks(serve, http, asking)
     # In one process both encoders count refusals together.
     url = await serve()
     assert await look(url, "secret") == [
-        f"warn: {url} has none: whoever reaches it may use it",
+        f"warn: {url} has none: any host that reaches it may use it",
         f"warn: {url} has refused 1 requests that lacked its token",
     ]
     assert f"ok: {url} takes requests without one" in await look(url, "")

@@ -44,7 +44,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON document.")] = False,
     ssl_ca_certs: Annotated[
-        str, typer.Option(help="Whose certificates are believed of https:// servers.")
+        str, typer.Option(help="CA certificates that https:// servers are verified against.")
     ] = "",
 ) -> None:
     """Look for faults that keep servers from running, and say how to mend each.
@@ -52,7 +52,7 @@ def doctor(
     Versions, SGLang's seams, and hooks beside other plug-ins; settings and the token;
     Mooncake and FFmpeg; GPUs and the servers on them, RDMA, ports, limits and the clock. With
     --model also a checkpoint's files, or whether the hub has it, and the receive budget beside
-    its largest picture; with --media whether encoders may fetch it; with URLs also whether
+    its largest image; with --media whether encoders may fetch it; with URLs also whether
     servers there can be reached, share a namespace, take the token, and tell the same time.
     The exit code is 1 if something will not run.
 

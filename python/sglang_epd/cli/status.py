@@ -28,7 +28,7 @@ Certificates = Annotated[
     str,
     typer.Option(
         "--ssl-ca-certs",
-        help="Whose certificates are believed of https:// servers; else the system's.",
+        help="CA certificates that https:// servers are verified against; else the system's.",
     ),
 ]
 

@@ -87,24 +87,24 @@ def _on_hub(model: str, missing: str) -> Finding:
 
 
 def _budget(config: dict[str, Any], folder: Path, budget_mb: int) -> Iterator[Finding]:
-    """Whether the largest picture fits in the receive budget, where the files say its size."""
+    """Whether the largest image fits in the receive budget, where the files say its size."""
     processor = _object(folder / "preprocessor_config.json")
     try:
         nbytes = _largest_bytes(config, processor if isinstance(processor, dict) else {})
     except (KeyError, TypeError, ValueError):
-        return  # a model whose processor bounds pictures in another way
+        return  # a model whose processor bounds images in another way
     setting = "SGLANG_EPD_RECEIVE_BUDGET_MB"
-    picture = f"the largest picture of this model takes {nbytes / (1 << 20):.1f} MiB"
+    largest = f"the largest image of this model takes {nbytes / (1 << 20):.1f} MiB"
     if nbytes > budget_mb << 20:
-        found = f"{setting} is {budget_mb}, and {picture}: requests with it are answered with 413"
+        found = f"{setting} is {budget_mb}, and {largest}: requests with it are answered with 413"
         yield fail("budget", found, f"{setting}={4 * -(-nbytes >> 20)} has room for four")
     else:
-        found = f"{budget_mb} MiB hold {(budget_mb << 20) // nbytes} at a time; {picture}"
+        found = f"{budget_mb} MiB hold {(budget_mb << 20) // nbytes} at a time; {largest}"
         yield ok("budget", found)
 
 
 def _largest_bytes(config: dict[str, Any], processor: dict[str, Any]) -> int:
-    """Of the embeddings of a picture that has as many pixels as a processor of Qwen's kind keeps.
+    """Of the embeddings of an image that has as many pixels as a processor of Qwen's kind keeps.
 
     Raises:
         KeyError, TypeError, ValueError: it is of another kind.

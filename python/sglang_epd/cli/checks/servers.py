@@ -54,7 +54,7 @@ def _tokens(views: Sequence[ServerView], token: str) -> Iterator[Finding]:
     for view in views:
         if view.tokenless and token:
             mend = "start it with this shell's SGLANG_EPD_TOKEN"
-            yield warn("token", f"{view.url} has none: whoever reaches it may use it", mend)
+            yield warn("token", f"{view.url} has none: any host that reaches it may use it", mend)
         if view.refused:
             found = f"{view.url} has refused {view.refused} requests that lacked its token"
             mend = "start the language servers that ask it with its SGLANG_EPD_TOKEN"

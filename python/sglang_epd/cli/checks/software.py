@@ -138,7 +138,7 @@ def settings(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     if not found.token:
         yield warn(
             "token",
-            "there is none: whoever reaches an encoder may use it",
+            "there is none: any host that reaches an encoder may use it",
             "export SGLANG_EPD_TOKEN=$(openssl rand -hex 32), the same on every server",
         )
         return

@@ -29,7 +29,6 @@ def test_variables_are_read_by_their_types():
     env = {"TOKEN": "secret", "MAX_BODY_MB": "7", "URL_CACHE_ENTRIES": "0", "STORE_TIMEOUT_MS": "9"}
     env |= {
         "TELL_SOURCES": "off",
-        "CHECKSUM": "on",
         "FINGERPRINT": "full",
         "EMBEDDING_CACHE_MB": "2",
     }
@@ -39,7 +38,6 @@ def test_variables_are_read_by_their_types():
         url_cache_entries=0,
         store_timeout_ms=9.0,
         tell_sources=False,
-        checksum=True,
         fingerprint="full",
         embedding_cache_mb=2,
     )
@@ -79,7 +77,7 @@ WRONG = {
     "SGLANG_EPD_MAX_BODY_MB": ["1.5", "0", "-1", "2G"],
     "SGLANG_EPD_RECEIVE_BUDGET_MB": ["0", "2G"],
     "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
-    "SGLANG_EPD_CHECKSUM": ["", "2", "maybe"],
+    "SGLANG_EPD_SHARED_MEMORY": ["", "2", "maybe"],
 }
 
 
@@ -109,7 +107,7 @@ def test_every_variable_that_the_package_reads_is_known():
     [
         ("MAX_BODY_MB", "0", "whole number, at least 1"),
         ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
-        ("CHECKSUM", "blake3", "on, off"),
+        ("SHARED_MEMORY", "always", "on, off"),
         ("LOG_FORMAT", "xml", "text, json"),
         ("MEDIA_MAX_MB", "many", "a number of MiB, more than 0, less than 1e+12"),
     ],

@@ -134,8 +134,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
             machine, instead of sending over a socket.
-        checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
-            arrives.
         store [encoders]: URL of a store of embeddings that they share: `file://` or
             `mooncake://`. Where it is not set, `--enable-mm-global-cache` counts, with SGLang's
             variables of Mooncake.
@@ -193,7 +191,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_push_networks: Networks = ()
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
-    checksum: Switch = False
     store: Text = ""
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"

@@ -117,7 +117,6 @@ def launch(server_args: Any) -> None:
             engine = engines.started(get_disagg().encoder_transfer_backend)
             sender = Sender(
                 RemoteWriter(engine) if engine else None,
-                checksum=settings.checksum,
                 share_memory=settings.shared_memory,
             )
             cache = EmbeddingCache(capacity, on_evict=metrics.evicted)

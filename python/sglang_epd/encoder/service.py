@@ -149,7 +149,6 @@ class EncoderService:
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.namespace = namespace
         self.name = name
-        metrics.items_in_work.set_function(lambda: admission.items + admission.waiting)
 
     @property
     def retry_after_s(self) -> float:

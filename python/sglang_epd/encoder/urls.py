@@ -64,7 +64,6 @@ class UrlReader:
         self._fetcher = fetcher
         self.memory = memory
         self._metrics = metrics
-        metrics.watch_urls(lambda: len(memory))
         self._flights: dict[bytes, _Flight] = {}
 
     async def read(

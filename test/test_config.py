@@ -96,7 +96,6 @@ def test_every_variable_that_the_package_reads_is_known():
     assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"} <= names
     valid = {"SGLANG_EPD_TOKEN": "x", "SGLANG_EPD_DISPATCH_POLICY": "shuffle"}
     valid["SGLANG_EPD_CONFIG"] = os.devnull
-    valid["SGLANG_EPD_LOG_FORMAT"] = "json"
     valid["SGLANG_EPD_FINGERPRINT"] = "full"
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "1")})
@@ -108,7 +107,7 @@ def test_every_variable_that_the_package_reads_is_known():
         ("MAX_BODY_MB", "0", "whole number, at least 1"),
         ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
         ("SHARED_MEMORY", "always", "on, off"),
-        ("LOG_FORMAT", "xml", "text, json"),
+        ("FINGERPRINT", "some", "samples, full"),
         ("MEDIA_MAX_MB", "many", "a number of MiB, more than 0, less than 1e+12"),
     ],
 )

@@ -44,7 +44,6 @@ Folder = Annotated[str, Meta(title="a folder")]
 Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")]
 Networks = Annotated[tuple[str, ...], Meta(title="CIDRs, with commas between")]
 Switch = Annotated[bool, Meta(title="on, off")]
-LogFormat = Annotated[Literal["text", "json"], Meta(title="text, json")]
 Early = Annotated[Literal["auto", "on", "off"], Meta(title="auto, on, off")]
 Fingerprint = Annotated[Literal["samples", "full"], Meta(title="samples, full")]
 Whole = Annotated[int, Meta(title="whole number", ge=0)]
@@ -148,9 +147,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: The factor that stretches those times,
             so that the host's real time weighs less beside them. Stretch arrivals as well, and
             divide the measured times by it.
-        log_format [encoders, language, decode]: How this package's own log lines are written:
-            `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
-            is about.
         media_max_mb: Of one item's encoded media, also after a Content-Encoding is undone. Where
             it is not set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no
             limit).
@@ -196,7 +192,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint = "samples"
     emulate: Text = ""
     emulate_dilate: Number = 1.0
-    log_format: LogFormat = "text"
     media_max_mb: Mebibytes = 64.0
     media_max_pixels: Count = 100_000_000
     media_max_video_frames: Count = 18_000

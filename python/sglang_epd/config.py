@@ -157,7 +157,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         media_max_video_total_pixels: Pixels of all frames that the model is shown, before they are
             made smaller.
         media_max_audio_s: How long a sound may last.
-        media_max_redirects: Followed for one URL.
         media_timeout_s: For all that a fetch does: names, TLS, redirects and the body.
         media_allowed_domains: Hosts that may be asked, each with its subdomains; all unless given.
             Where it is not set, `--allowed-media-domains` counts, whose hosts are exact. Opens no
@@ -198,7 +197,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     media_max_video_pixels: Count = 4096 * 2304
     media_max_video_total_pixels: Count = 1_000_000_000
     media_max_audio_s: Seconds = 600.0
-    media_max_redirects: Whole = 5
     media_timeout_s: Seconds = 10.0
     media_allowed_domains: Hosts = ()
     media_allowed_networks: Networks = ()

@@ -29,7 +29,7 @@ def _nbytes(mebibytes: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Bounds on one media item; those of `Settings` unless given.
+    """Bounds on one media item; those of `Settings` unless given, where it has them.
 
     Attributes:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
@@ -64,7 +64,7 @@ class MediaLimits:
     max_video_pixels: int = _USUAL.media_max_video_pixels
     max_video_total_pixels: int = _USUAL.media_max_video_total_pixels
     max_audio_s: float = _USUAL.media_max_audio_s
-    max_redirects: int = _USUAL.media_max_redirects
+    max_redirects: int = 5
     connect_timeout_s: float = 3.0
     total_timeout_s: float = _USUAL.media_timeout_s
     allowed_domains: tuple[str, ...] = ()
@@ -125,7 +125,6 @@ class MediaLimits:
             max_video_pixels=told.media_max_video_pixels,
             max_video_total_pixels=told.media_max_video_total_pixels,
             max_audio_s=told.media_max_audio_s,
-            max_redirects=told.media_max_redirects,
             connect_timeout_s=min(told.media_timeout_s, cls.connect_timeout_s),
             total_timeout_s=told.media_timeout_s,
             allowed_domains=domains,

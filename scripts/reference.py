@@ -89,14 +89,11 @@ _SWITCHES = (
 )
 _SETTINGS_HEAD = """# Settings
 
-What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names; `sglang-epd up` takes the file with `--config` and single settings with `--set`. What is typed counts before the environment, and that before the file. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
+What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names. The environment counts before the file. Servers of `sglang-epd up` have its environment. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
 
     settings:                    # in small letters, without SGLANG_EPD_
       dispatch_policy: least_loaded
       media_allowed_networks: [10.0.0.0/8]
-    up:                          # only read by `sglang-epd up`: its options
-      model: Qwen/Qwen2.5-VL-7B-Instruct
-      encoders: 2
 
 Language servers, their encoders and decode servers need the same `token`.
 
@@ -120,7 +117,7 @@ With `--enable-metrics` an encoder shows these, too, with SGLang's labels and bu
 """  # noqa: E501
 _COMMAND_HEAD = """# The sglang-epd command
 
-`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell. Options of `up` may stand in a YAML file as well ([settings.md](settings.md)).
+`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell.
 
 """  # noqa: E501
 

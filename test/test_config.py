@@ -137,7 +137,6 @@ def test_a_file_is_read_and_the_environment_counts_before_it(tmp_path):
           store_timeout_ms: 12.5
           max_body_mb: 3
           media_allowed_networks: [10.0.0.0/8, 192.168.0.0/16]
-        up: {model: x}
         """,
     )
     settings = Settings.from_env({**env, "SGLANG_EPD_MAX_BODY_MB": "4"})
@@ -163,9 +162,10 @@ def test_a_file_is_read_and_the_environment_counts_before_it(tmp_path):
         ("settings: {token: null}", "token"),
         ("settings: {token: 2020-01-01}", "token"),
         ("settings: {max_body_mb: -1}", "SGLANG_EPD_MAX_BODY_MB"),
-        ("settings: [token]", "sections"),
-        ("- a", "sections"),
-        ("setting: {}", "setting"),
+        ("settings: [token]", "`settings`"),
+        ("- a", "`settings`"),
+        ("setting: {}", "`settings`"),
+        ("settings: {}\nup: {}", "nothing beside them"),
         ("settings: {a: [", "not YAML (line"),
         ("settings: !!python/object/apply:os.getpid []", "not YAML"),
         ("\x00", "not YAML"),

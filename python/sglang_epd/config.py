@@ -35,8 +35,6 @@ CONFIG_FILE = "SGLANG_EPD_CONFIG"
 _OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
 _MOST_FILE_BYTES = 1 << 20
-# Keys of a file beside `settings`: options of `sglang-epd up`, which reads them.
-SECTIONS = ("settings", "up")
 
 # Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
@@ -264,11 +262,11 @@ def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
     path = env.get(CONFIG_FILE, "")
     if not path:
         return env
-    return {**from_file(read_file(Path(path)).get("settings", {}), path), **env}
+    return {**_as_typed(_read_file(Path(path)), path), **env}
 
 
-def read_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a configuration file; its settings are not looked at yet.
+def _read_file(path: Path) -> dict[str, Any]:
+    """The settings of a file, which are not looked at yet.
 
     Raises:
         ConfigError: it cannot be read, or is no such file.
@@ -289,14 +287,13 @@ def read_file(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path} is not YAML{line}") from None
     if told is None:
         return {}
-    if not isinstance(told, dict) or not all(isinstance(one, dict) for one in told.values()):
-        raise ConfigError(f"{path} has to have the sections {', '.join(SECTIONS)}")
-    if unknown := sorted(map(str, told.keys() - set(SECTIONS))):
-        raise ConfigError(f"{path}: {', '.join(unknown)}: not one of {', '.join(SECTIONS)}")
-    return told
+    found = told.get("settings") if isinstance(told, dict) and len(told) == 1 else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has to have `settings`, and nothing beside them")
+    return found
 
 
-def from_file(told: Mapping[str, Any], where: str) -> dict[str, str]:
+def _as_typed(told: Mapping[str, Any], where: str) -> dict[str, str]:
     """Settings of a file, as the environment would have them.
 
     Args:

@@ -19,7 +19,6 @@ from cli.conftest import server
 from docs.conftest import launcher  # noqa: F401
 from sglang_epd.cli import runs
 from sglang_epd.cli import up as module
-from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.main import app
 from sglang_epd.cli.topology import Fleet
 from sglang_epd.errors import ConfigError, EpdError
@@ -155,7 +154,6 @@ def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
         out,
         model="m",
         quiet=False,
-        restarts=Restarts(),
         timeout_s=20,
     )
     watching.join()

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from sglang_epd.cli import runs
 from sglang_epd.cli.console import LineReporter, console, print_json, state, table
-from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
@@ -83,9 +82,6 @@ def up(
         ),
     ] = "",
     timeout: Annotated[float, _running(min=1, help="Seconds until all have to be ready.")] = 1800.0,
-    max_restarts: Annotated[
-        int, _running(min=0, help="Deaths of one server within ten minutes that are made good.")
-    ] = 5,
     quiet: Annotated[
         bool,
         _running(
@@ -159,7 +155,6 @@ def up(
         out,
         model=shape.model,
         quiet=quiet,
-        restarts=Restarts(most=max_restarts),
         timeout_s=timeout,
     )
 
@@ -170,7 +165,6 @@ def _run(
     *,
     model: str,
     quiet: bool,
-    restarts: Restarts,
     timeout_s: float,
 ) -> None:
     run = runs.Run(runs.root())
@@ -190,7 +184,6 @@ def _run(
         run.folder,
         reporter,
         env={**os.environ, "TMPDIR": str(run.temporary)},
-        restarts=restarts,
         changed=write,
         ready=ready,
         start_timeout_s=timeout_s,

@@ -76,9 +76,6 @@ _SWITCHES = (
         "SGLang's: the plug-ins that are loaded. `sglang_epd_cpu`: the CPU platform only.",
     ),
     Declared(
-        config.CONFIG_FILE, "a path", "", "all", "A YAML file with the settings below, see above."
-    ),
-    Declared(
         "SGLANG_VLM_CACHE_SIZE_MB",
         "whole number",
         "4096",
@@ -89,11 +86,7 @@ _SWITCHES = (
 )
 _SETTINGS_HEAD = """# Settings
 
-What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment, or from a YAML file that `SGLANG_EPD_CONFIG` names. The environment counts before the file. Servers of `sglang-epd up` have its environment. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
-
-    settings:                    # in small letters, without SGLANG_EPD_
-      dispatch_policy: least_loaded
-      media_allowed_networks: [10.0.0.0/8]
+What SGLang has a flag for is set by SGLang's flags. The rest is read once, when a server starts, from its environment. Servers of `sglang-epd up` have its environment. A name that is not on this page, and a value that cannot be honoured, end a server at once, by name.
 
 Language servers, their encoders and decode servers need the same `token`.
 

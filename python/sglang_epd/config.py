@@ -1,15 +1,8 @@
-"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
+"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*`.
 
 Everything SGLang does have a flag for is read from SGLang. `Settings` is the one schema: it
-reads the environment and the file, refuses unknown names, so that a typing mistake
-is not silently without effect, and docs/settings.md is written from it.
-
-`SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
-without the prefix; the environment counts before it:
-
-    settings:
-      dispatch_policy: least_loaded
-      media_allowed_networks: [10.0.0.0/8]
+reads the environment, refuses unknown names, so that a typing mistake is not silently without
+effect, and docs/settings.md is written from it.
 """
 
 from __future__ import annotations
@@ -17,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -29,12 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "SGLANG_EPD_"
-CONFIG_FILE = "SGLANG_EPD_CONFIG"
 # Read elsewhere: the run id between the processes of one server, the cache folder by
 # scripts/. The switch `SGLANG_EPD` itself, read by plugin.py, has no underscore behind.
-_OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
+_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
-_MOST_FILE_BYTES = 1 << 20
 
 # Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
@@ -214,7 +204,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: an unknown variable or a value out of range, by name.
         """
-        told, known = environment(env), variables()
+        told, known = os.environ if env is None else env, variables()
         values: dict[str, Any] = {}
         if theirs := told.get(_SGLANGS_TIMEOUT):
             values["request_timeout_s"] = _read(
@@ -247,71 +237,6 @@ def bounds(hint: Any) -> Meta:
     while get_origin(hint) is not Annotated:  # of a type or None
         hint = get_args(hint)[0]
     return get_args(hint)[1]
-
-
-def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
-
-    Args:
-        env: instead of the process's environment.
-
-    Raises:
-        ConfigError: the file cannot be used.
-    """
-    env = os.environ if env is None else env
-    path = env.get(CONFIG_FILE, "")
-    if not path:
-        return env
-    return {**_as_typed(_read_file(Path(path)), path), **env}
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """The settings of a file, which are not looked at yet.
-
-    Raises:
-        ConfigError: it cannot be read, or is no such file.
-    """
-    import yaml
-
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_FILE_BYTES + 1)
-        if len(text) > _MOST_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
-        told = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" (line {where.line + 1})" if where is not None else ""
-        raise ConfigError(f"{path} is not YAML{line}") from None
-    if told is None:
-        return {}
-    found = told.get("settings") if isinstance(told, dict) and len(told) == 1 else None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} has to have `settings`, and nothing beside them")
-    return found
-
-
-def _as_typed(told: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Settings of a file, as the environment would have them.
-
-    Args:
-        where: they come from, for messages.
-
-    Raises:
-        ConfigError: a name that cannot be one, or a value that is nested or empty.
-    """
-    found = {}
-    for key, value in told.items():
-        name = f"{PREFIX}{key}".upper()
-        if not isinstance(key, str) or key != key.lower() or name in _OTHER:
-            raise ConfigError(f"{where}: {key!r} is not a setting")
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, str | int | float) for part in parts):
-            raise ConfigError(f"{where}: {key} has to be one value, or a list of them")
-        found[name] = typed(value)
-    return found
 
 
 def typed(value: Any) -> str:

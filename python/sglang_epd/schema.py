@@ -17,7 +17,11 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 _T = TypeVar("_T", bound="Data")
-_YAML = (".yaml", ".yml")
+_DECODERS = {
+    ".yaml": msgspec.yaml.decode,
+    ".yml": msgspec.yaml.decode,
+    ".toml": msgspec.toml.decode,
+}
 
 
 class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,7 +45,7 @@ def convert(value: object, kind: type[_T], what: str) -> _T:
 
 
 def load(path: Path, kind: type[_T]) -> _T:
-    """A file as `kind`: YAML if its name ends in .yaml or .yml, JSON otherwise.
+    """A file as `kind`: YAML or TOML if its name ends in .yaml, .yml or .toml, JSON otherwise.
 
     Raises:
         ConfigError: the file cannot be read, or `convert` refuses its content.
@@ -51,15 +55,14 @@ def load(path: Path, kind: type[_T]) -> _T:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     try:
-        decode = msgspec.yaml.decode if path.suffix in _YAML else msgspec.json.decode
-        value: Any = decode(content)
+        value: Any = _DECODERS.get(path.suffix, msgspec.json.decode)(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return convert(value, kind, str(path))
 
 
 def _refuse_infinities(value: object, what: str) -> None:
-    """Refuse inf and nan, which YAML can say and no bound of a type refuses."""
+    """Refuse inf and nan, which YAML and TOML can say and no bound of a type refuses."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{what}: {value} is not a finite number")
     if isinstance(value, dict):

@@ -19,7 +19,7 @@ def plan(
         str, typer.Option(help="What work costs: a file, or the name of a profile that ships here.")
     ],
     workload: Annotated[
-        Path, typer.Option(help="Which requests arrive: a JSON or YAML file.", dir_okay=False)
+        Path, typer.Option(help="Which requests arrive: a JSON, YAML or TOML file.", dir_okay=False)
     ],
     rate: Annotated[float, typer.Option(help="Requests a second; 0 for closed loops.")],
     ttft_s: Annotated[float, typer.Option(help="SLO on the time to first token.")] = 2.0,

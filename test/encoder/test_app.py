@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,10 +16,8 @@ from sglang_epd.cli.checks.servers import servers
 from sglang_epd.cli.probes import target
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import answering
-from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
-from sglang_epd.encoder.intake import Intake
 from sglang_epd.errors import (
     DuplicateError,
     MediaTooLargeError,
@@ -29,7 +26,6 @@ from sglang_epd.errors import (
     ProtocolError,
     UnavailableError,
 )
-from sglang_epd.media import MediaSource
 from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR, seal

@@ -66,7 +66,7 @@ class Supervisor:
         reporter: LineReporter,
         *,
         env: Mapping[str, str],
-        restarts: Restarts = Restarts(),
+        restarts: Restarts,
         changed: Callable[[], None],
         ready: Callable[[], None],
         start_timeout_s: float,

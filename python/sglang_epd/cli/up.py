@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sglang_epd.cli import runs
 from sglang_epd.cli.console import LineReporter, console, print_json, state, table
+from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
@@ -184,6 +185,7 @@ def _run(
         run.folder,
         reporter,
         env={**os.environ, "TMPDIR": str(run.temporary)},
+        restarts=Restarts(),
         changed=write,
         ready=ready,
         start_timeout_s=timeout_s,

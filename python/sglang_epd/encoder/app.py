@@ -26,7 +26,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sglang_epd.encoder import profiling
 from sglang_epd.encoder.answering import Answering
-from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.tower import Tower
 
 

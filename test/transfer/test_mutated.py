@@ -28,7 +28,7 @@ FROM_ENCODERS = (
         "y", 1, KEY, wire.Layout("VIDEO", LAYOUT.embedding, [[1, 2, 4]] * 9, {"a": [1.5]}), 32
     ),
     wire.Payload("x", 0, 1),
-    wire.Payload("x", 0, 1, 1 << 20, False, KEY),
+    wire.Payload("x", 0, 1, 1 << 20, False),
     wire.Withdraw("x", 0, 1),
 )
 ALL = (

@@ -200,9 +200,9 @@ def test_what_is_not_as_long_as_its_shape_says_is_counted_and_refused(arena):
 
 def test_items_that_come_with_an_error_are_given_back(arena):
     settled = wire.Settled("0", (landed(), None), "RequestCancelledError", "gone")
-    with pytest.raises(RequestCancelledError, match="gone"):
+    with pytest.raises(RequestCancelledError, match="gone") as raised:
         arena.receive(settled, 1)
-    assert counts(arena) == [0, 1]
+    assert raised.tb is not None and counts(arena) == [0, 1]
 
 
 def test_an_arena_stays_mapped_while_it_is_read():

@@ -85,7 +85,7 @@ async def _timed(url: str, shape: tuple[int, int], count: int = 12) -> dict[str,
     """Milliseconds of an embedding: read by another process's store, not found, written."""
     written = asyncio.Event()
 
-    def observe(direction: str, _outcome: str, _seconds: float, _nbytes: int) -> None:
+    def observe(direction: str, _outcome: str, _seconds: float) -> None:
         if direction == "write":
             written.set()
 

@@ -76,9 +76,6 @@ _SWITCHES = (
         "SGLang's: the plug-ins that are loaded. `sglang_epd_cpu`: the CPU platform only.",
     ),
     Declared(
-        config.CONFIG_FILE, "a path", "", "all", "A YAML file with the settings below, see above."
-    ),
-    Declared(
         "SGLANG_VLM_CACHE_SIZE_MB",
         "whole number",
         "4096",
@@ -89,20 +86,7 @@ _SWITCHES = (
 )
 _SETTINGS_HEAD = """# Settings
 
-What SGLang has a flag for is set by SGLang's flags. The rest is on this page. A server reads it once, when it starts; an unknown name, or a value out of range, ends the server and is named.
-
-| source, in this order | |
-|---|---|
-| `sglang-epd up --set NAME=VALUE` | one setting, for all servers of `up` |
-| the environment | the variables below |
-| a YAML file | `SGLANG_EPD_CONFIG=PATH`, or `sglang-epd up --config PATH` |
-
-    settings:                    # in small letters, without SGLANG_EPD_
-      dispatch_policy: least_loaded
-      media_allowed_networks: [10.0.0.0/8]
-    up:                          # only read by `sglang-epd up`: its options
-      model: Qwen/Qwen2.5-VL-7B-Instruct
-      encoders: 2
+What SGLang has a flag for is set by SGLang's flags. The rest is on this page. A server reads it once, when it starts, from its environment; an unknown name, or a value out of range, ends the server and is named. Servers of `sglang-epd up` have its environment.
 
 Language servers, their encoders and decode servers need the same `token`.
 
@@ -126,7 +110,7 @@ With `--enable-metrics` an encoder shows these, too, with SGLang's labels and bu
 """  # noqa: E501
 _COMMAND_HEAD = """# The sglang-epd command
 
-`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell. Options of `up` may stand in a YAML file as well ([settings.md](settings.md)).
+`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell.
 
 """  # noqa: E501
 

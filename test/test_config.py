@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from sglang_epd import config
 from sglang_epd.config import UNREAD, Settings, announce
 from sglang_epd.dispatch.policies import policy
 from sglang_epd.errors import ConfigError
-from sglang_epd.media import MediaLimits
 
 PACKAGE = Path(sglang_epd.__file__).parent
 
@@ -29,7 +27,6 @@ def test_variables_are_read_by_their_types():
     env = {"TOKEN": "secret", "MAX_BODY_MB": "7", "URL_CACHE_ENTRIES": "0", "STORE_TIMEOUT_MS": "9"}
     env |= {
         "TELL_SOURCES": "off",
-        "CHECKSUM": "on",
         "FINGERPRINT": "full",
         "EMBEDDING_CACHE_MB": "2",
     }
@@ -39,7 +36,6 @@ def test_variables_are_read_by_their_types():
         url_cache_entries=0,
         store_timeout_ms=9.0,
         tell_sources=False,
-        checksum=True,
         fingerprint="full",
         embedding_cache_mb=2,
     )
@@ -79,7 +75,7 @@ WRONG = {
     "SGLANG_EPD_MAX_BODY_MB": ["1.5", "0", "-1", "2G"],
     "SGLANG_EPD_RECEIVE_BUDGET_MB": ["0", "2G"],
     "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
-    "SGLANG_EPD_CHECKSUM": ["", "2", "maybe"],
+    "SGLANG_EPD_SHARED_MEMORY": ["", "2", "maybe"],
 }
 
 
@@ -96,10 +92,7 @@ def test_every_variable_that_the_package_reads_is_known():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     names = set(re.findall(r"SGLANG_EPD_(?:[A-Z]+_)*[A-Z]+\b(?!_)", source))
     assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"} <= names
-    valid = {"SGLANG_EPD_TOKEN": "x", "SGLANG_EPD_DISPATCH_POLICY": "shuffle"}
-    valid["SGLANG_EPD_CONFIG"] = os.devnull
-    valid["SGLANG_EPD_LOG_FORMAT"] = "json"
-    valid["SGLANG_EPD_FINGERPRINT"] = "full"
+    valid = {"SGLANG_EPD_DISPATCH_POLICY": "shuffle", "SGLANG_EPD_FINGERPRINT": "full"}
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "1")})
 
@@ -109,8 +102,8 @@ def test_every_variable_that_the_package_reads_is_known():
     [
         ("MAX_BODY_MB", "0", "whole number, at least 1"),
         ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
-        ("CHECKSUM", "blake3", "on, off"),
-        ("LOG_FORMAT", "xml", "text, json"),
+        ("SHARED_MEMORY", "always", "on, off"),
+        ("FINGERPRINT", "some", "samples, full"),
         ("MEDIA_MAX_MB", "many", "a number of MiB, more than 0, less than 1e+12"),
     ],
 )
@@ -122,71 +115,6 @@ def test_a_refusal_says_what_was_given_and_what_is_expected(name, value, expecte
 
 def test_a_token_is_not_shown():
     assert "secret" not in repr(Settings(token="secret", store="file:///secret"))
-
-
-def written(tmp_path: Path, text: str) -> dict[str, str]:
-    (tmp_path / "epd.yaml").write_text(text)
-    return {"SGLANG_EPD_CONFIG": str(tmp_path / "epd.yaml")}
-
-
-def test_a_file_is_read_and_the_environment_counts_before_it(tmp_path):
-    env = written(
-        tmp_path,
-        """
-        settings:
-          dispatch_policy: least_loaded
-          shared_memory: off
-          request_timeout_s: 7
-          store_timeout_ms: 12.5
-          max_body_mb: 3
-          media_allowed_networks: [10.0.0.0/8, 192.168.0.0/16]
-        up: {model: x}
-        """,
-    )
-    settings = Settings.from_env({**env, "SGLANG_EPD_MAX_BODY_MB": "4"})
-    assert settings == Settings(
-        dispatch_policy="least_loaded",
-        shared_memory=False,
-        request_timeout_s=7.0,
-        store_timeout_ms=12.5,
-        max_body_mb=4,
-        media_allowed_networks=("10.0.0.0/8", "192.168.0.0/16"),
-    )
-    assert MediaLimits.from_env(env).allowed_networks == ("10.0.0.0/8", "192.168.0.0/16")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("settings: {no_such: 1}", "SGLANG_EPD_NO_SUCH"),
-        ("settings: {TOKEN: x}", "TOKEN"),
-        ("settings: {run_id: x}", "run_id"),
-        ("settings: {1: x}", "1"),
-        ("settings: {token: {a: b}}", "token"),
-        ("settings: {token: null}", "token"),
-        ("settings: {token: 2020-01-01}", "token"),
-        ("settings: {max_body_mb: -1}", "SGLANG_EPD_MAX_BODY_MB"),
-        ("settings: [token]", "sections"),
-        ("- a", "sections"),
-        ("setting: {}", "setting"),
-        ("settings: {a: [", "not YAML (line"),
-        ("settings: !!python/object/apply:os.getpid []", "not YAML"),
-        ("\x00", "not YAML"),
-        ("#" * (1 << 20) + "\n", "bytes"),
-    ],
-)
-def test_a_file_that_cannot_be_honoured_is_refused(tmp_path, text, told):
-    with pytest.raises(ConfigError) as refused:
-        Settings.from_env(written(tmp_path, text))
-    assert told in str(refused.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
-        Settings.from_env({"SGLANG_EPD_CONFIG": str(tmp_path / "none.yaml")})
-    (tmp_path / "empty.yaml").touch()
-    env = {"SGLANG_EPD_CONFIG": str(tmp_path / "empty.yaml")}
-    assert Settings.from_env(env) == Settings()
 
 
 def test_what_is_declared_is_what_is_read():

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
-import sys
 
 import pytest
 
@@ -16,58 +14,16 @@ logger = logging.getLogger("sglang_epd.test_logs")
 @pytest.fixture(autouse=True)
 def as_before():
     ours = logging.getLogger("sglang_epd")
-    kept, propagates, level = list(ours.handlers), ours.propagate, ours.level
+    kept, level = list(ours.handlers), ours.level
     ours.setLevel(logging.INFO)
+    logs.install()
     yield
-    ours.handlers, ours.propagate = kept, propagates
+    ours.handlers = kept
     ours.setLevel(level)
 
 
-@pytest.fixture
-def written(monkeypatch):
-    """What is on stderr in JSON from now on."""
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", out)
-    logs.install("json", "encoder")
-    return lambda: [json.loads(line) for line in out.getvalue().splitlines()]
-
-
-def test_a_line_is_one_object(written):
-    with logs.about("r1", 2):
-        logger.warning("Trying %d items\nelsewhere", 3)
-    logger.info("Ready")
-    first, second = written()
-    assert first.pop("time").startswith("20")
-    assert first == {
-        "level": "WARNING",
-        "logger": "sglang_epd.test_logs",
-        "message": "Trying 3 items\nelsewhere",
-        "role": "encoder",
-        "request": "r1",
-        "item": 2,
-    }
-    assert "request" not in second
-    assert not logging.getLogger("sglang_epd").propagate, "and not once more as text"
-
-
-def test_an_exception_is_part_of_its_line(written):
-    try:
-        raise ValueError("odd")
-    except ValueError:
-        logger.exception("Failed")
-    (line,) = written()
-    assert line["error"].endswith("ValueError: odd")
-
-
-def test_others_loggers_are_left_alone(written, caplog):
-    logging.getLogger("sglang.srt").warning("theirs")
-    assert [record.getMessage() for record in caplog.records] == ["theirs"]
-    assert not written()
-
-
-def test_text_has_the_request_behind_the_message(caplog):
-    logs.install("text", "language")
-    logs.install("text", "language")
+def test_a_line_has_its_request_behind_the_message(caplog):
+    logs.install()
     with logs.about("r1"):
         logger.info("%d of them", 3)
         logger.info("Cancelled r1")
@@ -82,17 +38,7 @@ def test_text_has_the_request_behind_the_message(caplog):
     ]
 
 
-def test_an_id_begins_no_line_of_its_own(written):
-    with logs.about("x\n[2026] forged \x1b[31m" + "y" * 1000):
-        logger.info("one")
-    (line,) = written()
-    assert line["request"].startswith("x?[2026] forged ?[31m")
-    assert len(line["request"]) == 64
-
-
 async def test_tasks_that_are_begun_meanwhile_are_about_it_too(caplog):
-    logs.install("text", "language")
-
     async def work() -> None:
         logger.info("working")
 
@@ -105,7 +51,6 @@ async def test_tasks_that_are_begun_meanwhile_are_about_it_too(caplog):
 
 def test_a_line_that_cannot_be_formatted_raises_nothing(monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    logs.install("text", "language")
     record = logger.makeRecord(logger.name, logging.INFO, "", 0, "%d of %d", ("one",), None)
     with logs.about("r1"):
         for handler in logging.getLogger("sglang_epd").handlers:
@@ -121,7 +66,6 @@ def text():
     handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
-    logs.install("text", "language")
     yield out.getvalue
     root.removeHandler(handler)
 
@@ -132,7 +76,7 @@ FORGED = "x\n[ERROR] forged\r[ERROR] forged\x1b[2J\u2028[ERROR] forged"
 def test_what_a_user_chose_begins_no_line_wherever_it_is_said(text):
     logger.warning("Could not encode %s: %s", FORGED, ValueError(FORGED))
     logging.getLogger("sglang_epd.another.module").info(f"No word of {FORGED}")
-    with logs.about(FORGED):
+    with logs.about(FORGED + "y" * 100_000):
         logger.info("one")
     logger.warning("Gone: %s", "y" * 100_000)
     lines = text().split("\n")

@@ -1,15 +1,8 @@
-"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*` or a file.
+"""Settings that SGLang has no flag for, read once from `SGLANG_EPD_*`.
 
 Everything SGLang does have a flag for is read from SGLang. `Settings` is the one schema: it
-reads the environment and the file, refuses unknown names, so that a typing mistake
-is not silently without effect, and docs/settings.md is written from it.
-
-`SGLANG_EPD_CONFIG` names a YAML file whose `settings` are these, in small letters and
-without the prefix; the environment counts before it:
-
-    settings:
-      dispatch_policy: least_loaded
-      media_allowed_networks: [10.0.0.0/8]
+reads the environment, refuses unknown names, so that a typing mistake is not silently without
+effect, and docs/settings.md is written from it.
 """
 
 from __future__ import annotations
@@ -17,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -29,14 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "SGLANG_EPD_"
-CONFIG_FILE = "SGLANG_EPD_CONFIG"
 # Read elsewhere: the run id between the processes of one server, the cache folder by
 # scripts/. The switch `SGLANG_EPD` itself, read by plugin.py, has no underscore behind.
-_OTHER = {CONFIG_FILE, "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
+_OTHER = {"SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET", "SGLANG_EPD_CACHE"}
 _SGLANGS_TIMEOUT = "SGLANG_ENCODER_RECV_TIMEOUT"
-_MOST_FILE_BYTES = 1 << 20
-# Keys of a file beside `settings`: options of `sglang-epd up`, which reads them.
-SECTIONS = ("settings", "up")
 
 # Titles and bounds are in messages; titles are on docs/settings.md too.
 Text = Annotated[str, Meta(title="text")]
@@ -44,7 +32,6 @@ Folder = Annotated[str, Meta(title="a folder")]
 Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")]
 Networks = Annotated[tuple[str, ...], Meta(title="CIDRs, with commas between")]
 Switch = Annotated[bool, Meta(title="on, off")]
-LogFormat = Annotated[Literal["text", "json"], Meta(title="text, json")]
 Early = Annotated[Literal["auto", "on", "off"], Meta(title="auto, on, off")]
 Fingerprint = Annotated[Literal["samples", "full"], Meta(title="samples, full")]
 Whole = Annotated[int, Meta(title="whole number", ge=0)]
@@ -134,8 +121,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             it; 0 remembers none.
         shared_memory [encoders]: Whether it writes into the memory of language servers on its own
             machine, instead of sending over a socket.
-        checksum [encoders]: Whether a digest goes with each embedding, to be compared where it
-            arrives.
         store [encoders]: URL of a store of embeddings that they share: `file://` or
             `mooncake://`. Where it is not set, `--enable-mm-global-cache` counts, with SGLang's
             variables of Mooncake.
@@ -150,9 +135,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         emulate_dilate [all, with `SGLANG_EPD_EMULATE`]: The factor that stretches those times,
             so that the host's real time weighs less beside them. Stretch arrivals as well, and
             divide the measured times by it.
-        log_format [encoders, language, decode]: How this package's own log lines are written:
-            `text`, in SGLang's format, or `json`, one object a line. Both say whose request a line
-            is about.
         media_max_mb: Largest encoded media of an item, also after a Content-Encoding is undone.
             Where it is not set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no
             limit).
@@ -163,7 +145,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         media_max_video_total_pixels: Pixels of all frames that the model is shown, before they are
             made smaller.
         media_max_audio_s: How long a sound may last.
-        media_max_redirects: Redirects that are followed for one URL.
         media_timeout_s: One fetch: names, TLS, redirects and the body.
         media_allowed_domains: Hosts that may be asked, each with its subdomains; all unless given.
             Where it is not set, `--allowed-media-domains` counts, whose hosts are exact. Opens no
@@ -193,20 +174,17 @@ class Settings(Struct, frozen=True, kw_only=True):
     encoder_push_networks: Networks = ()
     url_cache_entries: Whole = 8192
     shared_memory: Switch = True
-    checksum: Switch = False
     store: Text = ""
     store_timeout_ms: Number = 250.0
     fingerprint: Fingerprint = "samples"
     emulate: Text = ""
     emulate_dilate: Number = 1.0
-    log_format: LogFormat = "text"
     media_max_mb: Mebibytes = 64.0
     media_max_pixels: Count = 100_000_000
     media_max_video_frames: Count = 18_000
     media_max_video_pixels: Count = 4096 * 2304
     media_max_video_total_pixels: Count = 1_000_000_000
     media_max_audio_s: Seconds = 600.0
-    media_max_redirects: Whole = 5
     media_timeout_s: Seconds = 10.0
     media_allowed_domains: Hosts = ()
     media_allowed_networks: Networks = ()
@@ -226,7 +204,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: an unknown variable or a value out of range, by name.
         """
-        told, known = environment(env), variables()
+        told, known = os.environ if env is None else env, variables()
         values: dict[str, Any] = {}
         if theirs := told.get(_SGLANGS_TIMEOUT):
             values["request_timeout_s"] = _read(
@@ -259,72 +237,6 @@ def bounds(hint: Any) -> Meta:
     while get_origin(hint) is not Annotated:  # of a type or None
         hint = get_args(hint)[0]
     return get_args(hint)[1]
-
-
-def environment(env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment, and beneath it the file that `SGLANG_EPD_CONFIG` names.
-
-    Args:
-        env: instead of the process's environment.
-
-    Raises:
-        ConfigError: the file cannot be used.
-    """
-    env = os.environ if env is None else env
-    path = env.get(CONFIG_FILE, "")
-    if not path:
-        return env
-    return {**from_file(read_file(Path(path)).get("settings", {}), path), **env}
-
-
-def read_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a configuration file; its settings are not looked at yet.
-
-    Raises:
-        ConfigError: it cannot be read, or is no such file.
-    """
-    import yaml
-
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_FILE_BYTES + 1)
-        if len(text) > _MOST_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
-        told = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" (line {where.line + 1})" if where is not None else ""
-        raise ConfigError(f"{path} is not YAML{line}") from None
-    if told is None:
-        return {}
-    if not isinstance(told, dict) or not all(isinstance(one, dict) for one in told.values()):
-        raise ConfigError(f"{path} has to have the sections {', '.join(SECTIONS)}")
-    if unknown := sorted(map(str, told.keys() - set(SECTIONS))):
-        raise ConfigError(f"{path}: {', '.join(unknown)}: not one of {', '.join(SECTIONS)}")
-    return told
-
-
-def from_file(told: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Settings of a file, as the environment would have them.
-
-    Args:
-        where: they come from, for messages.
-
-    Raises:
-        ConfigError: a name that cannot be one, or a value that is nested or empty.
-    """
-    found = {}
-    for key, value in told.items():
-        name = f"{PREFIX}{key}".upper()
-        if not isinstance(key, str) or key != key.lower() or name in _OTHER:
-            raise ConfigError(f"{where}: {key!r} is not a setting")
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, str | int | float) for part in parts):
-            raise ConfigError(f"{where}: {key} has to be one value, or a list of them")
-        found[name] = typed(value)
-    return found
 
 
 def typed(value: Any) -> str:

@@ -8,13 +8,14 @@ module is the accelerator's clock, and knows neither SGLang nor torch.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_epd.config import Settings, environment
+from sglang_epd.config import Settings
 from sglang_epd.profile import Profile, load_profile
 
 SETTING = "SGLANG_EPD_EMULATE"
@@ -109,7 +110,7 @@ def accelerator() -> EmulatedAccelerator | None:
     Raises:
         ConfigError: the settings or the profile cannot be used.
     """
-    if not environment().get(SETTING):
+    if not os.environ.get(SETTING):
         return None
     settings = Settings.from_env()
     return EmulatedAccelerator(load_profile(settings.emulate), settings.emulate_dilate)

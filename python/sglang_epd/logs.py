@@ -1,22 +1,17 @@
-"""Whose request a log line is about, and lines as JSON (`SGLANG_EPD_LOG_FORMAT`).
+"""Whose request a log line is about.
 
 Code that works for a request names it once (`about`), and every line that this package's loggers
-write in that task, or in tasks that it begins, says whose it is: behind the message where
-lines are text, in fields of their own where they are JSON. SGLang's loggers, and the format
-that it gives its lines, are left as they are.
+write in that task, or in tasks that it begins, says whose it is, behind the message. SGLang's
+loggers, and the format that it gives its lines, are left as they are.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime
 
-TEXT, JSON = "text", "json"
 _OURS = "sglang_epd"
 _MOST_CHARS = 64
 _MOST_LINE_CHARS = 8192
@@ -40,21 +35,11 @@ def about(request: str, item: int | None = None) -> Iterator[None]:
         _item.reset(which)
 
 
-def install(log_format: str, role: str) -> None:
-    """Have this process's own loggers say whose request a line is about; the last call counts.
-
-    Args:
-        log_format: "text", as SGLang has it, or "json".
-        role: of this server, for JSON.
-    """
+def install() -> None:
+    """Have this process's own loggers say whose request a line is about."""
     ours = logging.getLogger(_OURS)
-    for handler in list(ours.handlers):
-        if isinstance(handler, _Annotator | _JsonHandler):
-            ours.removeHandler(handler)
-    as_json = log_format == JSON
-    ours.addHandler(_JsonHandler(role) if as_json else _Annotator())
-    # Lines in JSON are not written as text, too.
-    ours.propagate = not as_json
+    if not any(isinstance(handler, _Annotator) for handler in ours.handlers):
+        ours.addHandler(_Annotator())
 
 
 class _Annotator(logging.Handler):
@@ -78,30 +63,6 @@ class _Annotator(logging.Handler):
             told = logging.Formatter().formatException(record.exc_info)
             lines = (_clean(line, _MOST_LINE_CHARS) for line in told.splitlines())
             record.exc_text = "\n".join(f"  {line}" for line in lines)
-
-
-class _JsonHandler(logging.StreamHandler):
-    """One JSON object a line, on stderr."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__(sys.stderr)
-        self._role = role
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, str | int] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            "role": self._role,
-        }
-        if request := _request.get():
-            line["request"] = request
-            if (item := _item.get()) is not None:
-                line["item"] = item
-        if record.exc_info:
-            line["error"] = logging.Formatter().formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def _clean(text: str, most: int = _MOST_CHARS) -> str:

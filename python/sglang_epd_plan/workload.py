@@ -25,19 +25,6 @@ class Uniform(Data, frozen=True, tag="uniform", tag_field="kind"):
             raise ValueError(f"low ({self.low}) is above high ({self.high})")
 
 
-class Choice(Data, frozen=True, tag="choice", tag_field="kind"):
-    """One of `values`, by their weights; without weights all are as likely."""
-
-    values: tuple[Count, ...]
-    weights: tuple[Cost, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.values or (self.weights and len(self.weights) != len(self.values)):
-            raise ValueError("a choice has values, and no weights or one for each")
-        if self.weights and sum(self.weights) <= 0:
-            raise ValueError("a choice needs a positive weight")
-
-
 class Exponential(Data, frozen=True, tag="exponential", tag_field="kind"):
     """An exponential distribution, rounded, at least 1."""
 
@@ -53,7 +40,7 @@ class Lognormal(Data, frozen=True, tag="lognormal", tag_field="kind"):
     high: Positive = 1 << 20
 
 
-Number = int | Uniform | Choice | Exponential | Lognormal
+Number = int | Uniform | Exponential | Lognormal
 
 
 class Picture(Data, frozen=True):
@@ -185,8 +172,6 @@ def drawn(number: Number, rng: random.Random) -> int:
             return number
         case Uniform():
             return rng.randint(number.low, number.high)
-        case Choice():
-            return rng.choices(number.values, number.weights or None)[0]
         case Exponential():
             return max(1, round(rng.expovariate(1 / number.mean)))
         case Lognormal():
@@ -202,10 +187,6 @@ def mean(number: Number) -> float:
             return float(number)
         case Uniform():
             return (number.low + number.high) / 2
-        case Choice():
-            weights = number.weights or (1.0,) * len(number.values)
-            pairs = zip(number.values, weights, strict=True)
-            return sum(value * weight for value, weight in pairs) / sum(weights)
         case Exponential() | Lognormal():
             return number.mean
 

@@ -68,14 +68,6 @@ def test_more_releases_than_pins_are_an_error(cache):
     cache.check_integrity()
 
 
-def test_uses_count_those_who_were_given_it(cache):
-    entry = add(cache, b"a")
-    assert entry.uses == 0, "whoever made it does not use it"
-    for _ in range(3):
-        cache.release(cache.find(b"a"))
-    assert entry.uses == 3
-
-
 def test_memory_of_its_own_makes_others_leave(cache, evicted):
     """The memory that it shared stays for the other."""
     cache.release(add(cache, b"idle"))
@@ -183,13 +175,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory[entry] = entry, self.rows[entry]
         self.make_room()
 
-    @rule(key=st.sampled_from(KEYS))
-    def drop(self, key):
-        entry = self.found.pop(key, None)
-        assert self.cache.drop(key) == (entry is not None)
-        if entry in self.idle:
-            self.idle.remove(entry)
-
     @rule()
     def clear(self):
         assert self.cache.clear() == len(self.found)
@@ -203,9 +188,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(self.cache) == len(self.found)
         assert self.cache.nbytes == WIDTH_BYTES * self.kept_rows(self.held)
         assert self.cache.pinned_bytes == WIDTH_BYTES * self.kept_rows({*self.pinned})
-        *_, last = [None, *self.cache.entries()]
-        assert not self.idle or last is self.idle[-1]
-        assert {*self.cache.entries()} == {*self.found.values()}
         for entry in self.held:
             kept = entry.embedding.untyped_storage().nbytes()
             assert kept == WIDTH_BYTES * self.memory[entry][1]

@@ -19,7 +19,6 @@ from cli.conftest import server
 from docs.conftest import launcher  # noqa: F401
 from sglang_epd.cli import runs
 from sglang_epd.cli import up as module
-from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.main import app
 from sglang_epd.cli.topology import Fleet
 from sglang_epd.errors import ConfigError, EpdError
@@ -122,8 +121,6 @@ def test_a_port_that_is_taken_is_refused_only_if_it_was_asked_for(monkeypatch):
 def test_settings_are_checked_before_anything_starts(monkeypatch, name, value, passes):
     monkeypatch.setenv(f"SGLANG_EPD_{name.upper()}", value)
     assert (f"SGLANG_EPD_{name.upper()}" in str(dry().exception)) is not passes
-    monkeypatch.undo()
-    assert (dry("--set", f"{name}={value}").exit_code == 0) is passes
 
 
 def test_prefill_and_decode_apart_need_mooncake(monkeypatch):
@@ -134,45 +131,6 @@ def test_prefill_and_decode_apart_need_mooncake(monkeypatch):
     refused = dry("--prefill", "1", "--decode", "1")
     assert "pip install" in str(refused.exception)
     assert dry().exit_code == 0
-
-
-def test_a_file_stands_for_options_and_settings(tmp_path):
-    path = tmp_path / "epd.yaml"
-    path.write_text(
-        """
-        up: {encoders: 3, prefill: 1, decode: 1, encoder-flags: --dp-size 2}
-        settings: {dispatch_policy: round_robin}
-        """
-    )
-    made = json.loads(dry("--json", "--config", str(path), "--encoders", "1").stdout)
-    assert [one["role"] for one in made["servers"]] == ["encoder", "prefill", "decode", "router"]
-    assert made["servers"][0]["argv"][-2:] == ["--dp-size", "2"]
-    env = module._environment(path, ["token=abc"])
-    settings = module.Settings.from_env(env)
-    assert (settings.dispatch_policy, settings.token) == ("round_robin", "abc")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("up: {encoder: 2}", "'encoder' is not one of"),
-        ("up: {dry-run: true}", "'dry-run' is not one of"),
-        ("up: {encoders: [1]}", "encoders has to be one value"),
-        ("up: {encoders: many}", "--encoders"),
-        ("settings: {nothing: 1}", "SGLANG_EPD_NOTHING"),
-    ],
-)
-def test_a_file_with_what_is_not_known_is_refused(tmp_path, text, told):
-    path = tmp_path / "epd.yaml"
-    path.write_text(text)
-    refused = dry("--config", str(path))
-    assert refused.exit_code != 0
-    assert told in f"{refused.exception}{refused.stderr}"
-
-
-@pytest.mark.parametrize("typed", ["token", "no_such=1", "TOKEN=x", "max_body_mb=-1"])
-def test_a_setting_that_is_none_is_refused(typed):
-    assert isinstance(dry("--set", typed).exception, ConfigError)
 
 
 def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
@@ -195,9 +153,7 @@ def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
         Fleet((made,), made.url),
         out,
         model="m",
-        env=os.environ,
         quiet=False,
-        restarts=Restarts(),
         timeout_s=20,
     )
     watching.join()

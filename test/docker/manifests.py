@@ -28,8 +28,8 @@ def built(folder: Path) -> list[Manifest]:
         place = (folder / name).resolve()
         found += built(place) if place.is_dir() else documents(place)
     for generator in told.get("configMapGenerator", ()):
-        data = dict(literal.split("=", 1) for literal in generator.get("literals", ()))
-        data |= {name: (folder / name).read_text() for name in generator.get("files", ())}
+        assert set(generator) == {"name", "literals"}, set(generator)
+        data = dict(literal.split("=", 1) for literal in generator["literals"])
         metadata = {"name": generator["name"]}
         found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     for patch in told.get("patches", ()):

@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -86,7 +85,6 @@ def test_no_file_is_left_out_and_no_name_is_there_twice(manifests):
     for folder in [KUBERNETES / "base", *OVERLAYS]:
         (told,) = documents(folder / "kustomization.yaml")
         used = [*told["resources"], *(patch["path"] for patch in told.get("patches", ()))]
-        used += [name for one in told.get("configMapGenerator", ()) for name in one["files"]]
         there = {path.name for path in folder.iterdir()} - {"kustomization.yaml"}
         assert there == {name for name in used if not name.startswith("..")}
 
@@ -164,21 +162,17 @@ def test_flags_exist(manifests, sglang_flags, router_flags):
             assert flags_in(words(container)) <= router_flags
 
 
-def test_the_token_comes_from_a_secret_and_settings_from_a_file_that_holds(manifests, tmp_path):
+def test_the_token_comes_from_a_secret_and_settings_from_a_map_that_holds(manifests):
     (config,) = of(manifests, "ConfigMap")
-    (tmp_path / "settings.yaml").write_text(config["data"]["settings.yaml"])
     assert not of(manifests, "Secret")
     for container in containers(manifests):
         told = {one["name"]: one for one in container.get("env", ())}
         if container["name"] == "server":
             reference_ = told["SGLANG_EPD_TOKEN"]["valueFrom"]["secretKeyRef"]
             assert reference_ == {"name": "sglang-epd", "key": "token"}
+            assert container["envFrom"] == [{"configMapRef": {"name": "sglang-epd"}}]
         plain = {name: one["value"] for name, one in told.items() if "value" in one}
-        plain = {name: value for name, value in plain.items() if name.startswith("SGLANG_EPD_")}
-        if "SGLANG_EPD_CONFIG" in plain:
-            assert Path(plain["SGLANG_EPD_CONFIG"]).parent.name == "sglang-epd"
-            plain["SGLANG_EPD_CONFIG"] = str(tmp_path / "settings.yaml")
-        Settings.from_env(plain)
+        Settings.from_env(plain | config["data"])
 
 
 def test_it_scales_by_a_metric_that_encoders_have(manifests):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,10 +16,8 @@ from sglang_epd.cli.checks.servers import servers
 from sglang_epd.cli.probes import target
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.encoder import answering
-from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
-from sglang_epd.encoder.intake import Intake
 from sglang_epd.errors import (
     DuplicateError,
     MediaTooLargeError,
@@ -29,7 +26,6 @@ from sglang_epd.errors import (
     ProtocolError,
     UnavailableError,
 )
-from sglang_epd.media import MediaSource
 from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR, seal
@@ -137,14 +133,11 @@ BAD_TOKENS = [None, "", "secret", "Bearer", "Bearer wrong", "Bearer  secret", "B
 
 
 @pytest.mark.parametrize("header", BAD_TOKENS)
-async def test_without_the_token_nothing_is_encoded_or_cancelled(
-    serve, http, recorded, fakes, asking, header
-):
+async def test_without_the_token_nothing_is_encoded(serve, http, recorded, fakes, asking, header):
     url = await serve("secret", begin_span=partial(begin, "epd_encode"))
     headers = {} if header is None else {"Authorization": header}
     status, body, _ = await post(http, url, encode_body(asking(b"x")), **headers)
     assert (status, body) == (401, b"")
-    assert await ask(http, "DELETE", f"{url}/v1/encode/r1", **headers) == (401, "")
     assert not fakes.acquire.calls
     assert not recorded.ended, "nor is a trace written"
 
@@ -170,14 +163,10 @@ async def test_a_doctor_finds_the_token_that_one_side_lacks(serve, http, asking)
 
 
 @pytest.mark.parametrize("of", ["cache", "urls"])
-async def test_without_the_token_what_is_kept_is_nobodys_business(serve, http, service, reader, of):
-    service.urls = reader
+async def test_without_the_token_nothing_is_dropped(serve, http, of):
     url = f"{await serve('secret')}/v1/{of}"
-    for method, path in (("GET", url), ("DELETE", url), ("DELETE", f"{url}/00")):
-        assert await ask(http, method, path) == (401, "")
-    assert (await look(http, url, Authorization="Bearer secret"))["entries"] == 0
-    status, _ = await ask(http, "DELETE", url, Authorization="Bearer secret")
-    assert status == 200
+    assert await ask(http, "DELETE", url) == (401, "")
+    assert (await ask(http, "DELETE", url, Authorization="Bearer secret"))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["start_profile", "stop_profile"])
@@ -281,19 +270,6 @@ async def test_a_client_that_goes_away_amid_its_body_leaves_no_trace(serve, http
         pass
     assert (await ask(http, "GET", f"{url}/health"))[0] == 200
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
-
-
-async def test_delete_cancels_a_live_request(serve, http, fakes, asking, count, idle):
-    url = await serve()
-    fakes.forwarded.hold()
-    call = asyncio.create_task(post(http, url, encode_body(asking(b"x"))))
-    await entered(fakes.forwarded)
-    assert await ask(http, "DELETE", f"{url}/v1/encode/r1") == (204, "")
-    status, _, _ = await call
-    assert status == 499
-    await idle()
-    assert count("items_total", modality="IMAGE", outcome="cancelled") == 1
-    assert await ask(http, "DELETE", f"{url}/v1/encode/r1") == (404, "")
 
 
 async def test_health_info_status_and_metrics_need_no_token(serve, http, asking):
@@ -435,48 +411,14 @@ async def test_the_status_shows_queue_towers_and_cache_to_everybody(busy, http):
 
 
 @pytest.mark.parametrize("capacity", [1 << 20])
-async def test_the_cache_can_be_looked_at_and_emptied(serve, http, asking, cache):
-    encoder = await serve()
-    url = f"{encoder}/v1/cache"
-    await post(http, encoder, encode_body(asking(b"1", b"2", b"3")))
-    contents = await look(http, url)
-    assert (contents["entries"], contents["pinned_bytes"]) == (3, 0)
-    assert contents["bytes"] == cache.nbytes == 3 * 48
-    assert contents["capacity_bytes"] == 1 << 20
-    first = contents["shown"][0]
-    assert (first["modality"], first["grid"]) == ("IMAGE", [[1, 2, 6]])
-    assert (first["tokens"], first["bytes"], first["pins"], first["uses"]) == (3, 48, 0, 1)
-    await empty(http, url, first["key"])
-    assert cache.nbytes == 0
-
-
-async def empty(http, url: str, first: str) -> None:
-    """Of three entries drop one by its name, and then the others."""
-    assert await ask(http, "DELETE", f"{url}/{first}") == (204, "")
-    for unknown in (first, "00", "not-hex"):
-        assert await ask(http, "DELETE", f"{url}/{unknown}") == (404, "")
-    assert await ask(http, "DELETE", url) == (200, '{"dropped":2}')
-
-
-async def test_known_urls_can_be_looked_at_and_forgotten(serve, http, service, reader, site):
-    encoder = await serve()
-    url = f"{encoder}/v1/urls"
-    assert await look(http, url) == {"entries": 0, "capacity": 0, "shown": []}
+async def test_what_is_kept_can_be_dropped(serve, http, asking, cache, service, reader, site):
     service.urls = reader
-    for path in ("/a?signature=secret", "/b", "/c"):
-        source = MediaSource(url=site.url + path)
-        with Intake(Admission(1, 1 << 20)).arrival((0, 0)) as arrival:
-            await reader.read(source, time.monotonic() + PATIENCE_S, lambda _digest: False, arrival)
-    contents = await look(http, url)
-    assert (contents["entries"], contents["capacity"]) == (3, 4)
-    first = contents["shown"][0]
-    assert first["url"] == f"{site.url}/a"
-    assert "secret" not in str(contents)
-    assert 50 < first["fresh_s"] <= 60
-    assert (first["bytes"], first["redirects"], first["uses"]) == (7000, 0, 0)
-    assert (await look(http, f"{encoder}/v1/status"))["urls"] == 3
-    await empty(http, url, first["name"])
-    assert len(reader.memory) == 0
+    encoder = await serve()
+    await post(http, encoder, encode_body(asking(b"1", b"2", f"{site.url}/a")))
+    assert (cache.nbytes, len(reader.memory)) == (3 * 48, 1)
+    assert await ask(http, "DELETE", f"{encoder}/v1/cache") == (200, '{"dropped":3}')
+    assert await ask(http, "DELETE", f"{encoder}/v1/urls") == (200, '{"dropped":1}')
+    assert (cache.nbytes, len(reader.memory)) == (0, 0)
 
 
 async def test_a_trace_context_of_any_kind_is_no_error(serve, http, recorded, asking):

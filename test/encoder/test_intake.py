@@ -285,7 +285,7 @@ async def test_a_request_that_is_cancelled_leaves_no_bytes(service, fakes, metri
             request = asking(*(f"{site.url}/{wait_s}/{n}" for n in range(20)))
             work = asyncio.create_task(service.encode(request))
             await asyncio.sleep(wait_s)
-            service.cancel("r1")
+            work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await asyncio.sleep(0.1)
             assert service.admission.nbytes == 0

@@ -80,20 +80,23 @@ def up(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     # Short: sockets are in it.
     temporary = tmp_path_factory.mktemp("t")
     output = runtime / "output"
-    config = runtime / "epd.yaml"
-    # In turn, so that both have something to do.
-    config.write_text("settings: {dispatch_policy: round_robin}\nup: {prefill: 1, decode: 1}\n")
     with output.open("wb") as out:
         process = subprocess.Popen(
             [
                 *COMMAND,
                 *("up", "--model", checkpoint("tiny-qwen2_5-vl"), "--port", str(free_port())),
-                *("--encoders", "2", "--config", str(config)),
+                *("--encoders", "2", "--prefill", "1", "--decode", "1"),
                 *("--flags", "--dtype float32", "--gpus", "none"),
             ],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(temporary)},
+            env={
+                **os.environ,
+                "XDG_RUNTIME_DIR": str(runtime),
+                "TMPDIR": str(temporary),
+                # In turn, so that both have something to do.
+                "SGLANG_EPD_DISPATCH_POLICY": "round_robin",
+            },
         )
     running = Up(process, runtime, temporary, output)
     yield running

@@ -22,18 +22,12 @@ async def test_what_a_store_did_can_be_read_in_the_encoders_metrics():
         name = f"sglang:epd_encoder_store_{name}"
         return metrics.registry.get_sample_value(name, labels) or 0.0
 
-    layout, embedding = image()
-    backend.gate.clear()
-    store.keep(key_of(1), layout, embedding)
-    assert value("queued_bytes") == embedding.nbytes
-    backend.gate.set()
+    store.keep(key_of(1), *image())
     await until(lambda: value("writes_total", outcome="written"))
     assert await store.find(key_of(1), "IMAGE") is not None
     assert await store.find(key_of(2), "IMAGE") is None
-    assert value("queued_bytes") == 0
     assert value("reads_total", outcome="hit") == value("reads_total", outcome="miss") == 1
     for direction in ("read", "write"):
-        assert value("bytes_total", direction=direction) == embedding.nbytes
         assert value("breaker", direction=direction) == 0
     assert value("seconds_count", direction="read") == 2
     backend.error = StoreError("down")
@@ -55,9 +49,8 @@ def test_nothing_is_shown_of_a_store_that_is_not_there():
 @pytest.mark.parametrize("outcome", ["dropped", "too_large"])
 def test_what_was_not_asked_of_the_store_has_no_duration(outcome: str):
     metrics = EncoderMetrics()
-    StoreMetrics(metrics.registry).observe("write", outcome, 0.0, 100)
+    StoreMetrics(metrics.registry).observe("write", outcome, 0.0)
     name = "sglang:epd_encoder_store_"
     get = metrics.registry.get_sample_value
     assert get(f"{name}writes_total", {"outcome": outcome}) == 1
     assert not get(f"{name}seconds_count", {"direction": "write"})
-    assert not get(f"{name}bytes_total", {"direction": "write"})

@@ -181,11 +181,6 @@ def _profile(**changes):
             Workload,
             "above high",
         ),
-        (
-            {"name": "w", "kinds": [{**KIND, "items": {"kind": "choice", "values": []}}]},
-            Workload,
-            "choice",
-        ),
         ({"name": "w", "kinds": [KIND], "arrival": {"kind": "weekly"}}, Workload, "weekly"),
         ({"encoders": 1}, Topology, "prefills"),
         ({"prefills": 1, "encoders": -1}, Topology, ">= 0"),

@@ -38,7 +38,7 @@ class Counts:
         self.reads: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
 
-    def __call__(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+    def __call__(self, direction: str, outcome: str, seconds: float) -> None:
         (self.reads if direction == "read" else self.writes)[outcome] += 1
 
 

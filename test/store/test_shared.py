@@ -35,10 +35,10 @@ async def test_keeping_takes_no_time_and_happens_behind(fake, backend, counts: C
     store.keep(key_of(1), LAYOUT, EMBEDDING)
     assert not backend.calls
     await until(lambda: backend.calls)
-    assert store.queued_bytes == NBYTES
+    assert store.status()["queued_bytes"] == NBYTES
     backend.gate.set()
     await written(counts)
-    assert store.queued_bytes == 0
+    assert store.status()["queued_bytes"] == 0
 
 
 async def test_a_slow_store_is_a_miss_within_the_bound(fake, backend, counts: Counts):
@@ -103,7 +103,7 @@ async def test_writes_past_the_queue_are_dropped_and_counted(fake, backend, coun
     for number in range(5):
         store.keep(key_of(number), layout, embedding)
     assert counts.writes == {"dropped": 3}
-    assert store.queued_bytes == 2 * embedding.nbytes
+    assert store.status()["queued_bytes"] == 2 * embedding.nbytes
     backend.gate.set()
     await written(counts, 5)
     assert counts.writes == {"dropped": 3, "written": 2}
@@ -119,7 +119,7 @@ async def test_one_key_waits_once(fake, backend, counts: Counts):
         store.keep(key_of(1), LAYOUT, EMBEDDING)
         store.keep(key_of(2), LAYOUT, EMBEDDING)
         await asyncio.sleep(0)
-    assert store.queued_bytes == 2 * NBYTES
+    assert store.status()["queued_bytes"] == 2 * NBYTES
     backend.gate.set()
     await written(counts, 2)
     assert counts.writes == {"written": 2}
@@ -132,7 +132,7 @@ async def test_a_write_that_hangs_is_given_up(fake, backend, counts, monkeypatch
     store.keep(key_of(1), LAYOUT, EMBEDDING)
     await written(counts)
     assert counts.writes == {"timeout": 1}
-    assert store.queued_bytes == 0
+    assert store.status()["queued_bytes"] == 0
 
 
 async def test_what_cannot_be_sealed_ends_no_writer(fake, backend, counts: Counts):
@@ -200,7 +200,7 @@ async def test_closing_waits_for_no_store_that_hangs(fake, backend, counts, monk
     await store.close()
     assert time.perf_counter() - began < 10.0
     assert counts.writes == {"dropped": 10}
-    assert store.queued_bytes == 0
+    assert store.status()["queued_bytes"] == 0
 
 
 async def test_who_leaves_leaves_the_probe_to_the_next(fake, backend, counts):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_epd.errors import ProtocolError
+from sglang_epd.errors import ProtocolError, RequestCancelledError
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer.arena import _NAME, Address, Arena
 from sglang_epd.transfer.extents import ALIGNMENT
@@ -196,6 +196,13 @@ def test_what_is_not_as_long_as_its_shape_says_is_counted_and_refused(arena):
         arena.read(item, 0)
     gc.collect()
     assert counts(arena) == [1, 0], "it is given back, and only once"
+
+
+def test_items_that_come_with_an_error_are_given_back(arena):
+    settled = wire.Settled("0", (landed(), None), "RequestCancelledError", "gone")
+    with pytest.raises(RequestCancelledError, match="gone") as raised:
+        arena.receive(settled, 1)
+    assert raised.tb is not None and counts(arena) == [0, 1]
 
 
 def test_an_arena_stays_mapped_while_it_is_read():

@@ -91,9 +91,29 @@ async def test_a_failure_reaches_who_waits(scheduler, control):
     assert (settled.code, settled.message) == ("EncodeError", "no encoder could")
 
 
+async def test_items_are_collected_where_they_landed(receiver, control, encoder):
+    collecting = asyncio.create_task(control.collect(EXPECT))
+    await soon(lambda: receiver._ledger.claimed)
+    await deliver(encoder)
+    items = await collecting
+    assert torch.equal(items[0].embedding, EMBEDDING)
+    assert receiver._reservations.held_bytes
+    del collecting
+    items.clear()
+    await until_free(receiver)
+
+
+async def test_what_became_of_them_instead_is_raised(receiver, control):
+    collecting = asyncio.create_task(control.collect(EXPECT))
+    await soon(lambda: receiver._ledger.claimed)
+    await control.fail("t", EncodeError("no encoder could"))
+    with pytest.raises(EncodeError, match="no encoder could"):
+        await collecting
+
+
 async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
     claims = [
-        asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0), 0))
+        asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0)))
         for number in range(5)
     ]
     await soon(lambda: receiver._ledger.claimed == 5)
@@ -104,7 +124,7 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
 
 
 async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder):
-    claim = asyncio.create_task(control.claim(EXPECT, 0))
+    claim = asyncio.create_task(control.claim(EXPECT))
     await soon(lambda: receiver._ledger.claimed)
     claim.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -121,7 +141,7 @@ async def test_items_that_came_after_all_are_given_back(
     receiver, control, encoder, moment, monkeypatch
 ):
     """Nobody else would ever say that they were dropped."""
-    claim = asyncio.create_task(control.claim(EXPECT, 1))
+    claim = asyncio.create_task(control.claim(EXPECT))
     await soon(lambda: receiver._ledger.claimed)
     if moment == "as it came":
         # The outcome is there and the task has not gone on yet.
@@ -149,7 +169,7 @@ async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, m
     monkeypatch.setattr(control_module, "GRACE_S", 0.05)
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
-        await control.claim(wire.Expect("t", 1, 1, 0.05), 0)
+        await control.claim(wire.Expect("t", 1, 1, 0.05))
     await soon(lambda: not len(receiver._ledger))
 
 
@@ -161,7 +181,7 @@ async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, mon
 
     monkeypatch.setattr(control, "_send", refuse)
     with pytest.raises(UnavailableError):
-        await control.claim(EXPECT, 0)
+        await control.claim(EXPECT)
     assert not control._claims
 
 
@@ -304,7 +324,7 @@ async def test_a_second_request_for_the_same_item_needs_no_encoder(
                     assert await news.get() == wire.Needed(ticket, needed)
                     if needed:
                         await asyncio.to_thread(lambda: encoder.deliver(encoder.grant("t")))
-                    settled = await control.claim(expect, 0)
+                    settled = await control.claim(expect)
                     assert torch.equal(arena.read(settled.items[0], 0), EMBEDDING)
                     cached = 0 if needed else 1
                     assert await news.get() == wire.Needed(ticket, over=True, cached=cached)

@@ -253,7 +253,7 @@ class Lossy(RuleBasedStateMachine):
         """An encoder: the second shares memory, and its process is one that can end."""
 
         async def make() -> Sender:
-            return Sender(share_memory=bool(number), checksum=bool(number), dead_s=DEAD_S)
+            return Sender(share_memory=bool(number), dead_s=DEAD_S)
 
         sender = self.call(make())
         self.processes[number] = subprocess.Popen(["sleep", "600"])

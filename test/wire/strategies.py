@@ -44,7 +44,7 @@ FIELDS = {
         ("engine", "reason", "error", "claim", "rid", "code", "message", "name", "of"), short
     ),
     **dict.fromkeys(("renewal", "last", "prefix", "over", "early"), st.booleans()),
-    **dict.fromkeys(("seal", "checksum"), st.binary(max_size=32)),
+    "seal": st.binary(max_size=32),
     "ticket": tickets,
     "ttl_s": seconds,
     "key": keys,

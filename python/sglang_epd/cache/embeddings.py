@@ -10,7 +10,7 @@ embedding at the same time still share it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +30,6 @@ class Entry:
 
     Attributes:
         pins: how many use it; changed by the cache alone.
-        uses: how often it was found.
     """
 
     key: bytes
@@ -38,7 +37,6 @@ class Entry:
     embedding: torch.Tensor = field(repr=False)
     nbytes: int
     pins: int = 0
-    uses: int = 0
 
 
 class EmbeddingCache:
@@ -80,11 +78,6 @@ class EmbeddingCache:
     @property
     def pinned_bytes(self) -> int:
         return self._bytes - self._idle_bytes
-
-    def entries(self) -> Iterator[Entry]:
-        """Those that may be found; idle ones last, the next to be evicted first of them."""
-        yield from (entry for entry in self._entries.values() if entry.pins)
-        yield from self._idle.values()
 
     def find(self, key: bytes) -> Entry | None:
         """The entry of `key`, pinned once more; the caller releases it."""
@@ -138,23 +131,16 @@ class EmbeddingCache:
         self._count(entry.embedding, 1)
         self._make_room()  # others may keep the memory that it lay in
 
-    def drop(self, key: bytes) -> bool:
-        """Drop one entry, once it is idle; False if there is none."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        if entry.pins:
-            self._dropped.add(entry)
-        else:
-            self._forget_idle(entry)
-        return True
-
     def clear(self) -> int:
-        """Forget all entries; how many there were."""
-        keys = list(self._entries)
-        for key in keys:
-            self.drop(key)
-        return len(keys)
+        """Forget all entries, those in use as soon as they are idle; how many there were."""
+        entries = list(self._entries.values())
+        self._entries.clear()
+        for entry in entries:
+            if entry.pins:
+                self._dropped.add(entry)
+            else:
+                self._forget_idle(entry)
+        return len(entries)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the bookkeeping contradicts itself."""
@@ -176,7 +162,6 @@ class EmbeddingCache:
             del self._idle[entry.key]
             self._idle_bytes -= entry.nbytes
         entry.pins += 1
-        entry.uses += 1
 
     def _make_room(self) -> None:
         while self._idle and self._bytes > self.capacity_bytes:

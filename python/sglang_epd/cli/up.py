@@ -7,7 +7,6 @@ import importlib.util
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,47 +21,18 @@ from sglang_epd.cli.places import Cores, Gpus, accelerators
 from sglang_epd.cli.processes import ServerError, free_port
 from sglang_epd.cli.supervisor import Supervisor
 from sglang_epd.cli.topology import LOOPBACK, Fleet, Shape, plan
-from sglang_epd.config import CONFIG_FILE, Settings, from_file, read_file
+from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
 
 _USUAL_PORT = 8000
-# Options that say something of one call, not of a topology.
-_NOT_IN_A_FILE = ("config", "settings", "dry_run", "as_json")
 _shape = partial(typer.Option, rich_help_panel="Topology")
 _flags = partial(typer.Option, rich_help_panel="SGLang's flags")
 _running = partial(typer.Option, rich_help_panel="Running")
 
 
-def _load_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Have the file's `up` section stand for options that are not typed."""
-    if path is None:
-        return None
-    told = read_file(path).get("up", {})
-    names = [one.name or "" for one in context.command.params]
-    known = {name.replace("_", "-"): name for name in names if name not in _NOT_IN_A_FILE}
-    defaults = {}
-    for option, value in told.items():
-        if option not in known:
-            raise ConfigError(f"{path}: up: {option!r} is not one of {', '.join(known)}")
-        if value is None or isinstance(value, dict | list):
-            raise ConfigError(f"{path}: up: {option} has to be one value")
-        defaults[known[option]] = value
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path.resolve()
-
-
 def up(
     *,
-    config: Annotated[
-        Path | None,
-        _running(
-            help="YAML file: `up` has these options by their names, `settings` those of "
-            "docs/settings.md. What is typed counts before it.",
-            callback=_load_config,
-            is_eager=True,
-        ),
-    ] = None,
     model: Annotated[str, _shape(help="Checkpoint: a folder, or a name on the hub.")],
     encoders: Annotated[int, _shape(help="Encoder servers (--encoder-only).")] = 1,
     language: Annotated[
@@ -113,9 +83,6 @@ def up(
         ),
     ] = "",
     timeout: Annotated[float, _running(min=1, help="Seconds until all have to be ready.")] = 1800.0,
-    max_restarts: Annotated[
-        int, _running(min=0, help="Deaths of one server within ten minutes that are made good.")
-    ] = 5,
     quiet: Annotated[
         bool,
         _running(
@@ -124,15 +91,6 @@ def up(
             help="Show what becomes of servers, not what they write; their logs are files.",
         ),
     ] = False,
-    settings: Annotated[
-        list[str] | None,
-        _running(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A setting of docs/settings.md for all servers, by its name in a file: "
-            "dispatch_policy=round_robin. May be repeated; counts before the environment.",
-        ),
-    ] = None,
     dry_run: Annotated[
         bool, _running("--dry-run", help="Only print the commands of the servers.")
     ] = False,
@@ -174,10 +132,9 @@ def up(
             "--prefill and --decode hand KV over by Mooncake, which is not installed: "
             'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
         )
-    env = _environment(config, settings or [])
     # Combinations that servers would refuse are refused here, before any of them starts.
-    checked = Settings.from_env(env)
-    MediaLimits.from_env(env)
+    checked = Settings.from_env()
+    MediaLimits.from_env()
     if checked.store:
         from sglang_epd.store.url import StoreUrl
 
@@ -198,9 +155,7 @@ def up(
         made,
         out,
         model=shape.model,
-        env=env,
         quiet=quiet,
-        restarts=Restarts(most=max_restarts),
         timeout_s=timeout,
     )
 
@@ -210,9 +165,7 @@ def _run(
     out: Console,
     *,
     model: str,
-    env: Mapping[str, str],
     quiet: bool,
-    restarts: Restarts,
     timeout_s: float,
 ) -> None:
     run = runs.Run(runs.root())
@@ -231,8 +184,8 @@ def _run(
         made,
         run.folder,
         reporter,
-        env={**env, "TMPDIR": str(run.temporary)},
-        restarts=restarts,
+        env={**os.environ, "TMPDIR": str(run.temporary)},
+        restarts=Restarts(),
         changed=write,
         ready=ready,
         start_timeout_s=timeout_s,
@@ -281,19 +234,6 @@ def _described(made: Fleet) -> dict[str, Any]:
             for server in made.servers
         ],
     }
-
-
-def _environment(config: Path | None, settings: Sequence[str]) -> dict[str, str]:
-    """Variables that servers inherit: the environment, `--config`, and `--set` before both."""
-    env = dict(os.environ)
-    if config is not None:
-        env[CONFIG_FILE] = str(config)
-    for typed in settings:
-        name, sign, value = typed.partition("=")
-        if not sign:
-            raise ConfigError(f"--set {typed}: expected NAME=VALUE")
-        env |= from_file({name: value}, "--set")
-    return env
 
 
 def _checkpoint(model: str) -> str:

@@ -83,7 +83,7 @@ def launch(server_args: Any) -> None:
     _allow_descriptors()
     keep_large_apart()
     settings = Settings.from_env()
-    _configure_logs(server_args, settings)
+    _configure_logs(server_args)
     publish(server_args, role="encoder")
     _announce_unread()
     limits = MediaLimits.from_env(
@@ -117,7 +117,6 @@ def launch(server_args: Any) -> None:
             engine = engines.started(get_disagg().encoder_transfer_backend)
             sender = Sender(
                 RemoteWriter(engine) if engine else None,
-                checksum=settings.checksum,
                 share_memory=settings.shared_memory,
             )
             cache = EmbeddingCache(capacity, on_evict=metrics.evicted)
@@ -268,11 +267,11 @@ def _announce_unread() -> None:
     announce("encoder", flags)
 
 
-def _configure_logs(server_args: Any, settings: Settings) -> None:
+def _configure_logs(server_args: Any) -> None:
     from sglang.srt.utils import configure_logger
 
     configure_logger(server_args, prefix=" encoder")
-    logs.install(settings.log_format, "encoder")
+    logs.install()
     logging.getLogger("uvicorn.error").addFilter(SeldomMalformed())
 
 

@@ -141,7 +141,7 @@ class EncoderService:
         self._sender = sender
         self.admission = admission
         self._metrics = metrics
-        self._live: dict[str, asyncio.Task[EncodeReply]] = {}
+        self._live: set[asyncio.Task[EncodeReply]] = set()
         self.intake = Intake(admission)
         self._ages = itertools.count()
         self.finished = 0
@@ -149,7 +149,6 @@ class EncoderService:
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.namespace = namespace
         self.name = name
-        metrics.items_in_work.set_function(lambda: admission.items + admission.waiting)
 
     @property
     def retry_after_s(self) -> float:
@@ -206,7 +205,7 @@ class EncoderService:
         self.admission.admit(request.request_id, len(request.items), urls)
         task = asyncio.current_task()
         assert task is not None
-        self._live[request.request_id] = task
+        self._live.add(task)
         outcomes: list[ItemOutcome] = []
         ended = self._metrics.beside.request(request.items)
         try:
@@ -228,7 +227,7 @@ class EncoderService:
             outcomes += [item.result() for item in running if not item.cancelled()]
             return EncodeReply(request.request_id, self.name, outcomes)
         finally:
-            del self._live[request.request_id]
+            self._live.remove(task)
             self.admission.leave(request.request_id)
             self.finished += 1
             ended(outcomes)
@@ -245,14 +244,7 @@ class EncoderService:
     async def wait_idle(self) -> None:
         """Return when nothing is in work."""
         while self._live:
-            await asyncio.wait(self._live.values())
-
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a live request; False if there is none of that id."""
-        task = self._live.get(request_id)
-        if task is not None:
-            task.cancel()
-        return task is not None
+            await asyncio.wait(self._live)
 
     def status(self) -> dict[str, Any]:
         """The encoder's state for people and dispatchers; names no request."""

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 from sglang_epd import logs
-from sglang_epd.config import Settings
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.tower import Tower
 from sglang_epd.encoder.workers.crew import Rank, WorkerTower
@@ -98,7 +97,7 @@ def create(options: dict[str, Any]) -> Engine:
     server_args = ServerArgs(**options["server_args"])
     server_args.resolve_once()
     configure_logger(server_args, prefix=options["log_prefix"])
-    logs.install(Settings.from_env().log_format, "encoder")
+    logs.install()
     publish(server_args, role="encoder")
     return Engine(
         server_args,

@@ -64,7 +64,6 @@ class UrlReader:
         self._fetcher = fetcher
         self.memory = memory
         self._metrics = metrics
-        metrics.watch_urls(lambda: len(memory))
         self._flights: dict[bytes, _Flight] = {}
 
     async def read(
@@ -136,7 +135,7 @@ class UrlReader:
         joined = flight is not None
         if flight is None:
             shared = arrival.beside()
-            asking = asyncio.create_task(self._ask(source, url, shared))
+            asking = asyncio.create_task(self._ask(source, name, shared))
             flight = self._flights[name] = _Flight(name, asking, shared)
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
@@ -162,9 +161,8 @@ class UrlReader:
             self._count("coalesced")
         return media
 
-    async def _ask(self, source: MediaSource, url: str, account: Account) -> FetchedMedia:
+    async def _ask(self, source: MediaSource, name: bytes, account: Account) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""
-        name = name_of(url)
         try:
             media = await self._fetcher.ask(source, account)
         except MediaError as error:
@@ -176,7 +174,7 @@ class UrlReader:
             self._metrics.url_uncacheable.labels(obstacle).inc()
             self.memory.drop(name)
         else:
-            self.memory.keep(name, url, media.digest, len(media.data), media.trail)
+            self.memory.keep(name, media.digest, len(media.data), media.trail)
         self._count("missed")
         return media
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from sglang_epd.config import Settings, environment
+from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 
 # More bytes than a process can hold.
@@ -29,7 +30,7 @@ def _nbytes(mebibytes: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Bounds on one media item; those of `Settings` unless given.
+    """Bounds on one media item; those of `Settings` unless given, where it has them.
 
     Attributes:
         max_bytes: of the encoded media, also after a Content-Encoding is undone.
@@ -64,7 +65,7 @@ class MediaLimits:
     max_video_pixels: int = _USUAL.media_max_video_pixels
     max_video_total_pixels: int = _USUAL.media_max_video_total_pixels
     max_audio_s: float = _USUAL.media_max_audio_s
-    max_redirects: int = _USUAL.media_max_redirects
+    max_redirects: int = 5
     connect_timeout_s: float = 3.0
     total_timeout_s: float = _USUAL.media_timeout_s
     allowed_domains: tuple[str, ...] = ()
@@ -113,7 +114,8 @@ class MediaLimits:
         if root and not (Path(root).is_absolute() and Path(root).is_dir()):
             raise ConfigError(f"SGLANG_EPD_MEDIA_LOCAL_ROOT={root!r} is not an absolute folder")
         max_bytes, max_url_bytes = _nbytes(told.media_max_mb), None
-        if url_mb is not None and not environment(env).get("SGLANG_EPD_MEDIA_MAX_MB", "").strip():
+        named = (os.environ if env is None else env).get("SGLANG_EPD_MEDIA_MAX_MB", "").strip()
+        if url_mb is not None and not named:
             max_url_bytes = url_mb << 20 or NO_LIMIT
             # Media that may be fetched may be decoded; the flag does not bound inline media.
             max_bytes = max(max_bytes, max_url_bytes)
@@ -125,7 +127,6 @@ class MediaLimits:
             max_video_pixels=told.media_max_video_pixels,
             max_video_total_pixels=told.media_max_video_total_pixels,
             max_audio_s=told.media_max_audio_s,
-            max_redirects=told.media_max_redirects,
             connect_timeout_s=min(told.media_timeout_s, cls.connect_timeout_s),
             total_timeout_s=told.media_timeout_s,
             allowed_domains=domains,

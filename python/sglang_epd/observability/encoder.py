@@ -91,7 +91,6 @@ class EncoderMetrics(Metrics):
     url_uncacheable = counter(
         "Answers of media servers that are not remembered, by what forbids it", "reason"
     )
-    url_entries = gauge("URLs whose content is known")
     lookups = counter(
         "Embeddings asked for: computed, cached, stored (in the shared store), or coalesced with "
         "one in the making",
@@ -99,7 +98,6 @@ class EncoderMetrics(Metrics):
     )
     cache_evictions = counter("Embeddings that left the cache for room")
     cache_bytes = gauge("Embedding bytes on the encoder, in use or kept")
-    cache_entries = gauge("Embeddings on the encoder, in use or kept")
     items_queued = gauge("Embeddings that are being made, or wait to be")
     patches_queued = gauge(
         "Patches that are being encoded, or wait to be; estimated before preprocessing"
@@ -108,10 +106,8 @@ class EncoderMetrics(Metrics):
     batch_patches = histogram(
         "Patches in a forward pass", buckets=(64, 256, 1024, 4096, 16384, 65536, 262144)
     )
-    batch_splits = counter("Forward passes that failed and were run again in halves")
     lost_items = counter("Items whose worker process died with them")
     busy_seconds = counter("Time in which a tower ran, summed over towers")
-    items_in_work = gauge("Items in any stage")
     stage_seconds = histogram("Time an item spends in a stage", "stage", buckets=_STAGE_BUCKETS_S)
     loop_lag_seconds = histogram(
         "How late a timer was that fires ten times a second in the server's event loop",
@@ -132,11 +128,6 @@ class EncoderMetrics(Metrics):
         """Show a cache's size whenever metrics are asked for."""
         self.beside.watch(cache)
         self.cache_bytes.set_function(lambda: cache.nbytes)
-        self.cache_entries.set_function(lambda: len(cache))
-
-    def watch_urls(self, remembered: Callable[[], int]) -> None:
-        """Show how many URLs are remembered whenever metrics are asked for."""
-        self.url_entries.set_function(remembered)
 
 
 class StoreMetrics(Metrics):
@@ -153,7 +144,6 @@ class StoreMetrics(Metrics):
         "too_large), and entries removed",
         "outcome",
     )
-    bytes = counter("Embedding bytes read from the shared store and written to it", "direction")
     seconds = histogram(
         "Time that the shared store took, with any outcome",
         "direction",
@@ -163,22 +153,18 @@ class StoreMetrics(Metrics):
         "Whether the shared store is asked: 0 closed (it is), 1 half-open, 2 open (it is not)",
         "direction",
     )
-    queued_bytes = gauge("Embedding bytes that wait to be written to the shared store")
 
-    def observe(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+    def observe(self, direction: str, outcome: str, seconds: float) -> None:
         """Count a lookup or a write; `store.Observer`."""
         (self.reads if direction == "read" else self.writes).labels(outcome).inc()
         if seconds:
             self.seconds.labels(direction).observe(seconds)
-        if outcome in ("hit", "written"):
-            self.bytes.labels(direction).inc(nbytes)
 
     def watch(self, store: SharedStore) -> None:
-        """Show a store's breakers and its queue."""
+        """Show a store's breakers."""
         for direction, name in (("read", "reads"), ("write", "writes")):
             code = partial(_breaker_code, store.breakers[name])
             self.breaker.labels(direction).set_function(code)
-        self.queued_bytes.set_function(lambda: store.queued_bytes)
 
 
 def _breaker_code(breaker: Breaker) -> float:

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sglang_epd import logs
 from sglang_epd.errors import ConfigError, EpdError, MediaError
 from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
@@ -51,7 +52,7 @@ def set_up(manager: Any) -> None:
         logger.info("Prompts are laid out as SGLang does it: %s", error)
         return
     settings = Settings.from_env()
-    roles.install_logs(settings)
+    logs.install()
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,

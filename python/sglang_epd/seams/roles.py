@@ -1,4 +1,4 @@
-"""The role of a server: whether this package serves it, and its name in logs.
+"""The role of a server: whether this package serves it.
 
 Leans on `runtime_context.publish(server_args, ...)`, which each of SGLang's processes calls
 when it has loaded its plug-ins and before it serves anything.
@@ -14,8 +14,6 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from sglang_epd import logs
-from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
 from sglang_epd.seams import hooks
 
@@ -47,14 +45,6 @@ def hold(_result: Any, server_args: Any, *_args: Any, **_options: Any) -> None:
         hooks.require()
     elif getattr(server_args, "disaggregation_mode", "") == "decode" and (why := hooks.misfit()):
         logger.warning("Prompts are laid out as SGLang does it: %s", why)
-
-
-def install_logs(settings: Settings) -> None:
-    """Lines of this process are of its server, by SGLang's `--disaggregation-mode`."""
-    from sglang.srt.runtime_context import get_disagg
-
-    mode = get_disagg().disaggregation_mode
-    logs.install(settings.log_format, mode if mode in ("prefill", "decode") else "language")
 
 
 def registry() -> CollectorRegistry:

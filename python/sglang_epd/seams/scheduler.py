@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
-from sglang_epd.config import Settings
+from sglang_epd import logs
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare, lay_out_some
@@ -35,7 +35,6 @@ from sglang_epd.seams import (
     embeddings,
     prefix,
     receiving,
-    roles,
     rundir,
     staging,
     tracing,
@@ -174,7 +173,7 @@ def create_backend(
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
-    roles.install_logs(Settings.from_env())
+    logs.install()
     parallel = get_parallel()
     ranks = receiving.ranks(parallel)
     relay = _relay(ranks.elsewhere)

@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
+from sglang_epd import logs
 from sglang_epd.checkpoint import processing, served
 from sglang_epd.config import Settings
 from sglang_epd.dispatch.client import EncoderClient
@@ -360,7 +361,7 @@ def create_frontend(
     from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
     settings = Settings.from_env()
-    roles.install_logs(settings)
+    logs.install()
     embeddings.give_fields()
     checkpoint = served(whole=settings.fingerprint == "full")
     form = str(dtype).removeprefix("torch.")

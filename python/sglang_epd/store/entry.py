@@ -74,13 +74,11 @@ class StoredEntry:
 
     Attributes:
         written_at: seconds since 1970, on the clock of the encoder that wrote it.
-        nbytes: of the embedding.
     """
 
     layout: Layout
     embedding: torch.Tensor = field(repr=False)
     written_at: float
-    nbytes: int
 
 
 class Sealer:
@@ -166,7 +164,7 @@ class Sealer:
         digest = self._digest(metadata.key, metadata.layout, metadata.written_at, payload.data)
         if digest != metadata.blake3:
             raise CorruptEntryError("the digest is another")
-        return StoredEntry(layout, view_tensor(payload, spec), written_at, nbytes)
+        return StoredEntry(layout, view_tensor(payload, spec), written_at)
 
     def _digest(self, key: str, layout: str, stamp: str, payload: memoryview) -> str:
         hasher = blake3(key=self._mac) if self._mac else blake3()

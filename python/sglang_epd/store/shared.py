@@ -26,8 +26,8 @@ from sglang_epd.wire.tensors import spec_bytes
 
 logger = logging.getLogger(__name__)
 
-# Called for each lookup and write: "read" or "write", its outcome, seconds, bytes of the embedding.
-Observer = Callable[[str, str, float, int], None]
+# Called for each lookup and write: "read" or "write", its outcome, seconds.
+Observer = Callable[[str, str, float], None]
 
 # Reads at a time; each may take `max_item_bytes`.
 _READS = 8
@@ -82,8 +82,8 @@ class SharedStore:
         self._reads, self._writes = Breaker("reads"), Breaker("writes")
         self._counts: Counter[str] = Counter()
         self._writing = Writing(
-            lambda nbytes, *what: self._count_write("written", nbytes, self._put(*what)),
-            lambda nbytes: self._count("write", "dropped", 0.0, nbytes),
+            lambda *what: self._count_write("written", self._put(*what)),
+            lambda: self._count("write", "dropped", 0.0),
             url.bounds.queue_mb << 20,
         )
 
@@ -114,8 +114,7 @@ class SharedStore:
             # No request may fail because of its store.
             outcome = _outcome(error)
         finally:
-            nbytes = entry.nbytes if entry is not None else 0
-            self._count("read", outcome, time.monotonic() - began, nbytes)
+            self._count("read", outcome, time.monotonic() - began)
         return entry
 
     def keep(self, key: bytes, layout: Layout, embedding: torch.Tensor) -> None:
@@ -126,7 +125,7 @@ class SharedStore:
         """
         nbytes = spec_bytes(layout.embedding)
         if nbytes > self._url.max_item_bytes:
-            self._count("write", "too_large", 0.0, nbytes)
+            self._count("write", "too_large", 0.0)
         else:
             self._writing.put(key, layout, embedding, nbytes)
 
@@ -138,10 +137,6 @@ class SharedStore:
     @property
     def breakers(self) -> dict[str, Breaker]:
         return {"reads": self._reads, "writes": self._writes}
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._writing.nbytes
 
     def status(self) -> dict[str, Any]:
         """For people: its state and its counts so far, without its address."""
@@ -192,7 +187,7 @@ class SharedStore:
                 logger.info("An entry of the store is removed: %s (%s)", error, error.outcome)
                 # A later `put` might not replace it.
                 removal = self._writes.ask(self._backend.remove(name), until - time.monotonic())
-                await self._count_write("removed", 0, removal)
+                await self._count_write("removed", removal)
                 raise
             return entry
         finally:
@@ -203,21 +198,21 @@ class SharedStore:
         pieces = await self._hashing.run(seal)
         await self._writes.ask(self._backend.put(self._name(key), pieces), _WRITE_S)
 
-    async def _count_write(self, done: str, nbytes: int, write: Awaitable[None]) -> None:
+    async def _count_write(self, done: str, write: Awaitable[None]) -> None:
         began = time.monotonic()
         outcome = done
         try:
             await write
         except Exception as error:
             outcome = _outcome(error)
-        self._count("write", outcome, time.monotonic() - began, nbytes)
+        self._count("write", outcome, time.monotonic() - began)
 
     def _name(self, key: bytes) -> str:
         return f"{self._sealer.folder}/{key.hex()}"
 
-    def _count(self, direction: str, outcome: str, seconds: float, nbytes: int) -> None:
+    def _count(self, direction: str, outcome: str, seconds: float) -> None:
         self._counts[f"{direction}s_{outcome}"] += 1
-        self._observer(direction, outcome, seconds, nbytes)
+        self._observer(direction, outcome, seconds)
 
 
 def _outcome(error: Exception) -> str:
@@ -262,15 +257,15 @@ class Writing:
     """Embeddings that are to be written, and the task that does it, one after the other.
 
     Args:
-        write: writes one of so many bytes; raises nothing.
-        drop: called with the bytes of each dropped embedding.
+        write: writes one; raises nothing.
+        drop: called for each dropped embedding.
         capacity_bytes: embeddings that may wait or be on their way.
     """
 
     def __init__(
         self,
-        write: Callable[[int, bytes, Layout, torch.Tensor], Awaitable[None]],
-        drop: Callable[[int], None],
+        write: Callable[[bytes, Layout, torch.Tensor], Awaitable[None]],
+        drop: Callable[[], None],
         capacity_bytes: int,
     ) -> None:
         self._write = write
@@ -290,7 +285,7 @@ class Writing:
         if key in self._queue:
             return
         if self._closed or self.nbytes + nbytes > self._capacity_bytes:
-            self._drop(nbytes)
+            self._drop()
             return
         self._queue[key] = layout, embedding, nbytes
         self.nbytes += nbytes
@@ -306,14 +301,14 @@ class Writing:
             await asyncio.gather(self._writer, return_exceptions=True)
         if self._queue:
             logger.warning("%d writes to the store were given up", len(self._queue))
-        for _, _, nbytes in self._queue.values():
-            self._drop(nbytes)
+        for _ in self._queue:
+            self._drop()
         self._queue.clear()
         self.nbytes = 0
 
     async def _write_all(self) -> None:
         while self._queue:
             key, (layout, embedding, nbytes) = next(iter(self._queue.items()))
-            await self._write(nbytes, key, layout, embedding)
+            await self._write(key, layout, embedding)
             del self._queue[key]
             self.nbytes -= nbytes

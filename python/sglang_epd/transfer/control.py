@@ -59,7 +59,7 @@ class Control:
         self._socket = _dial(self._context, address, zmq.IDENTITY, self.name.encode())
         self._reader: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[wire.Welcome] | None = None
-        self._claims: dict[str, tuple[asyncio.Future[wire.Settled], int]] = {}
+        self._claims: dict[str, asyncio.Future[wire.Settled]] = {}
         self._needed: dict[str, asyncio.Queue[wire.Needed]] = {}
         self._names = itertools.count()
         self._arena: Arena | None = None
@@ -119,8 +119,8 @@ class Control:
         """
         await self._send(message)
 
-    async def claim(self, expect: wire.Expect, reader: int) -> wire.Settled:
-        """Wait for a ticket's items, to be read by this process as reader `reader`.
+    async def claim(self, expect: wire.Expect) -> wire.Settled:
+        """Wait for a ticket's items, to be read by this process.
 
         Items that come after the call has ended are given back.
 
@@ -131,19 +131,19 @@ class Control:
         await self.arena(expect.ttl_s)
         claim = str(next(self._names))
         outcome: asyncio.Future[wire.Settled] = asyncio.get_running_loop().create_future()
-        self._claims[claim] = outcome, reader
+        self._claims[claim] = outcome
         try:
             async with asyncio.timeout(expect.ttl_s + GRACE_S):
-                await self._send(wire.Claim(claim, expect, reader, 1))
+                await self._send(wire.Claim(claim, expect, _READER, 1))
                 return await outcome
         except TimeoutError:
-            await self._leave(claim, outcome, reader)
+            await self._leave(claim, outcome)
             raise UnavailableError("this server's receiver does not answer") from None
         except UnavailableError:
             del self._claims[claim]  # it was not claimed
             raise
         except asyncio.CancelledError:
-            await self._leave(claim, outcome, reader)
+            await self._leave(claim, outcome)
             raise
 
     async def collect(self, expect: wire.Expect) -> list[ReceivedItem]:
@@ -153,15 +153,15 @@ class Control:
             EpdError: the claim failed; this is its error.
         """
         arena = await self.arena(expect.ttl_s)
-        settled = await self.claim(expect, _READER)
+        settled = await self.claim(expect)
         # No await from here on: a cancellation would leave the items without an owner.
         return arena.receive(settled, _READER)
 
-    async def _leave(self, claim: str, outcome: asyncio.Future[wire.Settled], reader: int) -> None:
+    async def _leave(self, claim: str, outcome: asyncio.Future[wire.Settled]) -> None:
         """Give a claim up after its caller has left."""
         if outcome.done() and not outcome.cancelled():
             # Its items came in this very moment.
-            self._give_back(outcome.result(), reader)
+            self._give_back(outcome.result())
         else:
             outcome.cancel()
             await self._tell(wire.Abandon(claim))
@@ -242,17 +242,17 @@ class Control:
     def _on_settled(self, message: wire.Settled) -> None:
         if message.claim not in self._claims:
             raise ProtocolError(f"an outcome of {message.claim!r}, which was not claimed")
-        outcome, reader = self._claims.pop(message.claim)
-        if not outcome.done():
+        outcome = self._claims.pop(message.claim)
+        if outcome.done():
+            self._give_back(message)
+        else:
             outcome.set_result(message)
-            return
-        self._give_back(message, reader)
 
-    def _give_back(self, message: wire.Settled, reader: int) -> None:
+    def _give_back(self, message: wire.Settled) -> None:
         assert self._arena is not None
         for item in message.items:
             if item is not None:
-                self._arena.drop(item.slot, reader)
+                self._arena.drop(item.slot, _READER)
 
     async def _tell(self, message: wire.Fail | wire.Cancel | wire.Abandon) -> None:
         try:

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
-from blake3 import blake3
 from zmq.utils.monitor import recv_monitor_message
 
 from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
@@ -152,7 +151,6 @@ class Sender:
 
     Args:
         remote: writes through a transfer engine, where receivers have one.
-        checksum: whether payloads carry a digest that receivers compare.
         share_memory: whether to write into the memory of this machine's receivers.
         dead_s: after so long without a sign of life a connection is taken for broken.
     """
@@ -161,7 +159,6 @@ class Sender:
         self,
         remote: RemoteWriter | None = None,
         *,
-        checksum: bool = False,
         share_memory: bool = True,
         dead_s: float = _DEAD_S,
     ) -> None:
@@ -169,7 +166,6 @@ class Sender:
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         self._remote = remote
-        self._checksum = checksum
         self._dead_ms = int(dead_s * 1e3)
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
@@ -286,7 +282,7 @@ class Sender:
         Returns:
             The way it went, and the messages to send for it.
         """
-        done: _Frames = [wire.encode_message(wire.Payload(*_name(grant), checksum=checksum))]
+        done: _Frames = [wire.encode_message(wire.Payload(*_name(grant)))]
         raw = np.frombuffer(payload, dtype=np.uint8)
         landing = grant.landing
         if isinstance(landing, wire.Remote):
@@ -311,7 +307,7 @@ class Sender:
                 logger.warning("Embeddings go over the socket: no shared memory (%s)", error)
             else:
                 return "shared", iter([done])
-        return "inline", _chunks(grant, payload, checksum)
+        return "inline", _chunks(grant, payload)
 
     async def _say_written(
         self, peer: _Peer, grant: wire.Grant, messages: Iterator[_Frames]
@@ -531,11 +527,11 @@ class Sender:
                 ack.set_exception(error)
 
 
-def _chunks(grant: wire.Grant, payload: memoryview, checksum: bytes) -> Iterator[_Frames]:
+def _chunks(grant: wire.Grant, payload: memoryview) -> Iterator[_Frames]:
     for begin in range(0, len(payload), wire.MAX_CHUNK_BYTES):
         end = min(begin + wire.MAX_CHUNK_BYTES, len(payload))
         last = end == len(payload)
-        part = wire.Payload(*_name(grant), begin, last, checksum if last else b"")
+        part = wire.Payload(*_name(grant), begin, last)
         yield [wire.encode_message(part), payload[begin:end]]
 
 

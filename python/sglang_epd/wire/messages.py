@@ -219,7 +219,6 @@ class Payload(Message, frozen=True, tag="payload"):
         offset: where the one frame that follows belongs in the payload; frames come in
             order. None follows where the grant's landing was memory.
         last: nothing more comes.
-        checksum: blake3 of the whole payload, with the last one; may be empty.
     """
 
     ticket: str
@@ -227,7 +226,6 @@ class Payload(Message, frozen=True, tag="payload"):
     grant: int
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     last: bool = True
-    checksum: bytes = b""
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

@@ -98,7 +98,10 @@ class Receivers:
 
 
 async def meddle(
-    dice: random.Random, service: EncoderService, towers: list[FakeTower], names: list[str]
+    dice: random.Random,
+    service: EncoderService,
+    towers: list[FakeTower],
+    live: list[asyncio.Task[None]],
 ) -> None:
     """Cancel requests, drop embeddings, kill towers and bring them back."""
     while True:
@@ -108,11 +111,10 @@ async def meddle(
             tower.alive = True
         what = dice.random()
         cache = service.computations.cache
-        if what < 0.6 and names:
-            service.cancel(names.pop(dice.randrange(len(names))))
-        elif what < 0.9:
-            for entry in list(cache.entries())[: dice.randrange(4)]:
-                cache.drop(entry.key)
+        if what < 0.6 and live:
+            live.pop(dice.randrange(len(live))).cancel()
+        elif what < 0.7:
+            cache.clear()
         elif what < 0.95:
             tower = dice.choice(towers)
             tower.revives = dice.random() < 0.5
@@ -125,14 +127,14 @@ class Asker:
 
     Attributes:
         tally: answers by their code or state.
-        live: ids of requests that may be live.
+        live: tasks of requests that may be live.
     """
 
     def __init__(self, dice: random.Random, service: EncoderService) -> None:
         self.dice = dice
         self.service = service
         self.tally: Counter[str] = Counter()
-        self.live: list[str] = []
+        self.live: list[asyncio.Task[None]] = []
 
     async def ask(self, number: int) -> None:
         dice = self.dice
@@ -141,7 +143,9 @@ class Asker:
         items = [self.item(n, name) for n, name in enumerate(media)]
         name = f"r{number}"
         request = EncodeRequest(name, "n", ttl_s, ReplyTo("tcp://x:1", name), items)
-        self.live.append(name)
+        task = asyncio.current_task()
+        assert task is not None
+        self.live.append(task)
         began = time.monotonic()
         try:
             with self.service.receiving() as room:

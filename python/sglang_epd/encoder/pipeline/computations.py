@@ -536,7 +536,6 @@ class Computations:
                 self._fail(works[0], _said(error, works[0]))
                 return
             logger.warning("A batch of %d failed, running it in halves: %s", len(works), error)
-            self._metrics.batch_splits.inc()
             middle = len(works) // 2
             del error, batch
             for half in (works[:middle], works[middle:]):

@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 # Each after what it imports.
 _MODULES = (
     *("pictures", "pages", "open_loop", "comparison", "compare", "ttft", "gpu"),
-    *("reproduce", "validate_report", "validate_loads", "validate_client"),
+    *("reproduce", "needless", "validate_report", "validate_loads", "validate_client"),
     *("validate_emulated", "early_cells", "early_page", "early"),
     *("hostile_media", "hostile_attacks", "hostile_report", "overload", "readme"),
 )

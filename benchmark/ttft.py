@@ -1,7 +1,7 @@
 """Where the time to the first token goes: every millisecond of one request has an owner.
 
     .venv/bin/python benchmark/ttft.py [--images 1 4] [--size 448] [--repeats 20]
-    .venv/bin/python benchmark/ttft.py --render benchmark/results/profile.json
+    .venv/bin/python benchmark/ttft.py --render benchmark/results/single_image.json
 
 One server, in-tree EPD and this package are up side by side, each pinned to the same cores;
 requests are sent one at a time, to the arms in turn, each with new pictures, for one token.
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--note", default="", help="for the page")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "profile.md")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "ttft.md")
     parser.add_argument("--render", type=Path, metavar="JSON", help="write its page anew")
     options = parser.parse_args()
     if options.render:

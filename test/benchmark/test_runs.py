@@ -21,10 +21,10 @@ SMALL = {
     "restarts": ("mechanisms.py", "restarts", "--seeds", "1", "--out", "OUT/mechanisms.json"),
     "dry run": ("compare.py", "--dry-run"),
     "compare's page": ("compare.py", "--render", "OUT/images_sweep.json"),
-    "ttft's page": ("ttft.py", "--render", "OUT/profile.json"),
+    "ttft's page": ("ttft.py", "--render", "OUT/single_image.json"),
     "hostile's page": ("hostile.py", "--render", "--out", "OUT/hostile.md"),
 }
-KEPT = ("simulator.json", "images_sweep.json", "profile.json", "hostile.json")
+KEPT = ("simulator.json", "images_sweep.json", "single_image.json", "hostile.json")
 COMMANDS = {name: (name, "--help") for name in NAMES} | SMALL
 
 
@@ -72,7 +72,7 @@ def test_it_runs(name: str, errors: dict[str, str]) -> None:
         ("dispatch.md", "| rendezvous alone |"),
         ("simulator.md", "| 25 |"),
         ("images_sweep.md", "TTFT"),
-        ("profile.md", "time to the first token"),
+        ("single_image.md", "time to the first token"),
         ("hostile.md", "| tiff | sglang-epd"),
         ("mechanisms.json", '"restarts"'),
     ],

@@ -229,14 +229,12 @@ class Sender:
         peer = self._peer(endpoint)
         try:
             async with asyncio.timeout(timeout_s):
-                # A call that ends before the grant is used leaves it to `offer` to give it back.
-                checksum = await self._digest(payload)
                 granted.used = True
                 if time.monotonic() >= granted.until:
                     self._withdraw(peer, grant)
                     raise GrantLostError
                 peer.grants[_name(grant)] = _writes_on
-                how, frames = await self._write(peer, grant, payload, checksum, timeout_s)
+                how, frames = await self._write(peer, grant, payload, timeout_s)
                 answer = await self._say_written(peer, grant, frames)
         except TimeoutError:
             raise DeadlineError("the language server did not answer in time") from None
@@ -263,18 +261,11 @@ class Sender:
                 await self._close_peer(endpoint)
         await asyncio.get_running_loop().run_in_executor(self._sharing, self._shared.forget_gone)
 
-    async def _digest(self, payload: memoryview) -> bytes:
-        """Of a payload that is to carry one; empty of others."""
-        if not self._checksum:
-            return b""
-        return await asyncio.to_thread(lambda: blake3(payload).digest())
-
     async def _write(
         self,
         peer: _Peer,
         grant: wire.Grant,
         payload: memoryview,
-        checksum: bytes,
         timeout_s: float,
     ) -> tuple[str, Iterator[_Frames]]:
         """Write a payload where it was granted.

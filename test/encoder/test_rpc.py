@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,6 +21,7 @@ from sglang_epd.cli.probes import ServerView, ask, target
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Prober
+from sglang_epd.dispatch.rpc import Rpc
 from sglang_epd.encoder import answering as answering_module
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.rpc import RpcServer
@@ -265,6 +267,21 @@ async def test_an_encoder_that_is_gone_is_tried_no_further(client, asking, unuse
         with pytest.raises(TimeoutError):
             # gRPC tries again after 1 s, if it does.
             await asyncio.wait_for(tried.wait(), 2.5)
+
+
+async def test_an_encoder_that_says_nothing_is_tried_no_longer_than_its_caller_waits():
+    """As by the prober, whose patience is less than that of a connection. gRPC would try again
+    after 20 s, and for ever."""
+    asker = Rpc()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"grpc://127.0.0.1:{deaf.getsockname()[1]}"
+        # Of two that wait the one that leaves takes nothing from the other.
+        for limits_s in ((0.1, 0.3), (0.3, 0.1)):
+            asked = [asyncio.wait_for(asker.status(url), limit_s) for limit_s in limits_s]
+            heard = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(error) for error in heard] == [TimeoutError] * 2
+            assert not asker._links
+    await asker.close()
 
 
 async def test_what_is_no_request_is_refused(serve, client):

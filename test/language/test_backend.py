@@ -662,6 +662,15 @@ def test_a_part_that_cannot_be_laid_out_is_dropped_without_a_word(parted, memory
     assert error is not None or memory.drops(item)[0] == 1
 
 
+def test_parts_of_a_request_that_fails_are_forgotten(parted, memory):
+    part = request("r.early-1", Beginning("r", (1,), (memory.land(1.0),)))
+    assert parted.backend.sort_out([part]) == ([part], [])
+    assert parted.parts.alive("r")
+    failing = request("r", Settled("", (), "MediaError", "it is damaged"))
+    assert [text for _, text, _ in parted.backend.sort_out([failing])[1]] == ["it is damaged"]
+    assert not parted.parts._courses
+
+
 def test_a_user_may_call_a_request_like_a_part(parted, memory):
     waiting = request("r.early-1", settled(memory.land(1.0)))
     assert parted.backend.sort_out([waiting]) == ([waiting], [])

@@ -282,6 +282,22 @@ def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
     assert not world.parts.alive("r")
 
 
+def test_a_request_by_the_name_of_one_that_failed_has_nothing_of_its_parts(world):
+    """A client may ask again under the id that it chose."""
+    first = world.begin(20)
+    world.run(first)
+    world.end(first)
+    world.parts.settle("r")
+    world.parts.forget("r")
+    part = world.begin(40, "r.early-2")
+    assert part in world.scheduler.queue, "its parts are prefilled as any other's"
+    world.scheduler.queue.clear()
+    world.parts.forget("r")
+    again = world.come(Request("r", 40))
+    assert world.run(again)
+    assert again.cached_tokens == 20, "all of it is a hit"
+
+
 def test_courses_of_requests_that_sglang_refuses_are_not_kept_for_ever(world):
     for number in range(1000):
         world.parts.expect(f"{number}.early-1", str(number), LEAST)

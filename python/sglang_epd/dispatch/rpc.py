@@ -36,8 +36,8 @@ class _Link:
     """An encoder's channel.
 
     Attributes:
-        calls: that it has.
-        over: whether it is closed after the last of them.
+        calls: that have it, or wait for its connection.
+        over: whether it is closed behind the last of them.
     """
 
     channel: grpc.aio.Channel
@@ -48,9 +48,10 @@ class _Link:
 class Rpc:
     """A `Transport`. Keeps a connection an encoder; use it from one event loop.
 
-    A channel that gets no connection is closed: gRPC would try for ever, also at the address of
-    an encoder that is gone for good. Closing would cancel its calls, which an encoder that is
-    ending may yet answer on the connection from before: they are awaited.
+    A channel that gets no connection is closed, also where its caller has not waited for that:
+    gRPC would try for ever, at the address of an encoder that is gone for good. Closing would
+    cancel its calls, which an encoder that is ending may yet answer on the connection from before:
+    they are awaited.
     """
 
     def __init__(self) -> None:
@@ -108,6 +109,8 @@ class Rpc:
 
     async def close(self) -> None:
         links, self._links = self._links, {}
+        for link in links.values():
+            link.over = True
         await asyncio.gather(*(link.channel.close() for link in links.values()))
 
     @asynccontextmanager
@@ -117,21 +120,23 @@ class Rpc:
         Raises:
             UnavailableError: it gets none.
         """
-        link = await self._linked(url)
-        link.calls += 1
-        try:
-            yield link.channel
-        finally:
-            link.calls -= 1
-            await _close_if_over(link)
-
-    async def _linked(self, url: str) -> _Link:
-        """The encoder's link, once it has a connection; raises as `_connected`."""
         if url not in self._links:
             target = url.removeprefix(rpc.SCHEME)
             channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
             self._links[url] = _Link(channel)
         link = self._links[url]
+        link.calls += 1
+        try:
+            await self._connect(url, link)
+            yield link.channel
+        finally:
+            link.calls -= 1
+            if not link.calls and (link.over or not _is_connected(link.channel)):
+                self._leave(url, link)
+                await link.channel.close()
+
+    async def _connect(self, url: str, link: _Link) -> None:
+        """Wait for a connection; raises as `_connected`."""
         channel = link.channel
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -142,22 +147,24 @@ class Rpc:
                     await channel.wait_for_state_change(state)
                     state = channel.get_state(try_to_connect=True)
         except grpc.aio.UsageError:
-            # Another call has found the same, and closed the channel.
+            # The client was closed.
             raise out_of_reach(url, "no connection") from None
-        except (TimeoutError, UnavailableError) as error:
-            if link is self._links.get(url):
-                del self._links[url]
-                link.over = True
-                await _close_if_over(link)
-            if isinstance(error, UnavailableError):
-                raise
+        except UnavailableError:
+            self._leave(url, link)
+            raise
+        except TimeoutError:
+            self._leave(url, link)
             raise UnavailableError(f"encoder {url} did not accept a connection") from None
-        return link
+
+    def _leave(self, url: str, link: _Link) -> None:
+        """The next call has another channel."""
+        link.over = True
+        if self._links.get(url) is link:
+            del self._links[url]
 
 
-async def _close_if_over(link: _Link) -> None:
-    if link.over and not link.calls:
-        await link.channel.close()
+def _is_connected(channel: grpc.aio.Channel) -> bool:
+    return channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 def _failure(url: str, code: grpc.StatusCode) -> UnavailableError:

@@ -340,6 +340,8 @@ class Backend:
                     self._gate.forgo(request.rid)
             if failure is not None:
                 failed.append(failure)
+                if self._parts is not None:
+                    self._parts.forget(request.rid)
         return ready, failed
 
     def _read_part(self, request: Any) -> Beginning | None:

@@ -185,6 +185,10 @@ class Parts:
         if len(settled) > _MAX_SETTLED:
             del self._courses[settled[0]]
 
+    def forget(self, rid: str) -> None:
+        """A request has failed: another of that id has nothing of its parts."""
+        self._courses.pop(rid, None)
+
     def alive(self, rid: str) -> bool:
         """Whether a part of a request waits or runs."""
         course = self._courses.get(rid)

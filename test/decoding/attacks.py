@@ -83,9 +83,10 @@ def filled() -> bytes:
 
 
 def trailing(count: int) -> bytes:
-    """A PNG with so many empty parts behind its pixels, which Pillow reads one by one."""
+    """A PNG with so many empty parts behind its pixels, which Pillow reads one by one and, as
+    they are called like public ones, does not keep."""
     data = picture("L", "PNG", 448, 448)
-    part = bytes(4) + b"aaAa" + zlib.crc32(b"aaAa").to_bytes(4)
+    part = bytes(4) + b"aAAa" + zlib.crc32(b"aAAa").to_bytes(4)
     return data[:-12] + part * count + data[-12:]
 
 

@@ -137,7 +137,7 @@ def test_jpeg_2000_has_a_bound_of_its_own(decoders: Decoders) -> None:
 def test_a_small_picture_has_little_processor_time(make: Make) -> None:
     decoders = make()
     with pytest.raises(MediaError, match="crashed, or took too long"):
-        image(decoders, attacks.trailing(1_000_000), 600)
+        image(decoders, attacks.trailing(3_000_000), 600)
 
 
 def test_one_child_serves_one_item_after_the_other(make: Make) -> None:

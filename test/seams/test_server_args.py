@@ -90,6 +90,7 @@ def check(sglang, monkeypatch):
         {**ENCODER, "smg_grpc_mode": True},
         {**ENCODER, "ssl_certfile": "a"},
     ],
+        {**ENCODER, "ssl_certfile": "a", "enable_ssl_refresh": True},
     ids=str,
 )
 def test_the_flags_that_are_served_pass(check, changes):
@@ -110,7 +111,6 @@ def test_the_flags_that_are_served_pass(check, changes):
         ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
-        ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
         ({**ENCODER, "grpc_mode": True, "ssl_certfile": "a"}, "--ssl-certfile with --encoder-only"),
         ({"smg_grpc_mode": True}, "--grpc-mode with --language-only"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),

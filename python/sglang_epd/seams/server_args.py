@@ -85,8 +85,6 @@ def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
         yield f"--nnodes {args.nnodes} with --encoder-only is not in this version; {_RIVAL}"
     if (args.grpc_mode or args.smg_grpc_mode) and args.ssl_certfile:
         yield f"--ssl-certfile with --encoder-only and --grpc-mode is not served; {_RIVAL}"
-    if args.enable_ssl_refresh:
-        yield f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}"
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         yield from _undivided_heads(hf_config, args.tp_size)
 

@@ -74,6 +74,7 @@ def check(sglang, monkeypatch):
         {"enable_tokenizer_batch_encode": True},
         {"dp_size": 2},
         {"tokenizer_worker_num": 2, "encoder_transfer_backend": "mooncake"},
+        {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "tp_size": 2},
         {**ENCODER, "dp_size": 3},
@@ -104,10 +105,6 @@ def test_the_flags_that_are_served_pass(check, changes):
         (
             {"nnodes": 4, "pp_size": 2, "attn_dp_size": 2, "tp_size": 4},
             "--nnodes 4 with --enable-dp-attention",
-        ),
-        (
-            {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
-            "--tokenizer-worker-num 2 with --encoder-transfer-backend zmq_to_tokenizer",
         ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),

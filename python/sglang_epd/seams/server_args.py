@@ -120,13 +120,6 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             "--enable-tokenizer-batch-encode with --language-only and an embedding model: SGLang "
             "would embed the texts of a batch without their media"
         )
-    # With one worker the tokenizer is in the launcher.
-    if args.tokenizer_worker_num > 1 and to_tokenizer:
-        yield (
-            f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
-            "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
-            f"embeddings; use another backend, or {_RIVAL}"
-        )
 
 
 def _undivided_heads(hf_config: Any, ranks: int) -> Iterator[str]:

@@ -90,8 +90,8 @@ def check(sglang, monkeypatch):
         {**ENCODER, "grpc_mode": True},
         {**ENCODER, "smg_grpc_mode": True},
         {**ENCODER, "ssl_certfile": "a"},
-    ],
         {**ENCODER, "ssl_certfile": "a", "enable_ssl_refresh": True},
+    ],
     ids=str,
 )
 def test_the_flags_that_are_served_pass(check, changes):
@@ -122,6 +122,13 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
     with pytest.raises(ConfigError) as raised:
         check(**changes)
     assert named in str(raised.value)
+
+
+def test_a_tokenizer_in_rust_asks_no_encoders(check, monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    check(**ENCODER)
+    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER with --language-only"):
+        check()
 
 
 @pytest.mark.parametrize(

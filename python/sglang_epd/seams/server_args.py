@@ -104,6 +104,11 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             )
         elif url.startswith("grpc://") and not re.fullmatch(r"grpc://[^/?#@]+:\d+/?", url):
             yield f"--encoder-urls: {url!r} is not grpc://host:port"
+    if envs.SGLANG_RUST_SERVER.get():
+        yield (
+            "SGLANG_RUST_SERVER with --language-only: its tokenizer, which is in Rust, asks no "
+            "encoders; a server that does all may have it"
+        )
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --language-only is not served; {_RIVAL}"
     to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"

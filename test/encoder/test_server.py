@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import shutil
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import uvicorn
 
+import certificates
 from sglang_epd.config import Settings
-from sglang_epd.encoder.server import _Front, _housekeeping, _store_url, cache_bytes, checked_url
+from sglang_epd.encoder.server import (
+    _Front,
+    _housekeeping,
+    _store_url,
+    cache_bytes,
+    checked_url,
+    follow_certificates,
+    tls_options,
+)
 from sglang_epd.errors import ConfigError
 from sglang_epd.trust import Trust
 
@@ -107,3 +126,47 @@ async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metric
 
 async def closed() -> None:
     """Of a sender."""
+
+
+async def test_new_connections_get_the_certificate_that_is_there_by_then(tmp_path: Path) -> None:
+    """`--enable-ssl-refresh`, also of a key with a password."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"here"})
+
+    password = "open sesame"
+    made = certificates.make(tmp_path, password=password)
+    trust = Trust(certfile=made.certfile, keyfile=made.keyfile, keyfile_password=password)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", **tls_options(trust))
+    end = follow_certificates(config, trust)
+    server = uvicorn.Server(config)
+
+    def ask(port: int, certificate: str) -> bytes:
+        context = ssl.create_default_context(cafile=certificate)
+        with urllib.request.urlopen(f"https://localhost:{port}/", context=context) as answer:
+            return answer.read()
+
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        serving = asyncio.create_task(server.serve([opened]))
+        port = opened.getsockname()[1]
+        old = shutil.copy(made.certfile, tmp_path / "old.pem")
+        assert await asyncio.to_thread(ask, port, old) == b"here"
+        other = certificates.make(tmp_path / "other", password=password)
+        for new, place in ((other.keyfile, made.keyfile), (other.certfile, made.certfile)):
+            os.replace(new, place)
+
+        async def renewed() -> bool:
+            try:
+                return await asyncio.to_thread(ask, port, made.certfile) == b"here"
+            except urllib.error.URLError:
+                return False
+
+        async with asyncio.timeout(30):
+            while not await renewed():
+                await asyncio.sleep(0.1)
+        with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
+            await asyncio.to_thread(ask, port, old)
+        end()
+        server.should_exit = True
+        await serving

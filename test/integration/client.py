@@ -76,6 +76,18 @@ class Generation:
     top: list[dict[str, float]]
     prompt_tokens: int
 
+    @classmethod
+    def of(cls, answer: dict[str, Any]) -> Generation:
+        """Of a chat with log-probabilities."""
+        content = answer["choices"][0]["logprobs"]["content"]
+        return cls(
+            tokens=[entry["token"] for entry in content],
+            top=[
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content
+            ],
+            prompt_tokens=answer["usage"]["prompt_tokens"],
+        )
+
     def distance(self, other: Generation) -> float:
         """Largest difference over the tokens that both list at a position."""
         assert len(self.top) == len(other.top)
@@ -128,19 +140,12 @@ class Client:
         text: str = response.json()["choices"][0]["message"]["content"]
         return text
 
-    def generation(self, *messages: dict[str, Any], tokens: int = 16) -> Generation:
+    def generation(self, *messages: dict[str, Any], tokens: int = 16, **options: Any) -> Generation:
         """Greedy generation with top-20 log-probabilities."""
-        response = self.chat(*messages, max_tokens=tokens, logprobs=True, top_logprobs=20)
+        told = {"max_tokens": tokens, "logprobs": True, "top_logprobs": 20}
+        response = self.chat(*messages, **told, **options)
         assert response.status_code == 200, response.text
-        body = response.json()
-        content = body["choices"][0]["logprobs"]["content"]
-        return Generation(
-            tokens=[entry["token"] for entry in content],
-            top=[
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content
-            ],
-            prompt_tokens=body["usage"]["prompt_tokens"],
-        )
+        return Generation.of(response.json())
 
     def generate(self, **body: Any) -> requests.Response:
         return self.post("/generate", body)

@@ -36,6 +36,8 @@ _USES = {
     "test_embeddings": "embeddings",
     "test_rerank": "reranker",
     "test_sglangs_own": "sglangs_own",
+    "test_adapters": "adapters",
+    "test_role_switch": "role_switch",
     "test_audio": "audio",
     "test_families": "families",
     "test_family_video": "families",

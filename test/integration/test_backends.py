@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from PIL import Image
@@ -15,7 +19,8 @@ from integration.counters import answered, counted
 from integration.hostile import flood_the_payload_port
 from integration.listener import Site
 from integration.test_parity import CASES, TOKENS
-from integration.topology import TOPOLOGIES, Machine, Topology
+from integration.test_survival import tokenizer_workers
+from integration.topology import START_TIMEOUT_S, TOPOLOGIES, Machine, Topology
 from sglang_epd.cli.processes import ServerError
 
 Photographs = list[Image.Image]
@@ -40,6 +45,8 @@ ENTRIES = [
             ("attention_mooncake", "language@mooncake"),
             ("attention_hosts", "language"),
             ("attention_stages", "language@stages"),
+            ("attention_stage_a_host", "language@stages"),
+            ("workers", "language@zmq_to_tokenizer"),
             ("stages_glm4v", "language@stages"),
             ("stages_glm4v", "language@zmq_to_tokenizer"),
             ("stages", "language@zmq_to_tokenizer"),
@@ -98,10 +105,12 @@ def test_embeddings_travel_the_way_that_was_asked_for(
 
 
 def test_what_was_sent_once_is_not_sent_again(
-    entry: tuple[Topology, Client], photographs: Photographs
+    entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
 ) -> None:
     """Nor where another replica has the KV, or none has."""
     topology, client = entry
+    if "workers" in request.node.callspec.params["entry"]:
+        pytest.skip("each tokenizer worker keeps what it has received")
     parts = [image_part(data_url(photo.resize((392, 252)))) for photo in photographs]
     first = client.generation(user(*parts, text_part("What are these?")), tokens=4)
     before = answered(topology)
@@ -151,7 +160,9 @@ def test_garbage_on_the_payload_port(
     entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
 ) -> None:
     topology, client = entry
-    role = request.node.callspec.params["entry"][1]
+    name, role = request.node.callspec.params["entry"]
+    if name == "workers":
+        pytest.skip("its tokenizer workers do not say where they receive")
     flood_the_payload_port(topology, "prefill" if role == "router" else role)
     client.answer(user(image_part(data_url(photographs[0]))))
     topology.check_alive()
@@ -170,3 +181,36 @@ def test_a_client_that_leaves_is_forgotten(
             requests.post(url, json=body, timeout=(5.0, timeout_s))
     client.answer(*messages)
     topology.check_alive()
+
+
+@pytest.mark.extended
+def test_a_tokenizer_worker_that_receives_is_replaced(
+    machine: Machine, photographs: Photographs
+) -> None:
+    messages = CASES[0](photographs)
+    topology = machine.use("workers")
+    role = "language@zmq_to_tokenizer"
+    client = topology.client(role)
+
+    first = tokenizer_workers(topology, role)
+    assert len(first) == 2
+    assert all(map(_folders, first)), "each has a receiver of its own"
+    first[0].kill()
+
+    def replaced() -> bool:
+        others = set(tokenizer_workers(topology, role)) - set(first)
+        return len(others) == 1 and all(map(_folders, others))
+
+    until(replaced, START_TIMEOUT_S)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.generation(*messages, tokens=TOKENS), range(16)))
+    expected = machine.reference(topology.model, messages, TOKENS)
+    for answer in answers:
+        answer.check(expected)
+    # It went when the next one made its own.
+    assert not _folders(first[0])
+
+
+def _folders(process: psutil.Process) -> list[str]:
+    """That a process receives in; SGLang has its tokenizer workers log nothing of this."""
+    return glob.glob(f"{tempfile.gettempdir()}/sglang-epd-{os.getuid()}-{process.pid}-*")

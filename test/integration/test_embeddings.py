@@ -27,20 +27,36 @@ APART = 100 * TOLERANCE
 MODEL = "tiny-qwen2_5-vl, embeddings"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("embeddings", "language"),
-        *(
-            pytest.param(("embeddings_others", role), marks=pytest.mark.extended)
-            for role in ("language@zmq_to_tokenizer", "language@mooncake")
-        ),
-    ],
-    ids="-".join,
-)
-def entry(machine: Machine, request: pytest.FixtureRequest) -> tuple[Topology, str]:
-    name, role = request.param
-    machine.colocated(MODEL)
+# One server, the topology that is compared with it, and who is asked there.
+ENTRIES = [
+    (MODEL, "embeddings", "language"),
+    *(
+        pytest.param(entry, marks=pytest.mark.extended)
+        for entry in (
+            (MODEL, "embeddings_others", "language@zmq_to_tokenizer"),
+            (MODEL, "embeddings_others", "language@mooncake"),
+            ("tiny-qwen2-vl, embeddings", "embeddings_qwen2", "language"),
+            ("tiny-qwen3-vl, embeddings", "embeddings_qwen3", "language"),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=ENTRIES, ids="-".join)
+def servers(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    names: tuple[str, str, str] = request.param
+    return names
+
+
+@pytest.fixture
+def one(machine: Machine, servers: tuple[str, str, str]) -> Client:
+    return machine.colocated(servers[0])
+
+
+@pytest.fixture(scope="module")
+def entry(machine: Machine, servers: tuple[str, str, str]) -> tuple[Topology, str]:
+    reference, name, role = servers
+    machine.colocated(reference)
     return machine.use(name), role
 
 
@@ -79,8 +95,10 @@ def pages(photographs: Photographs) -> list[Input]:
 
 
 @pytest.fixture(scope="module")
-def expected(machine: Machine, pages: list[Input]) -> list[list[float]]:
-    return embed(machine.colocated(MODEL), pages)
+def expected(
+    machine: Machine, servers: tuple[str, str, str], pages: list[Input]
+) -> list[list[float]]:
+    return embed(machine.colocated(servers[0]), pages)
 
 
 def check(found: list[list[float]], expected: list[list[float]]) -> None:
@@ -126,11 +144,11 @@ def test_memory_is_given_back_with_the_answer(
 
 
 def test_the_form_that_sglang_itself_has(
-    machine: Machine, client: Client, photographs: Photographs
+    one: Client, client: Client, photographs: Photographs
 ) -> None:
     """Of `/encode`: text, text of several pictures, prompts of token ids."""
     pictures = [page(photographs, number) for number in (20, 21)]
-    ids = machine.colocated(MODEL).post("/tokenize", {"prompt": f"{IMAGE}What?"}).json()["tokens"]
+    ids = one.post("/tokenize", {"prompt": f"{IMAGE}What?"}).json()["tokens"]
     bodies: list[dict[str, Any]] = [
         {"text": f"{IMAGE}What?", "image_data": pictures[0]},
         {"text": f"{IMAGE}{IMAGE}Both?", "image_data": pictures},
@@ -138,10 +156,8 @@ def test_the_form_that_sglang_itself_has(
         {"input_ids": [ids, ids], "image_data": pictures},
     ]
     for body in bodies:
-        answers = [
-            server.post("/encode", body).json() for server in (client, machine.colocated(MODEL))
-        ]
-        ours, theirs = (one if isinstance(one, list) else [one] for one in answers)
+        answers = [server.post("/encode", body).json() for server in (client, one)]
+        ours, theirs = (each if isinstance(each, list) else [each] for each in answers)
         check(*([one["embedding"] for one in answer] for answer in (ours, theirs)))
         counts = [[one["meta_info"]["prompt_tokens"] for one in each] for each in (ours, theirs)]
         assert counts[0] == counts[1]

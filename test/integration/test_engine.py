@@ -125,6 +125,23 @@ def test_two_in_one_process(
             assert answer["text"] == expected(colocated, body)
 
 
+def test_one_after_another(
+    qwen2_5: Topology, colocated: Client, pictures: list[str], ask: Ask
+) -> None:
+    """In one process, at one port, by each backend in turn."""
+    port = free_port()
+    for number, backend in enumerate(("zmq_to_scheduler", "zmq_to_tokenizer", "zmq_to_scheduler")):
+        told = {"encoder_transfer_backend": backend, "encoder_bootstrap_port": port}
+        ask("start", backend, options(qwen2_5, **told))
+        body = about(*pictures, text=f"What {number} in turn?")
+        before = delivered(qwen2_5)
+        answer = ask("generate", backend, body | {"sampling_params": GREEDY})
+        assert answer["text"] == expected(colocated, body)
+        # Nothing of the engine before is there any more.
+        assert delivered(qwen2_5) == before + 2
+        ask("shutdown", backend)
+
+
 def test_embeddings(machine: Machine, pictures: list[str], ask: Ask) -> None:
     server = machine.colocated(EMBEDDINGS)
     topology = machine.use("embeddings")

@@ -132,11 +132,11 @@ def test_an_encoder_that_freezes_mid_request_is_let_go(topology: Topology, messa
 def test_a_tokenizer_worker_that_dies_is_replaced(topology: Topology, message: dict) -> None:
     language = topology.client()
     expected = language.generation(message)
-    before = _workers(topology)
+    before = tokenizer_workers(topology)
     before[0].kill()
 
     def replaced() -> bool:
-        now = _workers(topology)
+        now = tokenizer_workers(topology)
         return before[0] not in now and len(now) == len(before)
 
     until(replaced, START_TIMEOUT_S, "one tokenizer worker is missing for good")
@@ -160,8 +160,8 @@ def test_a_language_server_started_again_finds_the_encoder_that_registers(
     assert language.generation(message).distance(expected) < TOLERANCE
 
 
-def _workers(topology: Topology) -> list[psutil.Process]:
-    launcher = psutil.Process(topology.servers["language"].pid)
+def tokenizer_workers(topology: Topology, role: str = "language") -> list[psutil.Process]:
+    launcher = psutil.Process(topology.servers[role].pid)
     workers = []
     for child in launcher.children(recursive=True):
         # One that was killed stays a zombie, or goes, while we look.

@@ -187,6 +187,9 @@ class Topology:
             "prefill": [*language, *prefill],
             "decode": ["--disaggregation-mode", "decode", "--enable-metrics"],
         }[kind]
+        if kind == "decode" and "--enable-pd-role-switch" in self._flags(role):
+            # It may become the other.
+            own = [*own, *language, *prefill[2:]]
         if kind == "registering":
             registry = f"http://127.0.0.1:{self.ports['language bootstrap']}"
             own += ["--encoder-register-urls", registry]
@@ -317,6 +320,13 @@ _OWN_READING = (
     '\'{"enable_multithread_load": true, "num_threads": 64}\''
 )
 
+
+def _embeddings(model: str) -> Topology:
+    """As a model of embeddings. The encoder is told so, too."""
+    flags = {"encoder": _EMBEDDING, "language": f"{_EMBEDDING} --enable-metrics"}
+    return Topology(model, _TOGETHER, flags=flags)
+
+
 TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     # In both, what one entry had encoded the other finds in the encoder's cache.
     "qwen2_5": lambda: Topology(
@@ -397,6 +407,18 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         {"SGLANG_PP_LAYER_PARTITION": "2,1"},
         {"language": f"{_DPA} {_PP2}"},
     ),
+    "attention_stage_a_host": lambda: Topology(
+        "tiny-qwen3-vl",
+        ("encoder", "language@stages", "language@stages#1"),
+        {"SGLANG_PP_LAYER_PARTITION": "2,1"},
+        {"language": f"{_DPA} {_PP2}"},
+    ),
+    # Each of them receives.
+    "workers": lambda: Topology(
+        _TINY,
+        ("encoder", "language@zmq_to_tokenizer"),
+        flags={"language": f"--tokenizer-worker-num 2 --enable-metrics {_TO_TOKENIZER}"},
+    ),
     "stages": lambda: Topology(
         _TINY,
         ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
@@ -466,12 +488,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language": _NO_PREFIXES,
         },
     ),
-    # As a model of embeddings. The encoder is told so, too.
-    "embeddings": lambda: Topology(
-        _TINY,
-        _TOGETHER,
-        flags={"encoder": _EMBEDDING, "language": f"{_EMBEDDING} --enable-metrics"},
-    ),
+    "embeddings": lambda: _embeddings(_TINY),
     "embeddings_others": lambda: Topology(
         _TINY,
         ("encoder", "language@zmq_to_tokenizer", "language@mooncake"),
@@ -482,9 +499,8 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@mooncake": "--encoder-transfer-backend mooncake",
         },
     ),
-    f"{_TINY}, embeddings, one server": lambda: Topology(
-        _TINY, ("colocated",), flags={"colocated": _EMBEDDING}
-    ),
+    "embeddings_qwen2": lambda: _embeddings("tiny-qwen2-vl"),
+    "embeddings_qwen3": lambda: _embeddings("tiny-qwen3-vl"),
     "adaptive": lambda: Topology(
         _TINY,
         _TOGETHER,
@@ -648,6 +664,11 @@ for _one in FAMILIES.values():
 for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
         model, ("colocated",), flags={"colocated": _STORED}
+    )
+
+for _model in (_TINY, "tiny-qwen2-vl", "tiny-qwen3-vl"):
+    TOPOLOGIES[f"{_model}, embeddings, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
+        model, ("colocated",), flags={"colocated": _EMBEDDING}
     )
 
 # Those that end as they look for a driver, because a fork would be told that it is one.

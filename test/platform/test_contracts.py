@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_epd.platform import emulation, prefix_attention, seams
+from sglang_epd.platform import adapters, emulation, prefix_attention, seams
 
 
 def source(module: str) -> str:
@@ -182,6 +182,19 @@ def test_the_hierarchical_caches_memory_is_cudas():
 
 
 def test_adapters_have_tables_in_pinned_memory():
-    """Also what stops them."""
-    assert "pin_memory=True" in source("sglang.srt.lora.layers")
-    assert "pin_memory=True" in source("sglang.srt.lora.backend.torch_backend")
+    """All of which are made within the methods that are wrapped."""
+    layers = source("sglang.srt.lora.layers")
+    assert layers.count("pin_memory=True") == 5
+    assert layers.count(".pin_memory()") == 1
+    batches = class_of("sglang.srt.lora.backend.torch_backend", "TorchNativeLoRABackend")
+    assert "pin_memory" in ast.unparse(method(batches, "prepare_lora_batch"))
+    assert ast.unparse(batches).count("pin_memory") == ast.unparse(
+        method(batches, "prepare_lora_batch")
+    ).count("pin_memory")
+    manager = class_of("sglang.srt.lora.lora_manager", "LoRAManager")
+    for name in adapters.PINNING:
+        assert method(manager, name)
+    assert "get_lora_layer(" in ast.unparse(method(manager, "set_lora_module"))
+    assert "self.set_lora_module(" in ast.unparse(method(manager, "init_lora_modules"))
+    flags = source("sglang.srt.arg_groups.fields.lora")
+    assert '] = "csgmv"' in flags, "the default"

@@ -52,6 +52,7 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "device": "cpu",
         "disable_overlap_schedule": False,
         "sleep_on_idle": False,
+        "lora_backend": "csgmv",
         "tp_size": 1,
         "pp_size": 1,
         "dp_size": 1,

@@ -97,3 +97,20 @@ def test_a_part_of_a_prefill_servers_request_is_sent_to_no_decode_server(request
     part = early.make(whole, "r.early-1", array("q", [1]))
     assert (part.bootstrap_host, part.bootstrap_room) == ("2.2.2.2", 0)
     assert (whole.bootstrap_host, whole.bootstrap_room) == ("there", 7)
+
+
+@pytest.mark.parametrize("switches", [False, True])
+def test_a_server_that_may_come_to_decode_prefills_no_parts(flags, monkeypatch, switches):
+    monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", "on")
+    flags(
+        disagg={"enable_pd_role_switch": switches},
+        memory={"disable_radix_cache": False},
+        observability={"enable_metrics": False},
+        parallel={"pp_size": 1},
+        schedule={"max_queued_requests": None},
+    )
+    tree = SimpleNamespace(disable=False, supports_mamba=lambda: False, supports_swa=lambda: False)
+    scheduler = SimpleNamespace(tree_cache=tree, is_generation=True, page_size=1)
+    ranks = SimpleNamespace(elsewhere=range(0), leads=True)
+    made = early.parts(scheduler, ranks)  # type: ignore[arg-type]
+    assert (made is None) == switches

@@ -172,14 +172,16 @@ def start(flags, monkeypatch):
     monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
 
-    def start(backend: str = "zmq_to_scheduler", trusts: bool = False) -> FakeReceiver:
+    def start(
+        backend: str = "zmq_to_scheduler", trusts: bool = False, receivers: int = 1
+    ) -> FakeReceiver:
         flags(
             disagg={"encoder_transfer_backend": backend, "encoder_urls": ["http://10.0.0.2:1"]},
             mm={"trust_mm_content_hashes": trusts},
             observability={"enable_metrics": False},
             serving={"host": "10.0.0.1"},
         )
-        receiving.start(readers=3)
+        receiving.start(readers=3, receivers=receivers)
         return FakeReceiver.made[-1]
 
     return start
@@ -202,6 +204,14 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
         "engine": None,
         "on_death": receiving.end_server,
     }
+
+
+def test_several_receivers_share_the_servers_memory(start, monkeypatch):
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "12")
+    monkeypatch.setenv("SGLANG_EPD_EMBEDDING_CACHE_MB", "9")
+    made = start("zmq_to_tokenizer", receivers=4)
+    assert made.options["budget_bytes"] == 3 << 20
+    assert made.options["cache_bytes"] == 2 << 20
 
 
 def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplog):

@@ -140,3 +140,13 @@ def test_another_users_folder_is_left_alone(folder):
     os.chown(made, 12345, 12345)
     claim_there(folder)
     assert made.is_dir()
+
+
+def test_a_worker_that_receives_has_a_folder_of_its_own_and_its_servers_secret():
+    rundir.draw_run_id()
+    ours, shared = rundir.control_path(), rundir.secret()
+    lines = ("rundir.draw_folder()", "print(rundir.control_path(), rundir.secret().hex())")
+    code = "\n".join(("from sglang_epd.seams import rundir", *lines))
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).split()
+    assert told[0] != str(ours)
+    assert told[1] == shared.hex()

@@ -126,3 +126,11 @@ def test_ranks_of_other_hosts_and_the_leading_one_have_a_relay(flags, groups, el
 def test_on_one_host_no_group_is_made(groups):
     assert scheduler._relay(range(2, 2)) is None
     assert not groups
+
+
+def test_a_scheduler_whose_role_is_switched_keeps_its_receiver(flags, monkeypatch, seam):
+    """SGLang makes one anew, and its request receiver goes on with the first."""
+    monkeypatch.setattr(receiving, "start", lambda _readers: pytest.fail("a second receiver"))
+    flags(disagg={"disaggregation_mode": "decode"}, parallel=place())
+    switched = SimpleNamespace(request_receiver=SimpleNamespace(mm_receiver=seam))
+    assert create_backend(None, scheduler=switched) is seam

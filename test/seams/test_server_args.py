@@ -74,6 +74,7 @@ def check(sglang, monkeypatch):
         {"enable_tokenizer_batch_encode": True},
         {"dp_size": 2},
         {"tokenizer_worker_num": 2, "encoder_transfer_backend": "mooncake"},
+        {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
         {"tp_size": 2, "dp_size": 2, "encoder_transfer_backend": "mooncake"},
         {**ENCODER, "tp_size": 2},
         {**ENCODER, "dp_size": 3},
@@ -89,6 +90,7 @@ def check(sglang, monkeypatch):
         {**ENCODER, "grpc_mode": True},
         {**ENCODER, "smg_grpc_mode": True},
         {**ENCODER, "ssl_certfile": "a"},
+        {**ENCODER, "ssl_certfile": "a", "enable_ssl_refresh": True},
     ],
     ids=str,
 )
@@ -104,13 +106,8 @@ def test_the_flags_that_are_served_pass(check, changes):
             {"nnodes": 4, "pp_size": 2, "attn_dp_size": 2, "tp_size": 4},
             "--nnodes 4 with --enable-dp-attention",
         ),
-        (
-            {"tokenizer_worker_num": 2, "encoder_transfer_backend": "zmq_to_tokenizer"},
-            "--tokenizer-worker-num 2 with --encoder-transfer-backend zmq_to_tokenizer",
-        ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
-        ({**ENCODER, "enable_ssl_refresh": True}, "--enable-ssl-refresh with --encoder-only"),
         ({**ENCODER, "grpc_mode": True, "ssl_certfile": "a"}, "--ssl-certfile with --encoder-only"),
         ({"smg_grpc_mode": True}, "--grpc-mode with --language-only"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),
@@ -125,6 +122,13 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
     with pytest.raises(ConfigError) as raised:
         check(**changes)
     assert named in str(raised.value)
+
+
+def test_a_tokenizer_in_rust_asks_no_encoders(check, monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    check(**ENCODER)
+    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER with --language-only"):
+        check()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -97,8 +98,9 @@ def launch(server_args: Any) -> None:
     tls = trust.client_ssl()
     front = _Front.of(settings, trust, serving)
     own_url = advertised_url(settings.encoder_advertise_url, front.scheme)
-    typed = get_disagg().encoder_register_urls
-    registries = [checked_url("--encoder-register-urls", url) for url in typed]
+    registries = [
+        checked_url("--encoder-register-urls", url) for url in get_disagg().encoder_register_urls
+    ]
     metrics = _metrics()
     begin_span = _spans()
     store = _open_store(settings, metrics)
@@ -167,6 +169,8 @@ def launch(server_args: Any) -> None:
                 lifespan="on",
                 **tls_options(trust),
             )
+            if serving.enable_ssl_refresh:
+                stack.callback(follow_certificates(config, trust))
             logger.info(
                 "Encoder ready in %.1f s at %s: namespace %s, up to %d MiB of media and %d MiB of "
                 "embeddings in work",
@@ -179,8 +183,7 @@ def launch(server_args: Any) -> None:
             registration = Registration(
                 own_url, registries, namespace=identity, headers=trust.headers(), tls=tls
             )
-            server = DrainingServer(config, service, registration)
-            await server.serve(front.sockets)
+            await DrainingServer(config, service, registration).serve(front.sockets)
 
     run(serve())
 
@@ -387,6 +390,37 @@ def tls_options(trust: Trust) -> dict[str, Any]:
         "ssl_keyfile_password": trust.keyfile_password or None,
         "ssl_ca_certs": trust.ca_certs or None,
     }
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A server's context for TLS, which knows the password of its key: without it OpenSSL would
+    ask on the terminal."""
+
+    context: ssl.SSLContext
+    password: str | None
+
+    def load_cert_chain(self, certfile: str, keyfile: str) -> None:
+        self.context.load_cert_chain(certfile, keyfile, self.password)
+
+    def load_verify_locations(self, cafile: str) -> None:
+        self.context.load_verify_locations(cafile)
+
+
+def follow_certificates(config: uvicorn.Config, trust: Trust) -> Callable[[], None]:
+    """Have new connections get the certificate that is in its files by then.
+
+    Returns:
+        What ends it.
+    """
+    from sglang.srt.entrypoints.ssl_utils import SSLCertRefresher
+
+    config.load()
+    assert config.ssl is not None, "SGLang refuses the flag where there is no certificate"
+    chain: Any = _Chain(config.ssl, trust.keyfile_password or None)
+    refresher = SSLCertRefresher(chain, trust.keyfile, trust.certfile, trust.ca_certs or None)
+    end: Callable[[], None] = refresher.stop
+    return end
 
 
 def cache_bytes(*, enabled: bool) -> int:

@@ -22,6 +22,9 @@ MAX_TOKENS = 65536
 MIN_TOKENS = 4096
 FREE_MEMORY_SHARE = 8
 MAX_RUNNING_REQUESTS = 128
+# LoRA backends whose kernels are Triton's; the first is the default of SGLang's flag, which
+# has no value for "not typed".
+_TRITONS = ("csgmv", "triton", "triton_v2")
 _CPUINFO = Path("/proc/cpuinfo")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -46,6 +49,7 @@ def apply_defaults(server_args: Any) -> None:
     # Else every idle scheduler takes a core from those at work.
     server_args.sleep_on_idle = True
     model_config = _model_config(server_args)
+    server_args.lora_backend = lora_backend(server_args.lora_backend)
     if asked["dtype"] == "auto":
         dtype = choose_dtype(_checkpoint_dtype(model_config), native_bfloat16=cpu_has_bfloat16())
         server_args.dtype = str(dtype).removeprefix("torch.")
@@ -64,6 +68,11 @@ def apply_defaults(server_args: Any) -> None:
         # is busy may use the cores of one that is not.
         ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         choose_binding(ranks=ranks)
+
+
+def lora_backend(typed: str) -> str:
+    """The one that multiplies with adapters: Triton has no kernels for a CPU."""
+    return "torch_native" if typed in _TRITONS else typed
 
 
 def kv_tokens(free_bytes: int, bytes_per_token: int) -> int:

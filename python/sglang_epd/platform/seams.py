@@ -1,6 +1,6 @@
-"""The modules of SGLang that this platform changes, and the changes: here, or in `attention_dp`,
-`idle`, `prefix_attention`, `vision_attention` and, where it is asked for, `emulation`, which
-changes uvicorn's too."""
+"""The modules of SGLang that this platform changes, and the changes: here, or in `adapters`,
+`attention_dp`, `idle`, `prefix_attention`, `vision_attention` and, where it is asked for,
+`emulation`, which changes uvicorn's too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_epd.deferred import when_imported
 from sglang_epd.platform import (
+    adapters,
     attention_dp,
     emulation,
     idle,
@@ -74,6 +75,7 @@ _CHANGES = {
     "sglang.srt.layers.attention.vision": vision_attention.install,
     "sglang.srt.layers.dp_attention": attention_dp.copy_rows,
     "sglang.srt.managers.scheduler": idle.install,
+    "sglang.srt.lora.lora_manager": adapters.install,
     "sglang.srt.disaggregation.mooncake.conn": send_page_indices,
     "sglang.srt.utils.video_decoder": decode_on_cpu,
     "sglang.kernels.ops.gemm.fp8_kernel": name_device,

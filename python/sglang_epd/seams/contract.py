@@ -74,6 +74,9 @@ entrypoints.engine
 entrypoints.http_server
     seams/large_bodies: async ORJSONRequest.json(self)
     seams/large_bodies: get_global_state()
+entrypoints.ssl_utils
+    encoder/server: SSLCertRefresher(ssl_context key_path cert_path ca_path)
+    encoder/server: SSLCertRefresher.stop(self)
 managers.io_struct
     seams/tokenizer: GenerateReqInput.__getitem__(self i)
     seams/tokenizer: GenerateReqInput.contains_mm_input(self)

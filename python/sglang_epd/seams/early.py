@@ -46,6 +46,7 @@ _WHOLE_PROMPT = (
 def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
     """The parts on this rank; None where prompts are never prefilled in parts."""
     from sglang.srt.runtime_context import (
+        get_disagg,
         get_memory,
         get_observability,
         get_parallel,
@@ -64,6 +65,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or tree.supports_swa()
         # A part could have another request refused.
         or get_schedule().max_queued_requests is not None
+        # A decode server would wait for the KV of a part.
+        or get_disagg().enable_pd_role_switch
     ):
         return None
     tally = Tally()

@@ -2,9 +2,9 @@
 
 The launcher draws a run id as it resolves the server's flags, and its children inherit it: a
 process may hold several `Engine`s, one after another or at once. The folder itself is made
-only by a language server's scheduler, and the process that drew the id removes it at
-exit. The next server removes the folder of a killed one: the scheduler holds a lock on its
-folder for as long as it lives.
+only by the process that receives, and the process that drew the id removes it at exit: one of
+several tokenizer workers that receive draws its own. The next server removes the folder of a
+killed one: the process that receives holds a lock on its folder for as long as it lives.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ _LONGEST = 107
 
 def draw_run_id() -> None:
     """Give the server that is started next a run id and secret."""
-    os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
     os.environ[_SECRET] = secrets.token_hex(32)
-    # Not by a tokenizer worker, which may end, and be started again, by itself.
+    draw_folder()
+
+
+def draw_folder() -> None:
+    """Give this process a folder of its own, of those of its server: a tokenizer worker that
+    receives by itself."""
+    os.environ[_VARIABLE] = f"{os.getpid()}-{secrets.token_hex(6)}"
+    # Not by another process, which may end, and be started again, by itself.
     atexit.register(shutil.rmtree, control_path().parent, ignore_errors=True)
 
 

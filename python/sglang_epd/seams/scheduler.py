@@ -1,7 +1,8 @@
 """The scheduler's `mm_receiver`: holds requests back until their items are there.
 
 Leans on `managers.scheduler.Scheduler`, which calls
-`create_mm_receiver(server_args, dtype=, hf_config=, scheduler=)` once in every rank;
+`create_mm_receiver(server_args, dtype=, hf_config=, scheduler=)` in every rank, and again when
+its role is switched;
 `scheduler_components.request_receiver.SchedulerRequestReceiver`, which each tick pulls
 requests on the rank that leads a group (`_pull_raw_reqs`), broadcasts them to the others,
 and calls `process_waiting_requests` on all of them; `Scheduler.abort_request`, which calls
@@ -168,12 +169,17 @@ class _Inputs:
 def create_backend(
     server_args: Any, scheduler: Any, dtype: Any = None, hf_config: Any = None
 ) -> SchedulerSeam:
-    """Stands in for `create_mm_receiver` in a scheduler process."""
+    """Stands in for `create_mm_receiver` in a scheduler process. One that is given the other role
+    (`--enable-pd-role-switch`), idle as it is then, goes on with what it has."""
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.runtime_context import get_memory, get_parallel, get_serving
 
     logs.install()
+    receiving_already = getattr(scheduler, "request_receiver", None)
+    if receiving_already is not None:
+        seam: SchedulerSeam = receiving_already.mm_receiver
+        return seam
     parallel = get_parallel()
     ranks = receiving.ranks(parallel)
     relay = _relay(ranks.elsewhere)

@@ -85,8 +85,6 @@ def _of_encoders(args: Any, hf_config: Any) -> Iterator[str]:
         yield f"--nnodes {args.nnodes} with --encoder-only is not in this version; {_RIVAL}"
     if (args.grpc_mode or args.smg_grpc_mode) and args.ssl_certfile:
         yield f"--ssl-certfile with --encoder-only and --grpc-mode is not served; {_RIVAL}"
-    if args.enable_ssl_refresh:
-        yield f"--enable-ssl-refresh with --encoder-only is not served; {_RIVAL}"
     if args.tp_size > 1 and not args.mm_enable_dp_encoder:
         yield from _undivided_heads(hf_config, args.tp_size)
 
@@ -106,6 +104,11 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             )
         elif url.startswith("grpc://") and not re.fullmatch(r"grpc://[^/?#@]+:\d+/?", url):
             yield f"--encoder-urls: {url!r} is not grpc://host:port"
+    if envs.SGLANG_RUST_SERVER.get():
+        yield (
+            "SGLANG_RUST_SERVER with --language-only: its tokenizer, which is in Rust, asks no "
+            "encoders; a server that does all may have it"
+        )
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --language-only is not served; {_RIVAL}"
     to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"
@@ -121,13 +124,6 @@ def _of_language_servers(args: Any) -> Iterator[str]:
         yield (
             "--enable-tokenizer-batch-encode with --language-only and an embedding model: SGLang "
             "would embed the texts of a batch without their media"
-        )
-    # With one worker the tokenizer is in the launcher.
-    if args.tokenizer_worker_num > 1 and to_tokenizer:
-        yield (
-            f"--tokenizer-worker-num {args.tokenizer_worker_num} with "
-            "--encoder-transfer-backend zmq_to_tokenizer: one process can receive the "
-            f"embeddings; use another backend, or {_RIVAL}"
         )
 
 

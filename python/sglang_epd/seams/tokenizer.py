@@ -358,7 +358,7 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving
 
     settings = Settings.from_env()
     logs.install()
@@ -373,7 +373,10 @@ def create_frontend(
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
-        receiving.start(readers=1)
+        workers = get_serving().tokenizer_worker_num
+        if workers > 1:
+            rundir.draw_folder()
+        receiving.start(readers=1, receivers=workers)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
     # Where the tokenizer receives, and where a prompt may be encoded here, the scheduler

@@ -206,28 +206,64 @@ async def test_items_of_a_request_are_prepared_and_run_in_the_order_of_their_pla
     assert tower.batches == [[b"busy"], *([name] for name in names)]
 
 
-@pytest.mark.parametrize("first", ["prepared", "ran"])
-async def test_a_batch_in_hand_overtakes_no_item_of_its_request(
-    tower, computations, ask, busy, first
-):
+async def test_a_batch_in_hand_overtakes_no_item_of_its_request(tower, computations, ask, busy):
     """Its tower has something to do, and the request is prefilled in the order of its items."""
     tower.depth = 2
+    names = [b"x0", b"x1", b"x2"]
+    tower.patches = dict.fromkeys(names, 50)  # two are a batch
+    tower.slow[b"x1"] = asyncio.Event()
+    holds = [ask(name, place=place) for place, name in enumerate(names)]
+    await until(lambda: states(computations) == {"running": 1, "ready": 2, "preparing": 1})
+    await settle()
+    assert tower.running == 1
+    tower.slow[b"x1"].set()
+    await until(lambda: tower.running == 2)
+    tower.go_on()
+    await asyncio.gather(*map(value, (busy, *holds)))
+    assert tower.batches == [[b"busy"], [b"x0", b"x1"], [b"x2"]]
+
+
+async def test_a_batch_in_hand_waits_for_a_larger_item_until_the_tower_is_idle(
+    tower, computations, ask, busy
+):
+    tower.depth = 2
+    small = encoded(picture(64, 64), "JPEG")
+    tower.patches = {b"x0": 99, small: 99}  # each a batch
     tower.slow[b"x0"] = asyncio.Event()
-    tower.patches = {b"x0": 99, b"x1": 99}  # each a batch
-    slow, quick = ask(b"x0", place=0), ask(b"x1", place=1)
+    slow, quick = ask(b"x0", place=0), ask(small, place=1)
     await until(lambda: states(computations) == {"running": 1, "ready": 1, "preparing": 1})
     await settle()
     assert tower.running == 1
-    if first == "prepared":
-        tower.slow[b"x0"].set()
-        await until(lambda: tower.running == 2)
     tower.go_on()
-    if first == "ran":
-        await value(quick)
-        tower.slow[b"x0"].set()
-    await asyncio.gather(*map(value, (busy, slow, quick)))
-    later = [[b"x0"], [b"x1"]] if first == "prepared" else [[b"x1"], [b"x0"]]
-    assert tower.batches == [[b"busy"], *later]
+    await quick.embedding()
+    tower.slow[b"x0"].set()
+    await asyncio.gather(value(busy), value(slow))
+    assert tower.batches == [[b"busy"], [small], [b"x0"]]
+
+
+@pytest.mark.parametrize("first", ["is made", "is bad"])
+async def test_an_idle_tower_begins_with_the_first_item_of_a_request(
+    tower, computations, ask, first
+):
+    """That is about to be ready. Others do not wait for it, nor does it for later ones."""
+    tower.slow = {b"x0": asyncio.Event(), b"x2": asyncio.Event()}
+    if first == "is bad":
+        tower.bad_media[b"x0"] = MediaError("it is damaged")
+    slow, quick, last = (ask(b"x%d" % place, place=place) for place in range(3))
+    await until(lambda: states(computations) == {"ready": 1, "preparing": 2})
+    await settle()
+    assert not tower.batches
+    await value(ask(b"y", "other"))
+    assert tower.batches == [[b"y"]]
+    tower.slow[b"x0"].set()
+    await value(quick)
+    if first == "is bad":
+        assert tower.batches == [[b"y"], [b"x1"]]
+    else:
+        await value(slow)
+        assert tower.batches == [[b"y"], [b"x0", b"x1"]]
+    tower.slow[b"x2"].set()
+    await value(last)
 
 
 async def test_large_items_leave_a_place_for_small_ones_to_be_prepared(tower, computations, ask):

@@ -372,6 +372,14 @@ def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
     assert take(queue, ANY, room=5) == jobs[1:]
 
 
+def test_jobs_that_are_not_to_be_taken_yet_stop_no_others():
+    jobs = [job(place=place) for place in range(3)]
+    queue = filled(*jobs)
+    assert queue.take(0.0, ANY, NO_RATE, math.inf, without=[jobs[1]]) == [jobs[0], jobs[2]]
+    assert queue.take(0.0, ANY, NO_RATE, math.inf, without=[jobs[1]]) == []
+    assert take(queue) == [jobs[1]]
+
+
 # Bookkeeping
 
 

@@ -480,15 +480,14 @@ class Computations:
         """Hand the lane's tower the next batch; False if there is none."""
         if lane.isolated and lane.preparing:
             return False
-        if lane.batches and (
-            not lane.has_batch(self._batch) or lane.overtakes(lane.ready.first(now, lane.rate))
-        ):
+        hasty = lane.hasty()
+        if lane.batches and (hasty or not lane.has_batch(self._batch)):
             # The tower has something to do until there is more: small passes take as long.
             return False
         in_use = self._in_use()
         room = self._staged_bytes - in_use if in_use > 0 else float("inf")
         ahead_s = lane.ahead_s(self._batch, ready=True)
-        works = lane.ready.take(now, self._batch, lane.rate, room, ahead_s=ahead_s)
+        works = lane.ready.take(now, self._batch, lane.rate, room, ahead_s=ahead_s, without=hasty)
         if not works:
             return False
         for work in works:

@@ -29,7 +29,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -232,6 +232,7 @@ class FairQueue(Generic[_J]):
         room_bytes: float,
         *,
         ahead_s: float = 0.0,
+        without: Collection[_J] = (),
     ) -> list[_J]:
         """Take out the jobs to run next, together: all of one group.
 
@@ -240,6 +241,7 @@ class FairQueue(Generic[_J]):
             rate: cost done in a second; 0 where it is unknown.
             room_bytes: memory for the batch's embeddings.
             ahead_s: until a job is done that is taken now, beside its own cost.
+            without: jobs that are not to be taken yet.
 
         Returns:
             Nothing if no job may run now. Expired jobs stay until `take_expired`.
@@ -248,6 +250,8 @@ class FairQueue(Generic[_J]):
         batch: list[_J] = []
         cost, nbytes = 0.0, 0
         for job in in_time or late:
+            if job in without:
+                continue
             first = batch[0] if batch else None
             if first is not None and (
                 job.alone or job.group != first.group or cost + job.cost > bounds.patches

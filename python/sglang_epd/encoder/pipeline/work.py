@@ -231,11 +231,18 @@ class Lane:
             or sum(ready) + self.typical > batch.patches
         )
 
-    def overtakes(self, work: Work | None) -> bool:
-        """Whether an item that its owner needs sooner is being prepared."""
-        return work is not None and any(
-            one.owner == work.owner and one.place < work.place for one in self.preparing
-        )
+    def hasty(self) -> set[Work]:
+        """Ready items whose owner needs another one sooner that is being prepared. An idle tower
+        does not wait for one that claims more pixels: it may take long."""
+        return {
+            work
+            for work in self.ready
+            for one in self.preparing
+            if not work.parked
+            and one.owner == work.owner
+            and one.place < work.place
+            and (self.batches or one.pixels <= work.pixels)
+        }
 
 
 def _large(works: Iterable[Work]) -> int:

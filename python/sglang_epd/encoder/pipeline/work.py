@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -234,14 +235,15 @@ class Lane:
     def hasty(self) -> set[Work]:
         """Ready items whose owner needs another one sooner that is being prepared. An idle tower
         does not wait for one that claims more pixels: it may take long."""
+        ahead: defaultdict[str, list[Work]] = defaultdict(list)
+        for one in self.preparing:
+            ahead[one.owner].append(one)
         return {
             work
             for work in self.ready
-            for one in self.preparing
-            if not work.parked
-            and one.owner == work.owner
-            and one.place < work.place
-            and (self.batches or one.pixels <= work.pixels)
+            if work.owner in ahead and not work.parked
+            for one in ahead[work.owner]
+            if one.place < work.place and (self.batches or one.pixels <= work.pixels)
         }
 
 

@@ -263,7 +263,7 @@ def main() -> int:
     checkpoint = ensure(name)
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
     fleet = plan_fleet(checkpoint, logs, pd=options.pd)
-    print("Its weights are random: what it says of a picture depends on it, but means nothing")
+    print("Its weights are random: what it says of an image depends on it, but means nothing")
     print(f"Starting {len(fleet.servers)} servers; their logs are in {logs}", flush=True)
     try:
         with running(fleet.servers, options.timeout):

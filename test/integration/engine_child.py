@@ -6,12 +6,15 @@ generate NAME BODY        its answer; an error as its text
 stream NAME BODY          the texts of its pieces
 at_once NAME BODIES       the answers of requests that are made together
 encode NAME BODY          its answer
+precomputed NAME BODY     its answer to embeddings, which this process makes of the pictures
 shutdown NAME
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import sys
@@ -19,6 +22,27 @@ from typing import Any
 
 import sglang
 from fastapi import HTTPException
+from PIL import Image
+
+
+def embedded(
+    model_path: str, form: str, prompt: str, image_data: list[str], **options: Any
+) -> dict[str, Any]:
+    """A request whose pictures are embeddings, as `transformers` makes them."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    files = [base64.b64decode(url.partition(",")[2]) for url in image_data]
+    pictures = [Image.open(io.BytesIO(file)) for file in files]
+    processor = AutoProcessor.from_pretrained(model_path)
+    inputs = processor(text=[prompt], images=pictures, return_tensors="pt")
+    model = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        grid = inputs["image_grid_thw"]
+        rows = model.model.get_image_features(inputs["pixel_values"], grid).pooler_output
+    name = "feature" if form == "precomputed_embedding" else "precomputed_embeddings"
+    item = {"format": form, name: torch.cat(tuple(rows)), "image_grid_thw": grid}
+    return {"input_ids": inputs["input_ids"][0].tolist(), "image_data": [item], **options}
 
 
 def answer(engines: dict[str, Any], verb: str, name: str, told: Any = None) -> Any:
@@ -34,6 +58,8 @@ def answer(engines: dict[str, Any], verb: str, name: str, told: Any = None) -> A
         return engine.loop.run_until_complete(all_of_them())
     if verb == "stream":
         return [piece["text"] for piece in engine.generate(**told, stream=True)]
+    if verb == "precomputed":
+        return engine.generate(**embedded(**told))
     if verb == "shutdown":
         return engines.pop(name).shutdown()
     return getattr(engine, verb)(**told)

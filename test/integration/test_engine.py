@@ -31,6 +31,8 @@ Body = dict[str, Any]
 Ask = Callable[..., Any]
 # Longer than encoders are given to say that they live.
 PAUSE_S = 4.0
+# A form of SGLang's in which embeddings are called features, as pixels are.
+FEATURE = "precomputed_embedding"
 
 
 @pytest.fixture
@@ -140,6 +142,26 @@ def test_one_after_another(
         # Nothing of the engine before is there any more.
         assert delivered(qwen2_5) == before + 2
         ask("shutdown", backend)
+
+
+def test_embeddings_of_its_caller(
+    qwen2_5: Topology, colocated: Client, pictures: list[str], ask: Ask
+) -> None:
+    """What the tower of `transformers` makes of a picture, in place of the picture."""
+    ask("start", "it", options(qwen2_5))
+    before = delivered(qwen2_5)
+    model = {"model_path": checkpoint(qwen2_5.model), "sampling_params": GREEDY}
+    for shown in ([pictures[0]], pictures):
+        body = about(*shown, text="What is embedded?")
+        answer = ask("precomputed", "it", body | model | {"form": "processor_output"})
+        assert answer["text"] == expected(colocated, body)
+    refused = ask("precomputed", "it", about(pictures[0]) | model | {"form": FEATURE})
+    assert "'precomputed_embeddings', a tensor [tokens, width]" in refused
+    assert delivered(qwen2_5) == before
+    one = about(pictures[1], text="Not embedded?")
+    answer = ask("generate", "it", one | {"sampling_params": GREEDY})
+    assert answer["text"] == expected(colocated, one)
+    assert delivered(qwen2_5) == before + 1
 
 
 def test_embeddings(machine: Machine, pictures: list[str], ask: Ask) -> None:

@@ -1,8 +1,8 @@
 """What SGLang's own test of EPD starts and asks, with what one server answers as the measure.
 
-Its flags and its client (the package `openai`), on small random checkpoints. SGLang looks for words
-in an answer; these tests compare it with one server's. Its Qwen3.5 is not served on a CPU, so
-Qwen3-VL has its flags. Servers of its other classes are those of other files here.
+Its servers, flags, environment and clients (the package `openai`, and stubs of its gRPC service),
+on small random checkpoints. SGLang looks for words in an answer; these tests compare it with one
+server's. Its Qwen3.5 is not served on a CPU, so Qwen3-VL has its flags.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
+import zmq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
+from smg_grpc_proto import sglang_encoder_pb2 as pb
+from smg_grpc_proto import sglang_encoder_pb2_grpc
 
 import clips
-from integration.client import Client, data_url, image_part, text_part, user, video_part
+from integration.client import Client, audio_part, data_url, image_part, text_part, user, video_part
 from integration.counters import delivered
 from integration.topology import Machine
 
@@ -58,7 +64,18 @@ def video(_photographs: Photographs) -> Message:
     return user(text_part("Describe the video."), video_part(clips.video("coffee")))
 
 
+def sound(_photographs: Photographs) -> Message:
+    return user(audio_part(clips.audio("low")), text_part("Write down what is said."))
+
+
+def mixed(photographs: Photographs) -> Message:
+    parts = [image_part(data_url(photographs[0])), audio_part(clips.audio("low"))]
+    return user(*parts, video_part(clips.video("coffee")), text_part("What is each?"))
+
+
+TINY = "tiny-qwen2_5-vl"
 SERVERS = {
+    "omni": Own("own_omni", "router", "qwen3_omni_moe", (image, video, sound, mixed)),
     "reasoning": Own(
         "own_reasoning",
         "language",
@@ -66,6 +83,10 @@ SERVERS = {
         (image, video),
         {"reasoning_effort": "none"},
     ),
+    "one encoder": Own("own_one", "router", TINY, (image, several)),
+    "several encoders": Own("own_several", "router", TINY, (image, several)),
+    "mooncake": Own("own_mooncake", "router", TINY, (image, several)),
+    "grpc": Own("own_grpc", "router", TINY, (image, several)),
 }
 
 
@@ -119,3 +140,34 @@ def test_many_at_once(machine: Machine, photographs: Photographs, own: Own) -> N
     for role in servers.roles:
         if role.startswith("encoder"):
             assert delivered(servers, role) > 0, "each has its share"
+
+
+@pytest.fixture
+def channel(machine: Machine) -> grpc.Channel:
+    return grpc.insecure_channel(f"127.0.0.1:{machine.use('own_grpc').ports['encoder grpc']}")
+
+
+def test_an_encoder_alone_over_grpc(
+    channel: grpc.Channel, photographs: Photographs, tmp_path: Path
+) -> None:
+    """A place is named, and answered, before a picture of this host is to be encoded for it."""
+    health = health_pb2_grpc.HealthStub(channel)
+    answer = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=10)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    photographs[0].save(tmp_path / "example.png")
+    stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        place = pb.SchedulerReceiveUrlRequest(
+            req_id="alone", receive_url=f"127.0.0.1:{port}", receive_count=1
+        )
+        stub.SchedulerReceiveUrl(place, timeout=10)
+        asked = pb.EncodeRequest(
+            mm_items=[str(tmp_path / "example.png")], req_id="alone", num_parts=1, part_idx=0
+        )
+        stub.Encode(asked, timeout=60)
+        assert pull.poll(10_000)
+        _facts, rows = pull.recv_multipart()
+        # 600 x 400 px, as patches of 28 px; 64 float32.
+        assert len(rows) % (21 * 14) == 0
+    channel.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -313,12 +315,22 @@ def _backend(name: str) -> dict[str, str]:
     return {"encoder": flag, "language": flag, "prefill": flag}
 
 
-# What servers of SGLang's own test have besides.
+# Of SGLang's own test of EPD: what servers have besides.
 _OWN = "--trust-remote-code --tp 1 --encoder-transfer-backend zmq_to_scheduler"
 _OWN_READING = (
     "--reasoning-parser qwen3 --model-loader-extra-config "
     '\'{"enable_multithread_load": true, "num_threads": 64}\''
 )
+
+
+def _own(model: str, *more: str, **flags: str) -> Topology:
+    """Encoders, prefill and decode behind the mini-lb, but for --base-gpu-id: a CPU has none."""
+    given = {
+        "encoder": f"{_OWN} {flags.get('encoder', '')}",
+        "prefill": f"{_OWN} {flags.get('prefill', '')}",
+        "decode": "--trust-remote-code --tp 1",
+    }
+    return Topology(model, (*_APART, *more), flags=given)
 
 
 def _embeddings(model: str) -> Topology:
@@ -556,7 +568,25 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             },
         },
     ),
-    # With the flags of SGLang's own test of EPD.
+    # Those of SGLang's own test of EPD.
+    "own_omni": lambda: _own("tiny-qwen3-omni-moe"),
+    "own_one": lambda: _own(_TINY, encoder=_CACHE),
+    "own_several": lambda: _own(_TINY, "encoder@2", encoder=_CACHE),
+    "own_mooncake": lambda: _own(
+        _TINY,
+        encoder=f"{_CACHE} --encoder-transfer-backend mooncake",
+        prefill="--encoder-transfer-backend mooncake",
+    ),
+    "own_grpc": lambda: dataclasses.replace(
+        _own(_TINY, encoder=f"{_CACHE} --grpc-mode"),
+        own_env={
+            "encoder": {
+                "SGLANG_EPD_ENCODER_PUSH_NETWORKS": "127.0.0.0/8",
+                "SGLANG_EPD_MEDIA_LOCAL_ROOT": tempfile.gettempdir(),
+            },
+            "prefill": {"SGLANG_ENCODER_MM_RECEIVER_MODE": "grpc"},
+        },
+    ),
     "own_reasoning": lambda: Topology(
         "tiny-qwen3-vl", _TOGETHER, flags=dict.fromkeys(_TOGETHER, f"{_OWN} {_OWN_READING}")
     ),

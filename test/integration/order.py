@@ -38,6 +38,7 @@ _USES = {
     "test_sglangs_own": "sglangs_own",
     "test_adapters": "adapters",
     "test_role_switch": "role_switch",
+    "test_start_scripts": "start_scripts",
     "test_audio": "audio",
     "test_families": "families",
     "test_family_video": "families",

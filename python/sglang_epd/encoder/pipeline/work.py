@@ -19,7 +19,7 @@ import asyncio
 import enum
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -235,7 +235,7 @@ class Lane:
     def hasty(self) -> set[Work]:
         """Ready items whose owner needs another one sooner that is being prepared. An idle tower
         does not wait for one that claims more pixels: it may take long."""
-        ahead: defaultdict[str, list[Work]] = defaultdict(list)
+        ahead: defaultdict[Hashable, list[Work]] = defaultdict(list)
         for one in self.preparing:
             ahead[one.owner].append(one)
         return {

@@ -173,6 +173,12 @@ def test_results_of_another_file_are_not_added_to(tmp_path: Path) -> None:
     assert reproduce.begin(told, kept, add=False).runs == []
     with pytest.raises(SystemExit, match="measured by another sglang-blog"):
         reproduce.begin(replace(told, dilation=1.0), kept, add=True)
+    (case, *_) = told.cases
+    more = replace(told, cases=[*told.cases, replace(case, name="another")])
+    begun = reproduce.begin(more, kept, add=True)
+    assert (begun.runs, begun.comparison) == (results.runs, more.measured)
+    with pytest.raises(SystemExit, match="measured by another sglang-blog"):
+        reproduce.begin(replace(told, cases=[replace(case, requests=7)]), kept, add=True)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ With `--enable-metrics` an encoder shows these, too, with SGLang's labels and bu
 """  # noqa: E501
 _COMMAND_HEAD = """# The sglang-epd command
 
-`--json`, where there is one, prints one document for machines. Exit codes are 0, 1 for what failed, and 2 for what was typed wrong; `sglang-epd --install-completion` completes names in your shell.
+`--json`, where there is one, prints one document for machines. Exit codes: 0 success, 1 a failure, 2 wrong usage; `sglang-epd --install-completion` completes names in your shell.
 
 """  # noqa: E501
 

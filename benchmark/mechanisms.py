@@ -145,12 +145,12 @@ class Stored(Encoder):
 
     store: set[bytes] = field(default_factory=set)
 
-    def ask(self, key: bytes, patches: float, now: float) -> float:
+    def ask(self, key: bytes, patches: float, now: float) -> tuple[float, str]:
         if key not in self.making and key not in self.cache and key in self.store:
             self.asked += 1
             self.hits += 1
             self.making[key] = now + STORE_HIT_S
-            return self.making[key]
+            return self.making[key], "stored"
         return super().ask(key, patches, now)
 
     def done(self, key: bytes, embedding: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ def restarts(options: argparse.Namespace) -> Runs:
                     kept: set[bytes] = set()
                     for url, one in run._encoders.items():
                         run._encoders[url] = Stored(url, one.cache, one.rate, store=kept)
-                asked = draw(2500, seed)
+                asked = [(image,) for image in draw(2500, seed)]
                 asyncio.run(run.run(asked[:2000], 8))
                 encoders = list(run._encoders.values())
                 for one in encoders[:cleared]:

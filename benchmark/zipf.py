@@ -3,8 +3,8 @@
     .venv/bin/python benchmark/zipf.py [--seeds 4] [--requests 20000]
     .venv/bin/python benchmark/zipf.py --servers [--requests 3000]
 
-Requests of one image each, drawn from 200 by Zipf's law with s = 1.1, go to three
-encoders whose caches together hold the embeddings of 40% of them. The first form is a
+Requests of one image each (of four in some cases), drawn from 200 by Zipf's law with s = 1.1, go to
+three encoders whose caches together hold the embeddings of 40% of them. The first form is a
 replay: the package's policies, pools and caches are the real ones, while towers and time
 are reckoned (a tower encodes one image after the other, a hit takes 5 ms). The second
 runs three real encoder servers on the tiny checkpoint, and reads their metrics; its
@@ -30,8 +30,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests as http
 import torch
@@ -43,7 +44,7 @@ from PIL import Image
 from make_checkpoint import ensure
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.policies import ItemCost, Policy, policy, rendezvous
+from sglang_epd.dispatch.policies import Affinity, Choose, ItemCost, Policy, policy, rendezvous
 from sglang_epd.dispatch.pool import Pool, Report, Snapshot
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -82,13 +83,15 @@ class Outcome:
     requests_by_mean: list[float]
     computed_by_mean: list[float]
     seconds: float
+    # A request, until its last image: the mean.
+    request_ms: float = 0.0
     # Points of the hit rate that one cache has more.
     lost: float = 0.0
     servers: int = 1
     case: str = ""
 
 
-# Three policies that `affinity` was chosen over.
+# Policies that `affinity` was chosen over.
 
 
 def in_order(key: bytes, urls: Iterable[str]) -> list[str]:
@@ -105,7 +108,7 @@ def only_rendezvous(
     return [in_order(item.key, urls)[0] for item in items]
 
 
-def bounded(bound: float, slack: float) -> Policy:
+def bounded(bound: float, slack: float) -> Choose:
     """The first in each key's order with at most `bound` times the mean load, or the mean and
     `slack` times the item's own cost; nothing is remembered."""
 
@@ -124,7 +127,7 @@ def bounded(bound: float, slack: float) -> Policy:
     return choose
 
 
-_OTHERS: dict[str, Policy] = {
+_OTHERS: dict[str, Choose] = {
     "rendezvous alone": only_rendezvous,
     "bound at each request": bounded(1.25, 1.0),
     "loose bound at each request": bounded(2.0, 8.0),
@@ -132,13 +135,23 @@ _OTHERS: dict[str, Policy] = {
 POLICIES = ("shuffle", "round_robin", "least_loaded", "affinity")
 
 
+class Deaf(Affinity):
+    """As if other language servers were always asked for the same."""
+
+    def heard(self, key: bytes, source: str) -> None:
+        pass
+
+
 ONE_CACHE = "one cache"
+DEAF = "affinity, new keys by their order"
 
 
 def make(name: str) -> Policy:
     if name == ONE_CACHE:
-        return only_rendezvous
-    return _OTHERS.get(name) or policy(name)
+        return Policy(only_rendezvous)
+    if name == DEAF:
+        return Deaf()
+    return Policy(_OTHERS[name]) if name in _OTHERS else policy(name)
 
 
 def draw(count: int, seed: int) -> list[int]:
@@ -169,21 +182,21 @@ class Encoder:
     hits: int = 0
     computed: float = 0.0
 
-    def ask(self, key: bytes, patches: float, now: float) -> float:
-        """When the embedding will be there."""
+    def ask(self, key: bytes, patches: float, now: float) -> tuple[float, str]:
+        """When the embedding will be there, and how it comes about."""
         self.asked += 1
         if key in self.making:
             self.hits += 1
-            return self.making[key]
+            return self.making[key], "coalesced"
         entry = self.cache.find(key)
         if entry is not None:
             self.cache.release(entry)
             self.hits += 1
-            return now + HIT_S
+            return now + HIT_S, "cached"
         self.computed += patches
         self.free_at = max(now, self.free_at) + patches / self.rate
         self.making[key] = self.free_at
-        return self.free_at
+        return self.free_at, "computed"
 
     def send(self, end: float, link_s: float) -> float:
         """When an embedding that is there at `end` has gone over the encoder's link, which
@@ -195,6 +208,25 @@ class Encoder:
         if self.making.pop(key, None) is not None:
             layout = Layout("IMAGE", TensorSpec("float32", tuple(embedding.shape)), [[1, 1, 1]])
             self.cache.release(self.cache.add(key, layout, embedding))
+
+
+@dataclass
+class Asked:
+    """A request, and how many of its images are not there yet."""
+
+    began: float
+    left: int
+
+
+class Sent(NamedTuple):
+    """An image that an encoder was asked for."""
+
+    number: int
+    encoder: Encoder
+    attempt: Attempt
+    choose: Policy
+    source: str
+    request: Asked
 
 
 class Replay:
@@ -242,6 +274,10 @@ class Replay:
             for url in self._encoders:
                 pool.add(url)
         self._probed = -PROBE_S
+        # By the time at which each will be there.
+        self._coming: list[tuple[float, int, Sent]] = []
+        self._numbers = itertools.count()
+        self.took_s: list[float] = []
 
     def _patches(self, image: int) -> float:
         rows, columns = self._grids[image]
@@ -251,34 +287,44 @@ class Replay:
         rows, columns = self._grids[image]
         return self._embeddings[rows * columns // 4]
 
-    async def run(self, sequence: Sequence[int], clients: int) -> None:
-        """To the end, in no time: nothing is awaited, but attempts want an event loop."""
-        coming, numbers = iter(sequence), itertools.count()
-        ends: list[tuple[float, int, str, int, Attempt]] = []
-        for image in itertools.islice(coming, clients):
-            heapq.heappush(ends, self._send(image, next(numbers)))
-        while ends:
-            self._now, _, url, image, attempt = heapq.heappop(ends)
-            attempt.__exit__(None, None, None)
-            encoder = self._encoders[url]
-            encoder.done(self._keys[image], self._embedding(image))
-            for following in itertools.islice(coming, 1):
-                heapq.heappush(ends, self._send(following, next(numbers)))
+    async def run(self, requests: Iterable[Sequence[int]], clients: int) -> None:
+        """To the end, in no time: nothing is awaited, but attempts want an event loop.
+
+        Args:
+            requests: the numbers of each one's images, which differ.
+        """
+        coming = iter(requests)
+        for images in itertools.islice(coming, clients):
+            self._send(images)
+        while self._coming:
+            self._now, _, image = heapq.heappop(self._coming)
+            image.attempt.__exit__(None, None, None)
+            key = self._keys[image.number]
+            image.encoder.done(key, self._embedding(image.number))
+            image.choose.heard(key, image.source)
+            image.request.left -= 1
+            if not image.request.left:
+                self.took_s.append(self._now - image.request.began)
+                for following in itertools.islice(coming, 1):
+                    self._send(following)
         for encoder in self._encoders.values():
             encoder.cache.check_integrity()
 
-    def _send(self, image: int, number: int) -> tuple[float, int, str, int, Attempt]:
+    def _send(self, images: Sequence[int]) -> None:
         self._probe()
         pool, choose = self._rng.choice(self._asks)
-        work = ItemCost(self._keys[image], self._patches(image))
-        (url,) = choose([work], pool.snapshot(), self._rng)
-        pool.assigned(1)
-        attempt = pool.attempt(url, work.patches)
-        attempt.__enter__()
-        encoder = self._encoders[url]
-        end = encoder.ask(work.key, work.patches, self._now)
-        end = encoder.send(end, self._link_s) if self._link_s else end
-        return end, number, url, image, attempt
+        works = [ItemCost(self._keys[image], self._patches(image)) for image in images]
+        urls = choose(works, pool.snapshot(), self._rng)
+        pool.assigned(len(works))
+        request = Asked(self._now, len(works))
+        for number, work, url in zip(images, works, urls, strict=True):
+            attempt = pool.attempt(url, work.patches)
+            attempt.__enter__()
+            encoder = self._encoders[url]
+            end, source = encoder.ask(work.key, work.patches, self._now)
+            end = encoder.send(end, self._link_s) if self._link_s else end
+            sent = Sent(number, encoder, attempt, choose, source, request)
+            heapq.heappush(self._coming, (end, next(self._numbers), sent))
 
     def _probe(self) -> None:
         """What the encoders say of themselves, once a second."""
@@ -301,10 +347,13 @@ class Replay:
             by_mean([encoder.asked for encoder in encoders]),
             by_mean([encoder.computed for encoder in encoders]),
             round(self._now, 1),
+            round(1e3 * statistics.fmean(self.took_s), 1),
         )
 
 
 _MIXED = "images of 224, 448 and 896"
+_FOUR = "four images a request"
+_FOUR_NEW = "four images a request, no image twice"
 # What is replayed beside the main case: how it differs, by what the page calls it.
 CASES: dict[str, dict[str, Any]] = {
     "": {},
@@ -312,13 +361,18 @@ CASES: dict[str, dict[str, Any]] = {
     "encoders without a cache": {"cached": 0.0},
     "no image twice": {"cached": 0.0, "distinct": True},
     "embeddings that take 15 ms of a link": {"link_s": 0.015},
+    _FOUR: {"items": 4},
+    _FOUR_NEW: {"items": 4, "cached": 0.0, "distinct": True},
 }
 
 
 def replay(name: str, clients: int, seed: int, count: int, **how: Any) -> Outcome:
-    distinct = how.pop("distinct", False)
+    distinct, items = how.pop("distinct", False), how.pop("items", 1)
     run = Replay(name, seed, **how, images=count if distinct else IMAGES)
-    asyncio.run(run.run(range(count) if distinct else draw(count, seed), clients))
+    drawn = range(count) if distinct else draw(count, seed)
+    # An image that is drawn twice for a request is in it once.
+    asked = [tuple(dict.fromkeys(drawn[at : at + items])) for at in range(0, count, items)]
+    asyncio.run(run.run(asked, clients))
     return run.outcome(name, clients, seed)
 
 
@@ -356,9 +410,10 @@ def report(outcomes: Sequence[Outcome]) -> str:
             "most requests, by the mean",
             "most computed patches, by the mean",
             "time, as one cache's",
+            "a request's, as one cache's",
         ]
     ]
-    base = {one.seed: one.seconds for one in outcomes if one.policy == ONE_CACHE}
+    base = {one.seed: one for one in outcomes if one.policy == ONE_CACHE}
     for name in dict.fromkeys(one.policy for one in outcomes):
         runs = [one for one in outcomes if one.policy == name]
         rows.append(
@@ -368,7 +423,10 @@ def report(outcomes: Sequence[Outcome]) -> str:
                 f"{max(one.lost for one in runs):.1f}",
                 _spread([max(one.requests_by_mean) for one in runs]),
                 _spread([max(one.computed_by_mean) for one in runs]),
-                f"{statistics.fmean(one.seconds / base[one.seed] for one in runs):.2f}",
+                *(
+                    f"{statistics.fmean(of(one) / of(base[one.seed]) for one in runs):.2f}"
+                    for of in (attrgetter("seconds"), attrgetter("request_ms"))
+                ),
             ]
         )
     return table(rows)
@@ -448,6 +506,7 @@ class Servers:
                 with pool.attempt(url, patches):
                     reply = await asker.encode(url, request)
                 (outcome,) = reply.outcomes
+                choose.heard(work.key, outcome.source)
                 if outcome.state != "delivered":
                     raise RuntimeError(f"{outcome.state}: {outcome.code} {outcome.message}")
 
@@ -564,13 +623,14 @@ def page(figures: dict[str, Any]) -> str:
 
 `{figures["replay"]["command"]}`: {figures["replay"]["machine"]}.
 
-{IMAGES} images, Zipf's law with s = {EXPONENT}, one image a request, {ENCODERS} encoders whose
-caches together hold {100 * CACHED_SHARE:.0f}% of all embeddings, {count} requests a run,
-{seeds} seeds (each with other images and encoder names, so with other orders). Real policies,
-pools and caches; towers and time are reckoned: a picture of 448x448 takes 0.1 s, one after the
-other, a hit 5 ms. `one cache` has the summed size, and one tower as fast as three. A request
-for what is in the making counts as a hit. Requests and patches are those of the encoder that
-has most, by the mean of the three: the mean over the seeds, and the worst.
+{IMAGES} images, Zipf's law with s = {EXPONENT}, one image a request unless said,
+{ENCODERS} encoders whose caches together hold {100 * CACHED_SHARE:.0f}% of all embeddings,
+{count} requests a run, {seeds} seeds (each with other images and encoder names, so with other
+orders). Real policies, pools and caches; towers and time are reckoned: a picture of 448x448
+takes 0.1 s, one after the other, a hit 5 ms. `one cache` has the summed size, and one tower as
+fast as three. A request for what is in the making counts as a hit. Requests and patches are
+those of the encoder that has most, by the mean of the three: the mean over the seeds, and the
+worst. A request's time is until its last image is there.
 """)
         cases = dict.fromkeys((one.clients, one.servers, one.case) for one in outcomes)
         for clients, servers, case in cases:
@@ -614,14 +674,18 @@ def main() -> None:
     if options.servers:
         outcomes = asyncio.run(on_servers(options))
     else:
-        names = [*POLICIES, *_OTHERS]
+        names = [*POLICIES, DEAF, *_OTHERS]
         for clients in CLIENTS:
             outcomes += compare(names, clients, options)
         for case in list(CASES)[1:]:
             outcomes += compare(names, 8, options, case=case)
         for servers in (2, 4):
-            outcomes += compare(["affinity", *_OTHERS], 8, options, servers=servers)
-        outcomes += compare(["affinity", *_OTHERS], 8, options, servers=4, case=_MIXED)
+            outcomes += compare(["affinity", DEAF, *_OTHERS], 8, options, servers=servers)
+        outcomes += compare(["affinity", DEAF, *_OTHERS], 8, options, servers=4, case=_MIXED)
+        for clients in (1, 8):
+            outcomes += compare(names, clients, options, case=_FOUR_NEW)
+            outcomes += compare(names, clients, options, servers=4, case=_FOUR)
+        outcomes += compare(["affinity", DEAF, *_OTHERS], 8, options, servers=4, case=_FOUR_NEW)
     kept = options.out.with_suffix(".json")
     figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     figures["servers" if options.servers else "replay"] = {

@@ -59,6 +59,8 @@ class Dispatch:
     def settle(self, item: Item) -> None:
         """An encoder has answered for the item, or its request has ended."""
         self._outstanding[item.encoder] -= item.patches
+        if item.received:
+            self._policy.heard(item.key, item.source)
 
     def hear(self, views: list[View]) -> None:
         """Take the reports of all encoders; their loads are the patches in their queues."""

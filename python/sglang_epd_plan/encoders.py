@@ -79,15 +79,18 @@ class Encoder:
         request, now = item.request, self._env.now
         if (job := self._jobs.get(item.key)) is not None:
             self.shared += 1
+            item.source = "coalesced"
             job.content.append(item)
             job.deadline = max(job.deadline, request.deadline)
         elif self._cache is not None and (entry := self._cache.find(item.key)) is not None:
             self._cache.release(entry)
             self.hits += 1
+            item.source = "cached"
             self._after(self._costs.hit_s, partial(self._send, item))
         else:
             job = Job(request.number, item.patches, request.deadline, content=[item])
             self._jobs[item.key] = job
+            item.source = "computed"
             self.queued += item.patches
             self._preparing += 1
             end = self._threads.end(now, self._costs.host.seconds(item.patches))

@@ -23,6 +23,7 @@ class Item:
     Attributes:
         encoder: number of the encoder that has the item in work; -1 if none has.
         tries: how often the item was sent again.
+        source: how its embedding came about on an encoder (`sglang_epd.wire.http.ItemOutcome`).
         prepared, granted, begun, encoded, received: the ends of preprocessing, of the wait for
             memory at the receiver, of the wait for the tower, of the forward pass and of the
             transfer; 0 until then.
@@ -34,6 +35,7 @@ class Item:
     tokens: int
     encoder: int = -1
     tries: int = 0
+    source: str = ""
     prepared: float = 0.0
     granted: float = 0.0
     begun: float = 0.0

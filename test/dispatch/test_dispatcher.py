@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
-from sglang_epd.dispatch.policies import Affinity, ItemCost, shuffle
+from sglang_epd.dispatch.policies import Affinity, ItemCost, Policy, shuffle
 from sglang_epd.dispatch.pool import Health, Pool, Report
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import (
@@ -38,6 +38,7 @@ PATIENCE = Patience(0.3, 5.0)
 FOREIGN = NamespaceError("the language server has A, this encoder B")
 
 
+@Policy
 def in_turn(items, snapshot, _rng):
     """Item 0 to the first encoder, item 1 to the second, and so on."""
     urls = [view.url for view in snapshot.encoders]
@@ -98,6 +99,22 @@ async def test_items_are_spread_with_all_that_an_encoder_needs(two, dispatch):
         assert (request.reply_to, request.namespace) == (REPLY_TO, "ns")
         assert 4 < request.ttl_s <= 5
         assert all(item.data == b"png" for item in request.items)
+
+
+async def test_a_policy_hears_how_the_embeddings_that_were_delivered_came_about(start, dispatch):
+    class Hearing(Policy):
+        def heard(self, key, source):
+            told.append((key, source))
+
+    encoder, told = await start(), []
+    encoder.says(
+        ItemOutcome(0, "delivered", source="cached"),
+        ItemOutcome(1, "declined", DECLINE_DUPLICATE),
+        ItemOutcome(2, "delivered", source="computed"),
+    )
+    named = [ItemCost(bytes([number]), 1.0) for number in range(3)]
+    await dispatch([encoder.url], 3, policy=Hearing(in_turn), describe=lambda _items: named)
+    assert told == [(named[0].key, "cached"), (named[2].key, "computed")]
 
 
 async def test_the_request_id_does_not_give_the_ticket_away(two, dispatch):
@@ -289,7 +306,7 @@ async def test_a_hundred_requests_on_small_encoders_all_come_through(two, run):
 
         encoder.answer = answer
     pool = ready(*urls(two))
-    await asyncio.gather(*(run(pool, policy=shuffle, seconds=20) for _ in range(100)))
+    await asyncio.gather(*(run(pool, policy=Policy(shuffle), seconds=20) for _ in range(100)))
     assert min(len(encoder.items) for encoder in two) > 0
 
 

@@ -235,12 +235,14 @@ class Sorted(Affinity):
             limit = max(bound * mean, mean + slack * item.patches)
             return loads[url] + item.patches <= limit
 
-        url, passed = self._homes.pop(item.key, ("", frozenset()))
+        known = item.key in self._homes
+        url, passed, tells = self._homes.pop(item.key, ("", frozenset(), False))
         stays = url in order and set(order[: order.index(url)]) <= passed
         if not (stays and fits(url, policies._KNOWN_BOUND, policies._KNOWN_SLACK)):
             url = next(url for url in order if fits(url, policies._BOUND, policies._SLACK))
             passed = frozenset(order[: order.index(url)])
-        self._homes[item.key] = (url, passed)
+            tells = not known and not passed
+        self._homes[item.key] = (url, passed, tells)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
         return url
@@ -312,6 +314,77 @@ def test_a_known_key_waits_longer_than_a_new_one_but_not_for_ever():
     assert affinity([other], busy, rng()) != ["a"]
     assert affinity([item], busy, rng()) == ["a"]
     assert affinity([item], with_load(a=50_000.0, b=0.0, c=0.0), rng()) != ["a"]
+
+
+def alone(affinity=None):
+    """A policy that has been answered that no encoder had any of its keys."""
+    affinity = affinity or Affinity()
+    for item in works(29, begin=1_000_000):
+        affinity([item], idle("a", "b", "c", "d"), rng())
+        affinity.heard(item.key, "computed")
+    return affinity
+
+
+def test_a_request_of_new_keys_is_spread_evenly_by_a_server_that_is_alone():
+    for begin in range(0, 400, 4):
+        chosen = alone()(works(4, begin=begin), idle("a", "b", "c", "d"), rng())
+        assert sorted(chosen) == ["a", "b", "c", "d"]
+    chosen = alone()(works(8), with_load(a=150.0, b=0.0, c=700.0), rng())
+    assert Counter(chosen) == {"b": 5, "a": 3}
+
+
+def test_the_order_decides_between_equally_loaded_ones():
+    policy = alone()
+    for item in works(50):
+        first = rendezvous(item.key, "abcd")[0]
+        assert policy([item], idle("a", "b", "c", "d"), rng()) == [first]
+
+
+def test_a_server_that_is_alone_sends_keys_where_they_were():
+    policy = alone()
+    items, snapshot = works(8), idle("a", "b", "c", "d")
+    chosen = policy(items, snapshot, rng())
+    assert policy(items[::-1], snapshot, rng()) == chosen[::-1]
+    assert policy(items, with_load(a=300.0, b=0.0, c=0.0, d=0.0), rng()) == chosen
+
+
+def test_servers_that_are_asked_for_the_same_keep_to_the_order():
+    policy = alone()
+    crowded = idle("a", "b", "c", "d")
+    for item in works(8, begin=2_000_000):
+        policy([item], crowded, rng())
+        policy.heard(item.key, "cached")
+    items = [one for one in works(400) if rendezvous(one.key, "abcd")[0] == "a"][:3]
+    assert policy(items, crowded, rng()) == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize("source", ["", "stored", "coalesced", "of a later version"])
+def test_what_tells_nothing_of_other_servers_is_not_counted(source):
+    policy = Affinity()
+    for item in works(200):
+        policy([item], idle("a", "b"), rng())
+        policy.heard(item.key, source)
+    assert policy._shared == Affinity()._shared
+
+
+def test_a_key_is_counted_once_and_only_at_its_first_encoder():
+    policy, first = Affinity(), Affinity()._shared
+    item, other = works(2)
+    policy([item], idle("a", "b"), rng())
+    policy.heard(item.key, "computed")
+    once = policy._shared
+    assert once < first
+    for _ in range(50):
+        # What this server sent there itself.
+        policy([item], idle("a", "b"), rng())
+        policy.heard(item.key, "cached")
+    assert policy._shared == once
+    busy = rendezvous(other.key, "ab")[0]
+    views = [View(url, load=50_000.0 if url == busy else 0.0) for url in "ab"]
+    policy([other], Snapshot(tuple(views)), rng())
+    policy.heard(other.key, "computed")
+    policy.heard(b"unknown", "computed")
+    assert policy._shared == once
 
 
 def test_who_keeps_failing_an_item_is_not_asked_again():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
-from sglang_epd.dispatch.policies import ItemCost
+from sglang_epd.dispatch.policies import ItemCost, Policy
 from sglang_epd.dispatch.pool import Pool, Report
 from sglang_epd.errors import EncodeError, EpdError, MediaError
 from sglang_epd.spans import OFF
@@ -28,7 +28,7 @@ def dispatch(client):
         one = Dispatcher(
             client,
             pool,
-            lambda items, snapshot, _rng: [snapshot.encoders[0].url for _ in items],
+            Policy(lambda items, snapshot, _rng: [snapshot.encoders[0].url for _ in items]),
             describe=lambda items: [ItemCost(b"", 6.0) for _ in items],
             patience=Patience(0.2, 5.0),
             rng=random.Random(0),

@@ -347,6 +347,7 @@ class Dispatcher:
             outcome = outcomes[item.item]
             if outcome.state == "delivered":
                 run.note(item.item, outcome.source)
+                self._policy.heard(run.progress[item.item].work.key, outcome.source)
             layout = _layout_of(url, item, outcome)
             if layout is not None:
                 run.layouts[item.item] = layout

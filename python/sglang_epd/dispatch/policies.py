@@ -1,8 +1,8 @@
 """Which encoder gets which item, and how often work may be sent again.
 
 Nothing here waits or knows a socket. `shuffle`, `round_robin` and
-`least_loaded` are pure functions; `Affinity` remembers where each key went, and nothing
-else.
+`least_loaded` are pure functions; `Affinity` remembers where each key went, and whether
+encoders know keys that are new here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,26 @@ class ItemCost(NamedTuple):
 Ranks = dict[str, tuple[bytes, str]]
 # (items, encoders that may be asked, random source) -> encoder URL of each item, in order.
 # There is at least one encoder.
-Policy = Callable[[Sequence[ItemCost], Snapshot, random.Random], list[str]]
+Choose = Callable[[Sequence[ItemCost], Snapshot, random.Random], list[str]]
+
+
+class Policy:
+    """Spreads a request's items over the encoders; this one by a function, and learns nothing."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._by = choose
+
+    def __call__(
+        self, items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random
+    ) -> list[str]:
+        return self._by(items, snapshot, rng)
+
+    def heard(self, key: bytes, source: str) -> None:
+        """An item of that key was delivered, by the encoder that was chosen last.
+
+        Args:
+            source: how its embedding came about (`wire.http.ItemOutcome`).
+        """
 
 
 def shuffle(items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random) -> list[str]:
@@ -95,6 +114,12 @@ _KNOWN_BOUND = 2.0
 _KNOWN_SLACK = 8.0
 # Keys that are remembered, some 400 bytes each.
 _KEYS = 32_768
+# Where at least this share of new keys is known to their first encoder, other servers send it
+# the same items. The share before anything is known, and the weight of each key that is heard of:
+# a server takes itself for alone after 29 new keys in a row that no encoder had.
+_SHARED = 0.1
+_SHARED_AT_FIRST = 0.25
+_WEIGHT = 1 / 32
 
 
 class _Home(NamedTuple):
@@ -102,14 +127,16 @@ class _Home(NamedTuple):
 
     Attributes:
         url: the encoder that it was sent to.
-        passed: those before that one in the key's order, which had too much to do.
+        passed: those before that one in the key's order, which had more to do.
+        tells: whether the encoder's answer will tell if another server sends it there too.
     """
 
     url: str
     passed: frozenset[str]
+    tells: bool
 
 
-class Affinity:
+class Affinity(Policy):
     """Sends an item to the encoder that had it before, within a bound of the load.
 
     Each key has an order of the encoders of its own (rendezvous hashing: Thaler and
@@ -121,6 +148,10 @@ class Affinity:
     embeddings out of their caches. It returns when an encoder comes back that was not
     there at the time.
 
+    That order is for servers that are asked for the same images. While encoders answer that
+    they had next to none of the new keys, a new key goes to the least loaded instead, and the
+    order decides between equals.
+
     Args:
         keys: how many are remembered, the last seen ones.
     """
@@ -128,12 +159,14 @@ class Affinity:
     def __init__(self, keys: int = _KEYS) -> None:
         self._keys = keys
         self._homes: OrderedDict[bytes, _Home] = OrderedDict()
+        # Of new keys that went to the first in their order: those that it had.
+        self._shared = _SHARED_AT_FIRST
 
     def __len__(self) -> int:
         return len(self._homes)
 
     def __call__(
-        self, items: Sequence[ItemCost], snapshot: Snapshot, _rng: random.Random
+        self, items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random
     ) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
         chosen: dict[bytes, str] = {}
@@ -158,14 +191,28 @@ class Affinity:
             or not _stands(home, ranks)
             or not fits(home.url, _KNOWN_BOUND, _KNOWN_SLACK)
         ):
-            # The least loaded always has room: it has the mean at most.
-            roomy = [url for url in loads if fits(url, _BOUND, _SLACK)]
+            if self._shared < _SHARED:
+                least = min(loads.values())
+                roomy = [url for url, load in loads.items() if load == least]
+            else:
+                # The least loaded always has room: it has the mean at most.
+                roomy = [url for url in loads if fits(url, _BOUND, _SLACK)]
             url = max(roomy, key=ranks.__getitem__)
-            home = self._homes[item.key] = _Home(url, _before(url, ranks))
+            passed = _before(url, ranks)
+            home = _Home(url, passed, tells=home is None and not passed)
+            self._homes[item.key] = home
         self._homes.move_to_end(item.key)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
         return home.url
+
+    def heard(self, key: bytes, source: str) -> None:
+        home = self._homes.get(key)
+        # A shared store tells nothing of other servers' choices, and who was first of several
+        # simultaneous requests may have been this one.
+        if home is not None and home.tells and source in ("computed", "cached"):
+            self._homes[key] = home._replace(tells=False)
+            self._shared += _WEIGHT * ((source == "cached") - self._shared)
 
 
 def _stands(home: _Home, ranks: Ranks) -> bool:
@@ -197,9 +244,9 @@ def _urls(snapshot: Snapshot) -> list[str]:
 
 
 _POLICIES: dict[str, Callable[[], Policy]] = {
-    "shuffle": lambda: shuffle,
-    "round_robin": lambda: round_robin,
-    "least_loaded": lambda: least_loaded,
+    "shuffle": lambda: Policy(shuffle),
+    "round_robin": lambda: Policy(round_robin),
+    "least_loaded": lambda: Policy(least_loaded),
     "affinity": Affinity,
 }
 

@@ -117,24 +117,6 @@ def test_an_encoder_without_the_receivers_engine_delivers_otherwise(
     assert receiver.tally.counts["payloads", "remote"] == 0
 
 
-def test_every_rank_reads_the_same_bytes_and_all_must_drop_them(
-    receiver, encoder, connect_scheduler
-):
-    scheduler = connect_scheduler(first_reader=1, readers=2)
-    scheduler.expecting()
-    encoder.deliver(encoder.grant())
-    (item,) = scheduler.settle()[0].items
-    first, second = (scheduler.arena.read(item, reader) for reader in (1, 2))
-    assert first.data_ptr() == second.data_ptr()
-    del first
-    gc.collect()
-    receiver._reservations.reclaim(0.0)
-    assert held(receiver)
-    del second
-    gc.collect()
-    until(lambda: not held(receiver))
-
-
 # Memory.
 
 

@@ -44,6 +44,14 @@ def dashboard_queries() -> list[Query]:
     ]
 
 
+def version() -> str:
+    """Such as `Prometheus 2.42.0`."""
+    told = subprocess.run(
+        ["prometheus", "--version"], check=True, capture_output=True, text=True, timeout=60
+    )
+    return f"Prometheus {(told.stdout + told.stderr).split()[2]}"
+
+
 def check_rules() -> str:
     """What `promtool check rules` says of the alert rules.
 

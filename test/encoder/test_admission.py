@@ -9,7 +9,6 @@ from sglang_epd.errors import (
     DuplicateError,
     MediaTooLargeError,
     OverloadedError,
-    UnavailableError,
 )
 
 MIB = 1 << 20
@@ -60,17 +59,6 @@ def test_requests_of_many_items_leave_room_for_those_of_few():
     alone = Admission(max_items=64, max_bytes=MIB)
     alone.admit("all", 64)
     assert alone.items == 64
-
-
-def test_a_draining_encoder_finishes_what_it_has(admission):
-    admission.admit("a", 1)
-    admission.draining = True
-    with pytest.raises(UnavailableError):
-        admission.check()
-    with pytest.raises(UnavailableError):
-        admission.admit("b", 1)
-    admission.leave("a")
-    assert (admission.items, admission.live) == (0, 0)
 
 
 def test_bytes_are_bounded(admission):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 
 import pytest
@@ -88,21 +87,6 @@ async def test_it_joins_everywhere_and_leaves(directory, register):
     await registration.leave()
     assert one.pool.urls() == other.pool.urls() == []
     await registration.leave()  # again: nothing
-
-
-async def test_the_lease_is_renewed_before_it_ends(directory, register):
-    one = await directory()
-    renewed: list[float] = []
-    register_ = one.pool.register
-
-    def count(url: str, namespace: str, lease_s: float) -> None:
-        renewed.append(time.monotonic())
-        register_(url, namespace, lease_s)
-
-    one.pool.register = count
-    register(one.url)
-    await until(lambda: len(renewed) == 3)
-    assert max(b - a for a, b in itertools.pairwise(renewed)) < BEAT["lease_s"] / 2
 
 
 async def test_a_language_server_that_restarts_knows_it_within_a_heartbeat(directory, register):

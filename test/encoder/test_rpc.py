@@ -248,17 +248,13 @@ async def test_a_body_that_says_it_is_too_large_is_not_awaited(serve):
         assert dict(await call.trailing_metadata())[rpc.CODE] == "413"
 
 
-async def test_a_port_where_nobody_listens_is_said_at_once(client, asking, unused_tcp_port):
-    with pytest.raises(UnavailableError, match="is out of reach"):
-        await client.encode(f"grpc://127.0.0.1:{unused_tcp_port}", asking(b"a"))
-
-
 async def test_an_encoder_that_is_gone_is_tried_no_further(client, asking, unused_tcp_port):
     """Two ask at a time: both hear of it."""
     url = f"grpc://127.0.0.1:{unused_tcp_port}"
     asked = (client.encode(url, asking(b"a")) for _ in range(2))
     heard = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(error) for error in heard] == [UnavailableError] * 2
+    assert all("is out of reach" in str(error) for error in heard)
     tried = asyncio.Event()
     server = await asyncio.start_server(
         lambda _reader, _writer: tried.set(), "127.0.0.1", unused_tcp_port

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from media.samples import LOOPBACK, Serve, drip, in_seconds, local_limits, raw_server
+from media.samples import Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import (
     DeadlineError,
     MediaError,
@@ -660,14 +660,6 @@ async def test_sources_that_were_never_parsed() -> None:
     for url in ("ftp://127.0.0.1/a", "http:a", "gopher:", "http://[", "data:,abc"):
         with pytest.raises(MediaError):
             await fetch(url)
-
-
-async def test_the_fetcher_can_be_entered_again(serve: Serve) -> None:
-    url = await serve(give_body)
-    fetcher = MediaFetcher(MediaLimits(allowed_networks=LOOPBACK))
-    for _ in range(2):
-        async with fetcher:
-            assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
 
 
 def test_concurrency_is_positive() -> None:

@@ -6,6 +6,7 @@ import time
 import xml.etree.ElementTree as ET
 
 import pytest
+import yaml
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -96,6 +97,17 @@ def test_what_is_rightly_empty_is_a_panel():
     titles = {query.where for query in prometheus.dashboard_queries()}
     assert set(observe.RIGHTLY_EMPTY) <= titles
     assert all("$" not in query.text for query in prometheus.dashboard_queries())
+
+
+def test_the_kept_page_has_every_query_and_alert():
+    """Or `scripts/observe` has to run again."""
+    page = (observe.DOCS / "prometheus.md").read_text().replace("\\|", "|")
+    for query in prometheus.dashboard_queries():
+        assert f"`{query.text}` |" in page
+    (group,) = yaml.safe_load((prometheus.OBSERVABILITY / "alerts.yaml").read_text())["groups"]
+    assert page.count("| ok |") == len(group["rules"])
+    for rule in group["rules"]:
+        assert f"| {rule['alert']} | ok |" in page
 
 
 @NEEDS_PROMETHEUS

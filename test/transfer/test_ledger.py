@@ -519,17 +519,6 @@ several = st.lists(st.integers(1, 6), min_size=2, max_size=4).filter(lambda item
 seeds = st.integers(0, 2**32).map(random.Random)
 
 
-@given(st.lists(single, min_size=1, max_size=12), seeds)
-def test_requests_of_one_item_are_all_served(requests, rng):
-    Traffic(requests, rng).run()
-
-
-@settings(max_examples=settings.default.max_examples * 3 // 2)
-@given(st.lists(several, min_size=2, max_size=8), seeds)
-def test_requests_of_at_most_half_of_the_memory_never_block_each_other(requests, rng):
-    Traffic(requests, rng).run()
-
-
 @settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(st.lists(single | several, min_size=2, max_size=12), seeds)
 def test_large_items_and_requests_of_several_never_block_each_other(requests, rng):

@@ -178,12 +178,6 @@ def writes(engine: MooncakeEngine, receiver: Peer, source: Buffer) -> bool:
     return True
 
 
-def test_a_write_that_returned_has_arrived(engine, receiver, source):
-    engine.write(receiver.session, source.address, receiver.address, NBYTES, PATIENCE_S)
-
-    assert receiver.read(0, NBYTES) == source.memory[:]
-
-
 def test_writes_of_many_threads_do_not_mix(engine, receiver, source):
     part = 64 * KIB
     errors: list[BaseException] = []

@@ -117,24 +117,6 @@ def test_an_encoder_without_the_receivers_engine_delivers_otherwise(
     assert receiver.tally.counts["payloads", "remote"] == 0
 
 
-def test_every_rank_reads_the_same_bytes_and_all_must_drop_them(
-    receiver, encoder, connect_scheduler
-):
-    scheduler = connect_scheduler(first_reader=1, readers=2)
-    scheduler.expecting()
-    encoder.deliver(encoder.grant())
-    (item,) = scheduler.settle()[0].items
-    first, second = (scheduler.arena.read(item, reader) for reader in (1, 2))
-    assert first.data_ptr() == second.data_ptr()
-    del first
-    gc.collect()
-    receiver._reservations.reclaim(0.0)
-    assert held(receiver)
-    del second
-    gc.collect()
-    until(lambda: not held(receiver))
-
-
 # Memory.
 
 
@@ -272,18 +254,6 @@ def test_a_frozen_encoder_that_thaws_gives_its_memory_back(
     assert isinstance(other.receive(), wire.Grant)
 
 
-def test_a_second_encoder_takes_over_and_the_first_ones_payload_is_dropped(
-    receiver, connect, scheduler
-):
-    scheduler.expecting()
-    frozen, replacement = connect(receiver), connect(receiver)
-    old, new = frozen.grant(), replacement.grant()
-    assert frozen.deliver(old, -EMBEDDING).error == wire.ACK_NOT_GRANTED
-    assert not replacement.deliver(new).error
-    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
-    assert receiver.tally.counts["dropped", "not_granted"] == 1
-
-
 def test_idle_memory_goes_back_to_the_system(receiver, encoder, scheduler, monkeypatch):
     def in_use() -> int:
         return os.stat(receiver._arena.address.path).st_blocks * 512
@@ -380,25 +350,6 @@ def test_a_payload_without_a_grant_is_dropped(receiver, encoder, scheduler, gran
     answer = encoder.ask(wire.Payload("t", 0, grant), FRAME)
     assert answer == wire.Ack("t", 0, grant, wire.ACK_NOT_GRANTED)
     assert receiver.tally.counts["dropped", "not_granted"] == 1
-
-
-@pytest.mark.parametrize("ticket", ["", "another", "T"])
-def test_nobody_delivers_under_a_ticket_that_it_was_not_told(receiver, encoder, scheduler, ticket):
-    scheduler.expecting()
-    grant = encoder.grant()
-    stray = encoder.ask(wire.Payload(ticket, 0, grant.grant), FRAME)
-    assert stray.error == wire.ACK_NOT_GRANTED
-    assert not encoder.deliver(grant).error
-    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
-
-
-def test_a_replayed_payload_changes_nothing(receiver, encoder, scheduler):
-    scheduler.expecting(items=2)
-    grant = encoder.grant()
-    encoder.deliver(grant)
-    assert encoder.deliver(grant, -EMBEDDING).error == wire.ACK_NOT_GRANTED
-    encoder.deliver(encoder.grant(item=1))
-    assert torch.equal(scheduler.tensors()[0], EMBEDDING)
 
 
 @pytest.mark.parametrize(

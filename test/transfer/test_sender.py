@@ -322,17 +322,6 @@ async def test_an_offer_says_what_its_encoder_can_do(sender, router):
     await alone.close()
 
 
-async def test_a_payload_names_its_grant(sender, router):
-    delivery = asyncio.create_task(deliver(sender, router.endpoint))
-    await router.receive()
-    await router.say(INLINE)
-    payload = await router.receive()
-    assert (payload.ticket, payload.item, payload.grant, payload.last) == ("t", 0, 7, True)
-    assert router.frames == [bytes(EMBEDDING.view(torch.uint8).flatten().tolist())]
-    await router.say(wire.Ack("t", 0, 7))
-    assert await delivery == "inline"
-
-
 async def test_a_grant_that_comes_when_nobody_waits_is_given_back(sender, router):
     async with sender.offer(router.endpoint, offer()):
         await router.receive()

@@ -1,7 +1,7 @@
-"""Where a decoding child puts a picture's pixels: one file, for one picture after the other.
+"""Where a decoding child puts an image's pixels: one file, for one image after the other.
 
-The server has the file mapped as well, and copies a picture out before it sends the next:
-new pages for each picture took a third of the time. Leans on Pillow's `core.map_buffer`,
+The server has the file mapped as well, and copies an image out before it sends the next:
+new pages for each image took a third of the time. Leans on Pillow's `core.map_buffer`,
 and on its four bytes a pixel.
 """
 

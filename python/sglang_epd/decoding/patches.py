@@ -1,4 +1,4 @@
-"""Pictures cut into a tower's patches, in a decoding child.
+"""Images cut into a tower's patches, in a decoding child.
 
 What is made are the bytes that `transformers`' processor of Qwen2-VL has before it rescales
 and normalises; `encoder.model.patches` does the rest, and proves that both agree. Leans on

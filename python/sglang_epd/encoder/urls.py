@@ -86,7 +86,18 @@ class UrlReader:
             DeadlineError: the deadline passed first.
         """
         async with reading_until(deadline, source):
-            return await self._read(source, deadline, at_hand, arrival)
+            url = self._rememberable(source.url or "")
+            if url is None:
+                media = await self._fetcher.fetch(source, deadline, arrival)
+                return Content(media.digest, media.data)
+            known = self.memory.find(name_of(url))
+            if known and known.trail.fresh(time.monotonic()) and at_hand(known.digest):
+                # The limits of now decide, not those of then.
+                self._fetcher.check(known.trail, known.nbytes)
+                self._count("fresh")
+                return Content(known.digest)
+            media = await self._share(source, url, arrival)
+            return Content(media.digest, media.data)
 
     async def close(self) -> None:
         """Cancel the fetches in flight."""
@@ -94,26 +105,6 @@ class UrlReader:
         for flight in flights.values():
             flight.task.cancel()
         await asyncio.gather(*(flight.task for flight in flights.values()), return_exceptions=True)
-
-    async def _read(
-        self,
-        source: MediaSource,
-        deadline: float,
-        at_hand: Callable[[bytes], bool],
-        arrival: Arrival,
-    ) -> Content:
-        url = self._rememberable(source.url or "")
-        if url is None:
-            media = await self._fetcher.fetch(source, deadline, arrival)
-            return Content(media.digest, media.data)
-        known = self.memory.find(name_of(url))
-        if known and known.trail.fresh(time.monotonic()) and at_hand(known.digest):
-            # The limits of now decide, not those of then.
-            self._fetcher.check(known.trail, known.nbytes)
-            self._count("fresh")
-            return Content(known.digest)
-        media = await self._share(source, url, arrival)
-        return Content(media.digest, media.data)
 
     def _rememberable(self, text: str) -> str | None:
         """The URL as it is asked for; None where nothing may be remembered of it."""

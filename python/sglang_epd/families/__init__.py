@@ -1,5 +1,5 @@
 """Model families that SGLang serves and its in-tree EPD does not know, or lays out otherwise
-than one server.
+than a colocated server.
 
 Nothing here lists the former: `adapter` drives SGLang's own processor of the model that is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its

@@ -32,8 +32,8 @@ class Qwen2Audio(Family):
     special_tokens = (*SPECIAL_TOKENS, _START, _PAD, _END)
     marks = {AUDIO: _START + _PAD + _END}
     without = {
-        "a sound twice": "two clips in one request end one server's scheduler; compared with the "
-        "model of `transformers` in test/integration/test_audio.py",
+        "a sound twice": "two clips in one request end a colocated server's scheduler; compared "
+        "with the model of `transformers` in test/integration/test_audio.py",
     }
 
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:

@@ -31,17 +31,6 @@ def bounded(**bounds):
     return pytest.mark.parametrize("bounds", [bounds], ids=[""])
 
 
-async def test_an_embedding_is_made_from_its_media(tower, ask):
-    hold = ask(b"ab")
-    layout = await hold.layout()
-    assert layout.embedding.shape == (1, 4)
-    assert await value(hold) == sum(b"ab")
-    assert hold.source == "computed"
-    assert {"wait", "preprocess", "queue", "forward"} == set(hold.ms)
-    assert all(ms >= 0 for ms in hold.ms.values())
-    assert (tower.preparations, tower.batches) == ([b"ab"], [[b"ab"]])
-
-
 # One embedding for many
 
 

@@ -1,4 +1,4 @@
-"""Media of models that SGLang's in-tree encoder does not know, or not as one server does,
+"""Media of models that SGLang's in-tree encoder does not know, or not as a colocated server does,
 prepared by the processor that its language servers use (`families`).
 
 The counterpart of `preparing`, which leans on the in-tree encoder's own preprocessing.

@@ -1,4 +1,4 @@
-"""Pictures that are decoded and resized on the GPU, as one server does it there.
+"""Images that are decoded and resized on the GPU, as a colocated server does it there.
 
 SGLang's encoder resizes on the CPU, and so does this one, unless
 `SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU` asks for the GPU. Then JPEGs are decoded by nvJPEG,

@@ -333,11 +333,14 @@ class Sender:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(lambda _ended: self._leave(writing, peer, grant))
+            writing.add_done_callback(lambda ended: self._leave(ended, peer, grant))
             raise
         except UnavailableError:
             self._leave(writing, peer, grant)
             raise
+        finally:
+            # Its error's trace holds this frame, and the frame the payload.
+            del writing
 
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""

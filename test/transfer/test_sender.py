@@ -318,6 +318,25 @@ async def test_the_payload_of_a_remote_write_that_failed_is_gone_with_its_delive
         await sender.close()
 
 
+async def test_the_payload_of_a_delivery_that_was_cut_off_is_gone_with_it(router, sender):
+    """Without waiting for a collection of cycles."""
+    gc.disable()
+    try:
+        embedding = EMBEDDING.clone()
+        payload = weakref.ref(embedding)
+        delivery = sender.deliver(router.endpoint, granted(), embedding, PATIENCE_S)
+        cut_off = asyncio.create_task(delivery)
+        del embedding, delivery
+        await router.receive()
+        router.close()
+        await asyncio.wait([cut_off])
+        assert isinstance(cut_off.exception(), GrantLostError)
+        del cut_off
+        await soon(lambda: payload() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline_at_most(
     control_path, sender
 ):

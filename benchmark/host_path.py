@@ -257,6 +257,9 @@ class _Tokenizer:
                 ask_prefix=True,
             )
             yield
+            # Encoders' answers come after the scheduler's.
+            while len(self._frontend):  # noqa: ASYNC110  it signals its end to nobody
+                await asyncio.sleep(0.01)
         reading.cancel()
         control.close()
         self._context.destroy(linger=0)

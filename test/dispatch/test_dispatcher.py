@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import sys
 import time
 
 import pytest
@@ -523,3 +525,20 @@ async def test_after_a_hopeless_item_nothing_more_is_sent(start, dispatch, caplo
         await dispatch([encoder.url], 4096)
     assert len(encoder.items) <= 128
     assert "elsewhere" not in caplog.text
+
+
+async def test_media_that_an_encoder_refused_are_gone_with_their_request(two, client):
+    """Without waiting for a collection of cycles."""
+    media = bytes([1, 2, 3]) * 1000
+    before = sys.getrefcount(media)
+    two[0].refuses(OverloadedError("full"))
+    one = Dispatcher(client, ready(*urls(two)), in_turn, describe=costs)
+    gc.disable()
+    try:
+        items = [EncodeItem(n, "IMAGE", f"image {n + 1} of 2", data=media) for n in range(2)]
+        await one.run(REPLY_TO, items, time.monotonic() + 5.0)
+        del items
+        assert two[1].items == [1, 0]
+        assert sys.getrefcount(media) == before
+    finally:
+        gc.enable()

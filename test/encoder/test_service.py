@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import time
 
 import msgspec
@@ -175,6 +176,26 @@ async def test_no_failed_offer_is_left_unobserved(fakes, begin):
     del work
     gc.collect()
     assert not complaints
+
+
+async def test_the_media_of_an_item_that_failed_are_gone_with_its_request(service, fakes, asking):
+    """Without waiting for a collection of cycles."""
+    media = bytes([1, 2, 3]) * 1000
+    before = sys.getrefcount(media)
+    fakes.answers[0] = UnavailableError("cannot dial the reply endpoint")
+    gc.disable()
+    try:
+        reply = await service.encode(asking(media))
+        assert said(reply) == [("failed", "UnavailableError")]
+        await until(lambda: not service.computations.status()["patches_queued"])
+        fakes.answers.clear()
+        for stage in (fakes.acquire, fakes.preprocess, fakes.forwarded):
+            stage.calls.clear()
+        for told in (fakes._prepared, fakes.batches):
+            told.clear()
+        assert sys.getrefcount(media) == before
+    finally:
+        gc.enable()
 
 
 # Answers of receivers

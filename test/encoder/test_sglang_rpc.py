@@ -335,6 +335,24 @@ async def test_a_port_of_any_number_of_digits_is_none(serve):
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_request_has_so_many_places_and_no_more(serve):
+    async with grpc.aio.insecure_channel(await serve()) as channel:
+        stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
+
+        async def name(port: int) -> None:
+            await stub.SchedulerReceiveUrl(
+                pb.SchedulerReceiveUrlRequest(
+                    req_id="r", receive_url=f"127.0.0.1:{port}", receive_count=1
+                )
+            )
+
+        for port in range(1, 65):
+            await name(port)
+        with pytest.raises(grpc.aio.AioRpcError, match="64 places at most"):
+            await name(65)
+        await name(1)
+
+
 async def test_a_request_that_is_never_made_has_no_places(serve, receiver, monkeypatch):
     monkeypatch.setattr(sglang_rpc, "_REQUEST_S", 0.3)
     monkeypatch.setattr(sglang_rpc, "_MAX_MEETINGS", 1)

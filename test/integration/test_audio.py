@@ -147,6 +147,7 @@ BAD = {
     "text": (lambda: b"This is a text.", 400, "not an audio file"),
     "head of a file": (lambda: clips.audio(container="FLAC")[:40], 400, "damaged"),
     "no sound": (lambda: clips.audio()[:44], 400, "no sound"),
+    "too short": (lambda: clips.audio(seconds=0.02), 400, "too short"),
     "too long": (lambda: clips.audio(container="FLAC", seconds=601.0), 413, "longer than 600 s"),
 }
 

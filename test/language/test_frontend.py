@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
@@ -457,3 +459,21 @@ async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, 
     span = recorded.only("epd_media")
     assert said(span) == {"items": 1, "known": 0, "error.type": "MediaError"}
     assert f"{span.context.span_id:016x}" in expect.trace
+
+
+async def test_the_media_of_a_request_that_failed_are_gone_with_it(frontend, dispatcher, control):
+    """Without waiting for a collection of cycles."""
+    media = bytes([1, 2, 3]) * 1000
+    before = sys.getrefcount(media)
+    dispatcher.error = DeadlineError("too late")
+    dispatcher.go_on.set()
+    gc.disable()
+    try:
+        frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=media)], 1)
+        await idle(frontend)
+        dispatcher.error = None
+        dispatcher.runs.clear()
+        control.told.clear()
+        assert sys.getrefcount(media) == before
+    finally:
+        gc.enable()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
 import io
+import sys
 import time
 
 import pytest
@@ -72,6 +75,23 @@ async def test_images_come_with_the_keys_that_encoders_give_them(images):
 async def test_what_may_not_be_read_is_an_error_that_names_it(images, bad, kind):
     with pytest.raises(kind, match=r"^image 2 of 2: "):
         await images.read([item(png()), item(number=1, **bad)], soon())
+
+
+async def test_the_other_images_of_a_request_that_fails_are_gone_with_it(images):
+    """Without waiting for a collection of cycles."""
+    media = png()
+    before = sys.getrefcount(media)
+    gc.disable()
+    try:
+        reading = asyncio.create_task(images.read([item(media), item(b"<html>", number=1)], soon()))
+        await asyncio.wait([reading])
+        assert isinstance(reading.exception(), MediaError)
+        del reading
+        async with asyncio.timeout(10):
+            while sys.getrefcount(media) > before:  # a thread lets go of it, too
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_the_deadline_holds(images):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_epd.errors import DeadlineError, from_code
+from sglang_epd.language import manifest
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.prefix import PrefixGate, Resting, bare_items, end, mark
 from sglang_epd.transfer.arena import ReceivedItem
@@ -70,7 +71,7 @@ class FakeQueue:
         return there
 
     def waiting(self) -> set[str]:
-        return {request.rid for request in self.queue}
+        return {manifest.name(request) for request in self.queue}
 
     def discard(self, request: Any) -> None:
         self.discarded.append(request.rid)
@@ -81,10 +82,10 @@ class FakeLeader:
     asked: list[tuple[str, tuple[int, ...], bool]] = field(default_factory=list)
     forgone: list[str] = field(default_factory=list)
 
-    def ask(self, rid, carrier, expect, covered, *, again) -> None:
-        assert carrier.rid == rid
+    def ask(self, name, carrier, expect, covered, *, again) -> None:
+        assert manifest.name(carrier) == name
         assert carrier.mm_inputs is None, "each rank makes its own"
-        self.asked.append((rid, covered, again))
+        self.asked.append((name, covered, again))
 
     def forgo(self, rid) -> None:
         self.forgone.append(rid)
@@ -108,7 +109,7 @@ class World:
         self.gate = PrefixGate(self.tree, self.scheduler, leader, receive)
         self.scheduler.gate = self.gate
 
-    def request(self, rid: str, items: int = 2) -> Any:
+    def request(self, rid: str, items: int = 2, worker: str | None = None) -> Any:
         """As SGLang makes it of a bare output."""
         mm_items = [
             SimpleNamespace(
@@ -121,10 +122,12 @@ class World:
         expect = Expect(f"ticket {rid}", items, 1, 60.0, keys, (LAYOUT,) * items)
         inputs = SimpleNamespace(mm_items=mm_items)
         rows = [Rows(number, 0, ROWS) for number in range(items)]
-        carrier = SimpleNamespace(rid=rid, mm_inputs=inputs)
+        carrier = SimpleNamespace(rid=rid, http_worker_ipc=worker, mm_inputs=inputs)
         mark(inputs, rows, Resting(carrier, expect))
         ids = [0] * (STRIDE * items + 1)
-        return SimpleNamespace(rid=rid, multimodal_inputs=inputs, origin_input_ids=ids)
+        return SimpleNamespace(
+            rid=rid, http_worker_ipc=worker, multimodal_inputs=inputs, origin_input_ids=ids
+        )
 
     def prefill(self, request: Any) -> bool:
         """One candidate of the next batch, as the seam asks about it."""
@@ -225,6 +228,21 @@ def test_a_failure_ends_the_request_and_what_it_holds(world):
     assert world.tree.held == 0
     world.scheduler.add(world.request("s"), retracted=False)
     assert world.gate.fail("s", DeadlineError("gone"))[1] == "gone"
+    assert world.tree.held == 0
+
+
+def test_requests_of_two_tokenizer_workers_may_have_one_id(world):
+    world.tree.length = 1
+    one, two = world.request("r", items=1, worker="a"), world.request("r", items=2, worker="b")
+    for request in (one, two):
+        world.scheduler.add(request, retracted=False)
+    assert world.tree.held == 2
+    assert world.land(manifest.name(one), covered=(), items=1) is None
+    assert world.scheduler.queue == [one]
+    assert world.prefill(one)
+    assert world.gate.holds(manifest.name(two))
+    assert world.land(manifest.name(two), covered=()) is None
+    assert world.prefill(two)
     assert world.tree.held == 0
 
 

@@ -112,3 +112,23 @@ async def test_files_that_understate_their_size_are_bounded() -> None:
 async def test_without_a_limit_a_file_is_read_to_its_end(root: Path) -> None:
     (root / "a.png").write_bytes(bytes(1000))
     assert len(await read(root / "a.png", root, NO_LIMIT)) == 1000
+
+
+async def test_a_folder_that_becomes_a_link_leads_nowhere_else(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a path and its opening."""
+    within, outside = root / "within", root.parent / "open-too"
+    within.mkdir()
+    (within / "a.png").write_bytes(b"picture")
+    really_open = os.open
+
+    def swap_and_open(path: object, *args: int) -> int:
+        if path == within / "a.png":
+            within.rename(root / "moved")
+            within.symlink_to(outside)
+        return really_open(path, *args)
+
+    monkeypatch.setattr(os, "open", swap_and_open)
+    with pytest.raises(MediaForbiddenError, match="outside"):
+        await read(within / "a.png", root)

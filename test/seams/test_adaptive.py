@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from sglang_epd.seams import adaptive
 from sglang_epd.seams.adaptive import Adaptive
 
 URL = "http://encoder:1"
+TIMEOUT_S = 10.0
 
 
 class Prompt(SimpleNamespace):
@@ -86,8 +88,10 @@ class FakeImages:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.read_items: list = []
+        self.deadline = 0.0
 
     async def read(self, items, deadline):
+        self.deadline = deadline
         self.read_items.append([item.data for item in items])
         if self.error is not None:
             raise self.error
@@ -171,7 +175,7 @@ async def build(views, monkeypatch):
             snapshot=lambda: Snapshot(tuple(views)),
             min_items=min_items,
             metrics=DecisionMetrics(registry),
-            timeout_s=10.0,
+            timeout_s=TIMEOUT_S,
             plan=plan,
         )
         manager = Manager(seam, frontend)
@@ -266,7 +270,9 @@ async def test_what_no_encoder_took_is_encoded_here(build, error):
     prompt = Prompt(images=["1000"])
     manager.dispatch(prompt)
     manager.frontend.end("rid", error("nobody took it"))
+    sent = time.monotonic()
     tokenized = await manager.tokenize(prompt)
+    assert manager.images.deadline <= sent + TIMEOUT_S, "there is one deadline"
     assert tokenized.prompt.need_wait_for_mm_inputs is False
     assert tokenized.prompt.encoder_urls is None
     assert tokenized.mm_inputs.mm_items[0].identity == bytes(32)

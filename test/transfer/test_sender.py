@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -253,11 +255,15 @@ class FailingEngine:
     engine_name = "cards"
 
     def __init__(self, ended: Callable[[], bool] | None) -> None:
-        self.error = UnavailableError("the card is gone")
-        self.error.ended = ended
+        self._ended = ended
 
     def write(self, *_):
-        raise self.error
+        raise self._error()
+
+    def _error(self) -> UnavailableError:
+        error = UnavailableError("the card is gone")
+        error.ended = self._ended
+        return error
 
 
 async def fail_to_deliver(sender: Sender, router: Router) -> None:
@@ -291,6 +297,44 @@ async def test_a_remote_write_that_was_not_begun_gives_its_memory_back(router):
         assert await router.receive() == wire.Withdraw("t", 0, 7)
     finally:
         await sender.close()
+
+
+async def test_the_payload_of_a_remote_write_that_failed_is_gone_with_its_delivery(router):
+    """Without waiting for a collection of cycles."""
+    sender = Sender(remote=FailingEngine(None))
+    gc.disable()
+    try:
+        grant = wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0))
+        embedding = EMBEDDING.clone()
+        payload = weakref.ref(embedding)
+        delivery = sender.deliver(router.endpoint, granted(grant), embedding, PATIENCE_S)
+        del embedding
+        (error,) = await asyncio.gather(delivery, return_exceptions=True)
+        assert isinstance(error, UnavailableError)
+        del delivery, error
+        await soon(lambda: payload() is None)
+    finally:
+        gc.enable()
+        await sender.close()
+
+
+async def test_the_payload_of_a_delivery_that_was_cut_off_is_gone_with_it(router, sender):
+    """Without waiting for a collection of cycles."""
+    gc.disable()
+    try:
+        embedding = EMBEDDING.clone()
+        payload = weakref.ref(embedding)
+        delivery = sender.deliver(router.endpoint, granted(), embedding, PATIENCE_S)
+        cut_off = asyncio.create_task(delivery)
+        del embedding, delivery
+        await router.receive()
+        router.close()
+        await asyncio.wait([cut_off])
+        assert isinstance(cut_off.exception(), GrantLostError)
+        del cut_off
+        await soon(lambda: payload() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_receiver_that_dies_after_its_grant_costs_the_deadline_at_most(

@@ -243,7 +243,8 @@ class Dispatcher:
             except EpdError as error:
                 if not error.retry_elsewhere:
                     raise
-                failures = [(item, error) for item in items]
+                # Without its trace, which holds this frame, and the media.
+                failures = [(item, error.with_traceback(None)) for item in items]
             if not failures:
                 return []
             for item, failure in failures:

@@ -26,6 +26,7 @@ import torch
 
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
+from sglang_epd.encoder.breakage import drop_frames
 from sglang_epd.encoder.intake import Age, Arrival, Intake
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
@@ -293,6 +294,7 @@ class EncoderService:
                 outcome = asked.failed(DeadlineError("the request's deadline passed"))
             except EpdError as error:
                 outcome = asked.failed(error)
+                drop_frames(error)  # they have the media
             except Exception:
                 logger.exception("%s of %s", item.label, request.request_id)
                 outcome = asked.failed(EncodeError("the encoder failed on this item"))

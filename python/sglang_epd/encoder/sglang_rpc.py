@@ -146,7 +146,7 @@ class SglangService:
         if problem := validate_encode_request(fields):
             raise ProtocolError(problem)
         if len(asked.embedding_port) > _MAX_PLACES:
-            raise ProtocolError(f"embeddings are pushed to {_MAX_PLACES} places at most")
+            raise _too_many_places()
         host, ports = asked.prefill_host, asked.embedding_port
         named = [self._place(host, port, trusted) for port in ports]
         meeting = None if named else self._meet(asked.req_id)
@@ -311,12 +311,14 @@ class _Meeting:
         """Add a place, of so many.
 
         Raises:
-            ProtocolError: another place has said another count.
+            ProtocolError: another place has said another count, or there are too many.
         """
         if self._count not in (0, count):
             raise ProtocolError(f"a receive_count of {self._count}, and one of {count}")
         self._count = count
         if place not in self._places:
+            if len(self._places) == _MAX_PLACES:
+                raise _too_many_places()
             self._places.append(place)
         if len(self._places) >= count:
             self._full.set()
@@ -357,6 +359,10 @@ class _Taken:
         self._room.take(embedding.nbytes)
         self.rows[granted.message.item] = await asyncio.to_thread(embedding.clone)
         return "pushed"
+
+
+def _too_many_places() -> ProtocolError:
+    return ProtocolError(f"embeddings are pushed to {_MAX_PLACES} places at most")
 
 
 def _decoded(body: bytes | bytearray, kind: Any) -> Any:

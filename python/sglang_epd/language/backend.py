@@ -114,7 +114,7 @@ class Leader:
         self._secret = secret
         self._names = itertools.count()
         self._open: dict[str, _Claim] = {}
-        # Of requests that the prefix cache is being asked about, by id: how they were
+        # Of requests that the prefix cache is being asked about, by name: how they were
         # announced, their deadline, and their prompts.
         self._undecided: dict[str, tuple[Expect, float, Prompt | None]] = {}
         self._next_look = 0.0
@@ -175,7 +175,11 @@ class Leader:
         prompt = None if self.early is None else self.early.read(request, expect)
         if expect.layouts:
             # Every rank asks its prefix cache first.
-            self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s, prompt
+            self._undecided[manifest.name(request)] = (
+                expect,
+                time.monotonic() + expect.ttl_s,
+                prompt,
+            )
             return True
         self._claim(request, expect, (), prompt, prefix=self._prefix)
         return False
@@ -187,17 +191,21 @@ class Leader:
         claim.end()
         expect = msgspec.structs.replace(claim.expect, keys=laid.keys, layouts=laid.layouts)
         if claim.abandoned:
-            self.ask(request.rid, None, expect, tuple(range(expect.items)), again=False)
+            self.ask(manifest.name(request), None, expect, tuple(range(expect.items)), again=False)
             return [self._carry(request, _aborted(Settled("")))]
         if len(encode_message(expect)) > MAX_HEADER_BYTES:
             # More than a request carries.
             self._claim(request, claim.expect, (), claim.prompt)
             return []
-        self._undecided[request.rid] = expect, time.monotonic() + expect.ttl_s, claim.prompt
+        self._undecided[manifest.name(request)] = (
+            expect,
+            time.monotonic() + expect.ttl_s,
+            claim.prompt,
+        )
         return [self._carry(request, expect)]
 
     def ask(
-        self, rid: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
+        self, name: str, request: Any, expect: Expect, covered: tuple[int, ...], *, again: bool
     ) -> None:
         """Claim the items that the prefix cache does not cover of a request, under a new ticket
         where the announced one has been claimed (`again`).
@@ -209,20 +217,20 @@ class Leader:
             expect: its announcement.
             covered: numbers of items that the prefix cache covers.
         """
-        *_, prompt = self._undecided.pop(rid, (None,))
+        *_, prompt = self._undecided.pop(name, (None,))
         if again:
             expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16), consumers=1)
-            self._claims.again(rid, expect)
+            self._claims.again(request.rid, expect)
         needs = len(covered) < expect.items
         self._claim(request if needs else None, expect, covered, prompt, prefix=self._prefix)
 
-    def forgo(self, rid: str) -> None:
+    def forgo(self, name: str) -> None:
         """A request ended before the prefix cache was asked."""
-        undecided = self._undecided.pop(rid, None)
+        undecided = self._undecided.pop(name, None)
         if undecided is not None:
             expect, *_ = undecided
             every = tuple(range(expect.items))
-            self.ask(rid, None, expect, every, again=False)
+            self.ask(name, None, expect, every, again=False)
 
     def _claim(
         self,
@@ -249,8 +257,8 @@ class Leader:
         if now < self._next_look:
             return []
         self._next_look = now + 1.0
-        for rid in [rid for rid, (_, until, _) in self._undecided.items() if now >= until]:
-            del self._undecided[rid]
+        for name in [name for name, (_, until, _) in self._undecided.items() if now >= until]:
+            del self._undecided[name]
         error = UnavailableError("this server's receiver does not answer")
         given_up = []
         for name, claim in list(self._open.items()):
@@ -326,7 +334,7 @@ class Backend:
             if (part := self._read_part(request)) is not None:
                 ready += self._complete_part(request, part)
                 continue
-            if self._gate is not None and self._gate.holds(request.rid):
+            if self._gate is not None and self._gate.holds(manifest.name(request)):
                 failure = self._resolve(request, self._gate)
             else:
                 span = self._span_of(request).child("epd_assemble", rank=self._rank)
@@ -337,11 +345,11 @@ class Backend:
                 if failure is None:
                     ready.append(request)
                 elif self._gate is not None:
-                    self._gate.forgo(request.rid)
+                    self._gate.forgo(manifest.name(request))
             if failure is not None:
                 failed.append(failure)
                 if self._parts is not None:
-                    self._parts.forget(request.rid)
+                    self._parts.forget(manifest.name(request))
         return ready, failed
 
     def _read_part(self, request: Any) -> Beginning | None:
@@ -387,13 +395,14 @@ class Backend:
         return []
 
     def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
+        name = manifest.name(request)
         if self._parts is not None:
-            self._parts.settle(request.rid)
+            self._parts.settle(name)
         try:
             settled = manifest.read_settled(manifest.carried(request), self._secret)
         except EpdError as error:
-            return gate.fail(request.rid, error)
-        return gate.resolve(request.rid, settled)
+            return gate.fail(name, error)
+        return gate.resolve(name, settled)
 
     def _complete(self, request: Any) -> Failure | None:
         try:
@@ -402,7 +411,7 @@ class Backend:
                 mm_inputs = self._lay_out(request, message)
             elif isinstance(message, Settled):
                 if self._parts is not None:
-                    self._parts.settle(request.rid)
+                    self._parts.settle(manifest.name(request))
                 # Dropped at the end of this call unless the request's inputs keep them.
                 items = self._receive(message)
                 mm_inputs = self._assemble(request, items)

@@ -188,7 +188,7 @@ class Early:
         if one.in_flight:
             if any(asked is one for asked, _ in self._asked.values()):
                 return
-            if self._parts.alive(one.request.rid):
+            if self._parts.alive(manifest.name(one.request)):
                 return
             one.in_flight = False
             one.trace.end()
@@ -221,7 +221,7 @@ class Early:
         part = self._make(one.request, rid, ids)
         of = ""
         if one.claim in self._followed:
-            of = one.request.rid
+            of = manifest.name(one.request)
             one.trace = one.span.child("epd_prefill_early", items=count, tokens=one.done)
         carried = wire.Beginning(of, items, tuple(landed[item] for item in items), one.least)
         manifest.carry(part, manifest.write(carried, self._secret))

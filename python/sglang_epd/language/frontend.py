@@ -275,8 +275,9 @@ class Frontend:
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
         except Exception as error:
-            failure = error
-            if isinstance(failure, EpdError):
+            if isinstance(error, EpdError):
+                # Its trace holds frames that hold it, and the media.
+                failure = error.with_traceback(None)
                 logger.warning("Could not encode %s: %s (%s)", request.rid, failure, failure.code)
             else:
                 logger.exception("Could not encode %s", request.rid)

@@ -73,9 +73,7 @@ class LocalImages:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
 
     async def close(self) -> None:
         """Close the connections, and end the decoders."""
@@ -109,3 +107,12 @@ class LocalImages:
         except asyncio.CancelledError:
             decoding.stop()
             raise
+
+
+async def _end(tasks: list[asyncio.Task[LocalImage]]) -> None:
+    """Cancel what is left, and forget all: a caller's frame, which an error's trace holds, would
+    hold the error by its task, and the other images."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()

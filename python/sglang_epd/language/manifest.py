@@ -35,6 +35,16 @@ _CODE_BYTES = 32
 _PARAMETER = "sglang_epd_manifest"
 
 
+def name(request: Any) -> str:
+    """What a scheduler knows a request by.
+
+    Tokenizer workers see that no two of their own requests have one id, and know nothing of each
+    other's.
+    """
+    worker = getattr(request, "http_worker_ipc", None)
+    return f"{request.rid} of {worker}" if worker else str(request.rid)
+
+
 def waits(request: Any) -> bool:
     """Whether a message to a scheduler is a request that waits for its media."""
     if hasattr(request, "encoder_urls"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sglang_epd.language import manifest
 from sglang_epd.language.prefix import Queue, Tree, bare_items, end
 from sglang_epd.tally import Tally
 
@@ -65,7 +66,7 @@ class Parts:
         self._queue = queue
         self._page = page
         self._tally = tally
-        # By the id of their request, from its first part until SGLang queues it.
+        # By the name of their request, from its first part until SGLang queues it.
         self._courses: dict[str, _Course] = {}
         # By id: whose parts they are, and their least tokens, until SGLang queues them.
         self._awaited: dict[str, tuple[str, int]] = {}
@@ -113,9 +114,10 @@ class Parts:
             return False
         awaited = self._awaited.pop(request.rid, None)
         if awaited is None:
-            course = self._courses.get(request.rid)
+            name = manifest.name(request)
+            course = self._courses.get(name)
             if course is not None and course.settled:
-                self._queued[request] = self._courses.pop(request.rid)
+                self._queued[request] = self._courses.pop(name)
             return None
         of, least = awaited
         course = self._courses.get(of, _Course(settled=True))
@@ -173,25 +175,25 @@ class Parts:
                 self._tally.add("tokens", amount=computed)
         return True
 
-    def settle(self, rid: str) -> None:
+    def settle(self, name: str) -> None:
         """All items of a request have landed, or will not."""
-        course = self._courses.get(rid)
+        course = self._courses.get(name)
         if course is None:
             return
         course.settled = True
         if course.part is not None and self._queue.remove(course.part):
             self._drop(course.part, course, "withdrawn")
-        settled = [rid for rid, one in self._courses.items() if one.settled]
+        settled = [name for name, one in self._courses.items() if one.settled]
         if len(settled) > _MAX_SETTLED:
             del self._courses[settled[0]]
 
-    def forget(self, rid: str) -> None:
-        """A request has failed: another of that id has nothing of its parts."""
-        self._courses.pop(rid, None)
+    def forget(self, name: str) -> None:
+        """A request has failed: another of that name has nothing of its parts."""
+        self._courses.pop(name, None)
 
-    def alive(self, rid: str) -> bool:
+    def alive(self, name: str) -> bool:
         """Whether a part of a request waits or runs."""
-        course = self._courses.get(rid)
+        course = self._courses.get(name)
         if course is None or course.over:
             return False
         if course.part is not None and not self._queue.holds(course.part):

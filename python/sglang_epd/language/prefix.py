@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_epd.errors import EpdError, MediaError
+from sglang_epd.language import manifest
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader
 from sglang_epd.language.relay import Receive
@@ -83,7 +84,7 @@ class Queue(Protocol):
         """Take one out of the waiting queue; False if it is not there."""
 
     def waiting(self) -> Collection[str]:
-        """Ids of all requests that wait to be prefilled, wherever."""
+        """Names of all requests that wait to be prefilled, wherever."""
 
     def discard(self, request: Any) -> None:
         """Give back the memory of a request that will not run."""
@@ -151,7 +152,7 @@ class PrefixGate:
         self._leader = leader
         self._receive = receive
         self._locks: dict[str, Any] = {}
-        # By id: the request, and whether it had been retracted.
+        # By name: the request, and whether it had been retracted.
         self._parked: dict[str, tuple[Any, bool]] = {}
         self._lost: list[Any] = []
 
@@ -169,20 +170,20 @@ class PrefixGate:
         is a part of a prompt that is not worth it."""
         if self._parts is not None and (verdict := self._parts.admit(request)) is not None:
             return verdict
-        bare = bare_items(request)
+        name, bare = manifest.name(request), bare_items(request)
         if not bare:
-            self.forgo(request.rid)
+            self.forgo(name)
             return True
-        self._unlock(request.rid)
+        self._unlock(name)
         resting = bare[0][1].resting
         length, node = (0, None) if resting.lost else self._tree.match(request)
         missing = {note.rows.item for item, note in bare if end(item) > length}
         if length:
-            self._locks[request.rid] = self._tree.lock(node)
+            self._locks[name] = self._tree.lock(node)
         self._ask(request, resting, missing)
         if not missing:
             return True
-        self._parked[request.rid] = request, retracted
+        self._parked[name] = request, retracted
         return False
 
     def may_run(self, request: Any, prefix_len: int) -> bool:
@@ -203,7 +204,7 @@ class PrefixGate:
 
     def taken(self, request: Any) -> None:
         """The prefill holds the match itself from now on."""
-        self._unlock(request.rid)
+        self._unlock(manifest.name(request))
         if self._parts is not None:
             self._parts.taken(request)
 
@@ -217,8 +218,8 @@ class PrefixGate:
 
     def let_go(self) -> None:
         """Memory is needed: nothing is locked any more."""
-        for rid in list(self._locks):
-            self._unlock(rid)
+        for name in list(self._locks):
+            self._unlock(name)
 
     def tidy(self) -> None:
         """Once a tick: requests that have lost their match wait here, and matches of
@@ -232,26 +233,26 @@ class PrefixGate:
                 self._queue.add(request, retracted=False)
         if self._locks:
             live = {*self._queue.waiting(), *self._parked}
-            for rid in [rid for rid in self._locks if rid not in live]:
-                self._unlock(rid)
+            for name in [name for name in self._locks if name not in live]:
+                self._unlock(name)
 
-    def forgo(self, rid: str) -> None:
+    def forgo(self, name: str) -> None:
         """A request ended before its prefix was asked for."""
         if self._leader is not None:
-            self._leader.forgo(rid)
+            self._leader.forgo(name)
 
-    def holds(self, rid: str) -> bool:
-        """Whether a request of that id waits here."""
-        return rid in self._parked
+    def holds(self, name: str) -> bool:
+        """Whether a request of that name waits here."""
+        return name in self._parked
 
-    def announced(self, rid: str) -> Expect | None:
+    def announced(self, name: str) -> Expect | None:
         """How the items of a request were announced that waits here."""
-        parked = self._parked.get(rid)
+        parked = self._parked.get(name)
         return None if parked is None else bare_items(parked[0])[0][1].resting.expect
 
-    def resolve(self, rid: str, settled: Settled) -> Failure | None:
+    def resolve(self, name: str, settled: Settled) -> Failure | None:
         """A request's items have landed, or will not: it goes on, or fails."""
-        request, retracted = self._parked.pop(rid)
+        request, retracted = self._parked.pop(name)
         try:
             received = iter(self._receive(settled))
         except EpdError as error:
@@ -271,9 +272,9 @@ class PrefixGate:
         self._queue.add(request, retracted=retracted)
         return None
 
-    def fail(self, rid: str, error: EpdError) -> Failure:
+    def fail(self, name: str, error: EpdError) -> Failure:
         """A request that waits here cannot go on."""
-        request, _ = self._parked.pop(rid)
+        request, _ = self._parked.pop(name)
         return self._fail(request, error)
 
     def check_integrity(self) -> None:
@@ -282,7 +283,7 @@ class PrefixGate:
         assert set(self._locks) <= live, "a match is held for nobody"
 
     def _fail(self, request: Any, error: EpdError) -> Failure:
-        self._unlock(request.rid)
+        self._unlock(manifest.name(request))
         self._queue.discard(request)
         return request, error.message, error.http_status
 
@@ -295,9 +296,10 @@ class PrefixGate:
             return
         every = range(resting.expect.items)
         covered = tuple(number for number in every if number not in missing)
-        self._leader.ask(request.rid, resting.carrier, resting.expect, covered, again=again)
+        name = manifest.name(request)
+        self._leader.ask(name, resting.carrier, resting.expect, covered, again=again)
 
-    def _unlock(self, rid: str) -> None:
-        lock = self._locks.pop(rid, None)
+    def _unlock(self, name: str) -> None:
+        lock = self._locks.pop(name, None)
         if lock is not None:
             self._tree.unlock(lock)

@@ -32,15 +32,20 @@ def open_local(url: str, limits: MediaLimits) -> BinaryIO:
         root = root.resolve()
     except (OSError, RuntimeError, ValueError):  # link loops and over-long names among them
         raise MediaForbiddenError("the path cannot be resolved") from None
+    outside = MediaForbiddenError("the path lies outside the folder that may be read")
     if not path.is_relative_to(root):
-        raise MediaForbiddenError("the path lies outside the folder that may be read")
+        raise outside
     try:
         # Devices act on being opened, and a FIFO without a writer would block.
         if not stat.S_ISREG(path.lstat().st_mode):
             raise MediaError("the path is not a regular file")
-        # O_NOFOLLOW and O_NONBLOCK hold should the file be replaced in between.
+        # O_NOFOLLOW and O_NONBLOCK hold should the file be replaced in between, and where it
+        # is found then is judged should a folder be.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         file = os.fdopen(descriptor, "rb")
+        if not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(root):
+            file.close()
+            raise outside
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode) and status.st_size <= limits.max_bytes:
             return file

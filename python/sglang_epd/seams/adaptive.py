@@ -71,8 +71,9 @@ class _Sent:
 
 @dataclass
 class _Request:
-    """One request, in the task that serves it."""
+    """One request, in the task that serves it; its deadline is on `time.monotonic`."""
 
+    deadline: float
     items: dict[str, list[EncodeItem]] = field(default_factory=dict)
     sent: dict[str, _Sent] = field(default_factory=dict)
 
@@ -137,7 +138,7 @@ class Adaptive:
             where, why = "remote", "load"
         for _ in prompts:
             self._count(where, why)
-        request = _Request(items)
+        request = _Request(time.monotonic() + self._timeout_s, items)
         _current.set(request)
         if where == "remote":
             request.sent = {rid: _Sent(planned) for rid, planned in items.items()}
@@ -178,7 +179,7 @@ class Adaptive:
             return await original(manager, prompt)
         sent = request.sent.get(prompt.rid)
         if sent is None:
-            return await self._here(original, manager, prompt, items)
+            return await self._here(original, manager, prompt, items, request.deadline)
         tokenized, reason = await self._elsewhere(original, manager, prompt, sent)
         if not reason:
             return tokenized
@@ -186,14 +187,16 @@ class Adaptive:
         self._count("local", "failed")
         prompt.need_wait_for_mm_inputs = False
         prompt.encoder_urls = None
-        return await self._here(original, manager, prompt, items)
+        return await self._here(original, manager, prompt, items, request.deadline)
 
-    async def _here(self, original: Any, manager: Any, prompt: Any, items: list[EncodeItem]) -> Any:
+    async def _here(
+        self, original: Any, manager: Any, prompt: Any, items: list[EncodeItem], deadline: float
+    ) -> Any:
         """As one server does it, but for how media are read."""
         from fastapi import HTTPException
 
         try:
-            read = await self._images.read(items, time.monotonic() + self._timeout_s)
+            read = await self._images.read(items, deadline)
         except EpdError as error:
             if error.status == HTTPStatus.BAD_REQUEST or getattr(prompt, "stream", False):
                 # Of a stream too this is an answer with a status, before it begins.

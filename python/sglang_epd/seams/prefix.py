@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from sglang_epd.language import manifest
+
 if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.backend import Leader
     from sglang_epd.language.parts import Parts
@@ -106,11 +108,11 @@ class SchedulerQueue:
 
     def waiting(self) -> Collection[str]:
         scheduler = self._scheduler
-        rids = {request.rid for request in scheduler.waiting_queue}
+        names = {manifest.name(request) for request in scheduler.waiting_queue}
         bootstrapping = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         if bootstrapping is not None:
-            rids |= {request.rid for request in bootstrapping.queue}
-        return rids
+            names |= {manifest.name(request) for request in bootstrapping.queue}
+        return names
 
     def running(self, request: Any) -> bool:
         scheduler = self._scheduler
@@ -121,7 +123,7 @@ class SchedulerQueue:
     def holds(self, request: Any) -> bool:
         sent: Any = getattr(self._scheduler, "disagg_prefill_inflight_queue", None) or ()
         return (
-            request.rid in self.waiting()
+            manifest.name(request) in self.waiting()
             or self.running(request)
             or any(one is request for one in sent)
         )

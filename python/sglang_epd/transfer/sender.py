@@ -314,7 +314,8 @@ class Sender:
             self._withdraw(peer, grant)
             raise
         finally:
-            del peer.acks[_name(grant)]
+            # An error's trace holds this frame, and so the payload.
+            del peer.acks[_name(grant)], ack
         peer.grants.pop(_name(grant), None)
         return answer
 
@@ -333,11 +334,14 @@ class Sender:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(lambda _ended: self._leave(writing, peer, grant))
+            writing.add_done_callback(lambda ended: self._leave(ended, peer, grant))
             raise
         except UnavailableError:
             self._leave(writing, peer, grant)
             raise
+        finally:
+            # Its error's trace holds this frame, and the frame the payload.
+            del writing
 
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""
@@ -442,12 +446,17 @@ class Sender:
                 del self._peers[peer.endpoint]
                 return
             logger.info("Dialling a language server again, with %d open offers", len(peer.offers))
-            for ack in peer.acks.values():
-                if not ack.done():
-                    ack.set_exception(GrantLostError())
-            for offer, offered in peer.offers.values():
-                if not offered.decided.done():
-                    self._ask(peer, offer)
+            self._go_on(peer)
+
+    def _go_on(self, peer: _Peer) -> None:
+        """On a new connection. Not in `_keep`, whose frame would hold the last error, and so a
+        payload."""
+        for ack in peer.acks.values():
+            if not ack.done():
+                ack.set_exception(GrantLostError())
+        for offer, offered in peer.offers.values():
+            if not offered.decided.done():
+                self._ask(peer, offer)
 
     async def _broken(self, peer: _Peer) -> bool:
         """Wait until a connection that stood breaks; whether it was refused instead."""

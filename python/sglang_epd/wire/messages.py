@@ -379,7 +379,7 @@ class Beginning(Message, frozen=True, tag="beginning"):
     prompt, to be prefilled into the prefix cache.
 
     Attributes:
-        of: SGLang's id of the other request; empty if that is over, and the part's items are only
+        of: the name of the other request; empty if that is over, and the part's items are only
             to be given back.
         items: the numbers of the items that the part has, in ascending order.
         landed: each of them; None where the prefix cache had it.

@@ -336,6 +336,18 @@ async def test_a_worker_whose_tower_is_stuck_or_broken_is_started_again(make, da
     assert all(map(gone, before))
 
 
+async def test_large_media_that_nobody_waits_for_leave_no_file(tower):
+    front = psutil.Process()
+    before = front.num_fds()
+    for _ in range(8):
+        preparing = asyncio.create_task(tower.prepare("IMAGE", bytes(32 << 20)))
+        await asyncio.sleep(0.001)  # they are being written
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+    await until(lambda: front.num_fds() <= before)
+
+
 async def test_a_cancelled_prepare_ends_in_the_worker_too(tower):
     for _ in range(50):
         stuck = asyncio.create_task(tower.prepare("IMAGE", b"stuck"))

@@ -214,6 +214,9 @@ class Preparer:
             feature, result, list(range(count)), sglang_modality
         )
         shape = (sum(result.token_counts), self._widths[modality])
+        if not shape[0]:
+            # A receiver takes no empty embedding.
+            raise MediaError(f"{modality.lower()} is too short for this model: it has no token")
         grid = torch.as_tensor(result.grid_thw).reshape(count, -1).tolist()
         layout = Layout(modality, TensorSpec(self._dtype, shape), grid, self._extra(result, count))
         patches = sum(math.prod(row) for row in grid)

@@ -171,8 +171,7 @@ class WorkerTower:
         options: Mapping[str, Any] | None = None,
     ) -> Prepared:
         crew = self._living()
-        small = len(data) <= _SMALL_BYTES
-        fd = write_file(data) if small else await asyncio.to_thread(write_file, data)
+        fd = write_file(data) if len(data) <= _SMALL_BYTES else await _write_in_thread(data)
         try:
             return await crew.prepare(modality, fd, deadline, dict(options or {}))
         finally:
@@ -482,6 +481,21 @@ class _Crew:
             # The others may be waiting for it inside a collective, for good.
             late = f"rank {rank} failed, and others did not within {self._times.ranks_s:g} s"
             call.timers.append(self._loop.call_later(self._times.ranks_s, self.lose, late))
+
+
+async def _write_in_thread(data: bytes) -> int:
+    """As `write_file`, which a cancelled call leaves nothing of."""
+    writing = asyncio.get_running_loop().run_in_executor(None, write_file, data)
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        writing.add_done_callback(_close_written)
+        raise
+
+
+def _close_written(writing: asyncio.Future[int]) -> None:
+    if not writing.cancelled() and not writing.exception():
+        os.close(writing.result())
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:

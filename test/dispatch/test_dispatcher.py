@@ -127,13 +127,6 @@ async def test_the_request_id_does_not_give_the_ticket_away(two, dispatch):
     assert all(len({r.request_id for r in encoder.requests}) == 2 for encoder in two)
 
 
-async def test_items_of_a_dead_encoder_go_to_another_and_only_those(start, dispatch, dead_url):
-    encoder = await start()
-    await dispatch([dead_url, encoder.url], 4)
-    assert encoder.items == [1, 3, 0, 2]
-    assert len({request.request_id for request in encoder.requests}) == 2
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -152,14 +145,6 @@ async def test_what_one_encoder_cannot_do_another_does(two, dispatch, fault):
     await dispatch(urls(two), 4)
     assert first.items == [0, 2]
     assert second.items == [1, 3, 0, 2]
-
-
-async def test_one_failed_item_is_tried_elsewhere_alone(two, dispatch):
-    first, second = two
-    failed = ItemOutcome(0, "failed", EncodeError.__name__, "out of memory")
-    first.says(failed, ItemOutcome(2, "delivered"))
-    await dispatch(urls(two), 4)
-    assert second.items == [1, 3, 0]
 
 
 async def test_a_retry_does_not_wait_for_the_other_shares(start, dispatch, dead_url):
@@ -185,19 +170,6 @@ async def test_an_item_goes_round_before_it_returns_to_an_encoder(start, dispatc
         await dispatch(urls(encoders), 4, seconds=1.0)
     counts = [encoder.items.count(0) for encoder in encoders]
     assert max(counts) - min(counts) <= 1 and min(counts) >= 1
-
-
-async def test_an_encoder_that_joins_meanwhile_helps(two, run):
-    full, late = two
-    pool = ready(full.url)
-
-    async def refuse_and_let_join(_request):
-        pool.add(late.url)
-        return web.Response(status=503)
-
-    full.answer = refuse_and_let_join
-    await run(pool, 1)
-    assert late.items == [0]
 
 
 @pytest.mark.parametrize("dead", [False, True])

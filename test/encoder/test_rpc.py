@@ -13,7 +13,7 @@ from functools import partial
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.checks.servers import servers
@@ -23,6 +23,7 @@ from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Prober
 from sglang_epd.dispatch.rpc import Rpc
 from sglang_epd.encoder import answering as answering_module
+from sglang_epd.encoder import rpc as rpc_module
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.rpc import RpcServer
 from sglang_epd.errors import (
@@ -105,6 +106,36 @@ async def test_a_strangers_body_is_not_read_to_its_end(serve, count):
         with contextlib.suppress(grpc.aio.AioRpcError):
             await asyncio.wait_for(channel.stream_unary(rpc.ENCODE)(endless()), 5)
     assert count("requests_total", status="401") == 1
+
+
+@pytest.mark.parametrize(
+    "method", [rpc.STATUS, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"]
+)
+async def test_what_asks_for_no_token_reads_no_message(serve, method):
+    """More than gRPC takes: it would say so."""
+    url = await serve("secret")
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        call = channel.unary_stream(method)(bytes(2 * MAX_BODY))
+        assert len([answer async for answer in call]) == 1
+
+
+async def test_reflection_takes_short_questions_of_one_asker_at_a_time(serve, monkeypatch):
+    monkeypatch.setattr(rpc_module, "_QUESTIONS_S", 0.5)
+    url = await serve("secret")
+    question = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
+        method = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+        ask = channel.stream_stream(method)
+        silent = ask()
+        await silent.write(question)
+        assert await silent.read()
+        # Its turn comes when the other's is over.
+        after = ask(iter([question]))
+        assert await after.read()
+        assert await silent.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for wrong, said in ((bytes(MAX_BODY // 2), "over 4096 bytes"), (b"\xff", "no question")):
+            with pytest.raises(grpc.aio.AioRpcError, match=said):
+                await ask(iter([wrong])).read()
 
 
 @pytest.mark.parametrize(

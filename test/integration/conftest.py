@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +71,36 @@ def site() -> Iterator[Site]:
     """A media server, which has nothing yet."""
     with serving() as site:
         yield site
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Has a process do something with `sglang.Engine`s (`engine_child`), and says what came of
+    it."""
+    with (
+        open(tmp_path / "log", "w") as log,
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_child.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "SGLANG_VLM_CACHE_SIZE_MB": "0"},
+        ) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+
+        def ask(*told: Any) -> Any:
+            child.stdin.write(json.dumps(told) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+            assert line, (tmp_path / "log").read_text()[-4000:]
+            said = json.loads(line)
+            return said.get("error", said.get("answer"))
+
+        yield ask
+        child.stdin.close()
+        assert child.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from integration.topology import START_TIMEOUT_S, TOPOLOGIES, Machine, Topology
 from sglang_epd.cli.processes import ServerError
 
 Photographs = list[Image.Image]
+ATTENTION = "--tp 2 --dp-size 2 --enable-dp-attention"
 
 # Topology and entry point; in the order in which they are started.
 ENTRIES = [
@@ -85,6 +86,14 @@ def test_log_probabilities_equal_one_servers(
 def test_a_model_without_stages_is_sglangs_own_error(machine: Machine) -> None:
     with pytest.raises(ServerError, match="Pipeline Parallel is not compatible with this model"):
         machine.use("stages_gemma3")
+
+
+@pytest.mark.extended
+def test_attention_to_latents_in_replicas(machine: Machine, message: dict[str, Any]) -> None:
+    flags = {"encoder": "--trust-remote-code", "language": f"--trust-remote-code {ATTENTION}"}
+    with machine.lend(Topology("tiny-kimi-vl", tuple(flags), flags=flags)) as topology:
+        for _ in range(3):
+            machine.check(topology.client(), "tiny-kimi-vl", [message], at="kimi_vl")
 
 
 def test_embeddings_travel_the_way_that_was_asked_for(

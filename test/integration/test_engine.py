@@ -3,20 +3,14 @@ only."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from integration import engine_child
 from integration.client import Client, data_url
 from integration.counters import delivered
 from integration.test_embeddings import MODEL as EMBEDDINGS
@@ -33,35 +27,6 @@ Ask = Callable[..., Any]
 PAUSE_S = 4.0
 # A form of SGLang's in which embeddings are called features, as pixels are.
 FEATURE = "precomputed_embedding"
-
-
-@pytest.fixture
-def ask(tmp_path: Path) -> Iterator[Ask]:
-    """Has a process do something, and says what came of it."""
-    with (
-        open(tmp_path / "log", "w") as log,
-        subprocess.Popen(
-            [sys.executable, engine_child.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "SGLANG_VLM_CACHE_SIZE_MB": "0"},
-        ) as child,
-    ):
-        assert child.stdin is not None and child.stdout is not None
-
-        def ask(*told: Any) -> Any:
-            child.stdin.write(json.dumps(told) + "\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-            assert line, (tmp_path / "log").read_text()[-4000:]
-            said = json.loads(line)
-            return said.get("error", said.get("answer"))
-
-        yield ask
-        child.stdin.close()
-        assert child.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
 
 
 def options(topology: Topology, **more: Any) -> Body:

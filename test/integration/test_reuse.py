@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
-from integration.counters import answered, counted, total
+from integration.counters import answered, counted, delivered, samples, total
 from integration.listener import Site
 from integration.test_forms import IMAGE
 from integration.test_parity import Messages, Photographs
@@ -325,3 +325,29 @@ def test_answers_say_where_their_pictures_came_from(
     if server.role == "language":
         counts = counted(server.client.url, "dispatch_items_total", "source")
         assert counts.keys() >= {"kv", "language_cache", "computed"}
+
+
+@pytest.mark.extended
+def test_kv_comes_back_from_the_host(
+    machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]
+) -> None:
+    """The device has room for two of the prompts. Pictures are encoded again all the same."""
+    small = "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1500 --enable-metrics"
+    topology = Topology(
+        _MODEL,
+        ("encoder", "language"),
+        {"SGLANG_EPD_EMBEDDING_CACHE_MB": "0"},
+        {"language": small},
+    )
+    questions = [
+        [user(*pictures(photographs, 2, turn), text_part(f"What is number {turn}?"))]
+        for turn in range(6)
+    ]
+    with machine.lend(topology):
+        for messages in (*questions, *questions):
+            topology.client().generation(*messages, tokens=TOKENS).check(expected(messages))
+        cached = dict.fromkeys(("host", "device"), 0.0)
+        for labels, tokens in samples(topology.urls["language"], "cached_tokens_total", "sglang:"):
+            cached[labels["cache_source"]] += tokens
+        assert cached["host"] > 100
+        assert delivered(topology) > 2 * len(questions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -80,3 +83,23 @@ def test_too_many_pictures_are_as_much_of_an_error(
         refused = server.chat(user(*[part] * 5, text_part("Five?")))
         assert refused.status_code == 400
         assert "Image count 5 exceeds limit 4" in refused.text
+
+
+@pytest.mark.skipif(
+    find_spec("granian") is None, reason="granian, of SGLang's extra http2, is not installed"
+)
+@pytest.mark.parametrize("more", ["", " --tokenizer-worker-num 2"])
+def test_http2(machine: Machine, photographs: Photographs, more: str) -> None:
+    roles = ("encoder", "language")
+    flags = {"encoder": "--enable-http2", "language": f"--enable-http2{more}"}
+    asked = one_picture(photographs)
+    body = {"model": "default", "messages": asked, "temperature": 0, "max_tokens": 8}
+    with machine.lend(Topology(MODEL, roles, flags=flags)) as topology:
+        machine.check(topology.client(), MODEL, asked, tokens=8)
+        url = f"{topology.urls['language']}/v1/chat/completions"
+        curl = ["curl", "-s", "--http2-prior-knowledge", "-w", " HTTP/%{http_version}"]
+        told = ["-H", "Content-Type: application/json", "--data-binary", "@-", url]
+        said = subprocess.check_output([*curl, *told], input=json.dumps(body), text=True)
+        answer, _, version = said.rpartition(" HTTP/")
+        text = json.loads(answer)["choices"][0]["message"]["content"]
+        assert (version, text) == ("2", topology.client().answer(*asked, max_tokens=8))

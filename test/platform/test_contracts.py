@@ -174,11 +174,22 @@ def test_speculation_has_no_part_that_runs_on_this_platform():
     assert f"elif not _is_xpu:\n    {kernels}" in tree
 
 
-def test_the_hierarchical_caches_memory_is_cudas():
-    """Also what stops it."""
-    pool = source("sglang.srt.mem_cache.pool_host.common")
-    assert "cudart = torch.cuda.cudart()" in pool
-    assert "        _cuda_host_register(buffer, registration_granularity_bytes)" in pool
+def test_the_host_cache_is_pinned_and_copied_by_names_that_are_looked_up():
+    common = source("sglang.srt.mem_cache.pool_host.common")
+    assert "        _cuda_host_register(buffer, registration_granularity_bytes)" in common
+    arguments = ["src_layers=", "dst_layers=", "src_indices=", "dst_indices=", "page_size="]
+    for kind in ("mha", "mla"):
+        pool = ast.parse(source(f"sglang.srt.mem_cache.pool_host.{kind}"))
+        copies = [
+            call
+            for call in ast.walk(pool)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "transfer_kv_direct"
+        ]
+        assert len(copies) >= 2
+        assert all([f"{one.arg}=" for one in call.keywords] == arguments for call in copies)
+    flags = source("sglang.srt.arg_groups.fields.memory")
+    assert "hicache_io_backend:" in flags
+    assert "hicache_mem_layout:" in flags
 
 
 def test_adapters_have_tables_in_pinned_memory():

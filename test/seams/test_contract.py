@@ -362,8 +362,15 @@ families/films: multimodal.processors.base_processor BaseMultimodalProcessor._lo
 encoder/model/loading: disaggregation.encoder.server MMEncoder.__init__
     self.model = load_model( model_config=self.model_config, load_config=self.load_config,
         device_config=self.device_config, )
-encoder/model/loading: model_loader.loader DefaultModelLoader.load_model
-    self._get_all_weights(model_config, model)
+families/reading: model_loader.loader DefaultModelLoader.load_model
+    model = _initialize_model( model_config, self.load_config, quant_config, )
+families/reading: model_loader.loader DefaultModelLoader.load_weights_only
+    model.load_weights(weights)
+families/reading: model_loader.loader ShardedStateLoader.load_model
+    state_dict = self._filter_subtensors(model.state_dict())
+    state_dict[key].shape
+families/reading: model_executor.model_runner_components.load_model_utils build_load_config
+    load_format=load_format or get_model().load_format,
 encoder/model/engine: arg_groups.serving_hook handle_multimodal_feature_transport
     if cfg.encoder_only and requested_transport in ("cuda_ipc", "cuda_vmm"):
     encoder outputs.", requested_transport, ) requested_transport = "cpu"

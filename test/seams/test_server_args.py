@@ -23,6 +23,7 @@ SERVED = {
     "tokenizer_worker_num": 1,
     "grpc_mode": False,
     "smg_grpc_mode": False,
+    "use_ray": False,
     "enable_adaptive_dispatch_to_encoder": False,
     "enable_ssl_refresh": False,
     "ssl_certfile": None,
@@ -110,6 +111,7 @@ def test_the_flags_that_are_served_pass(check, changes):
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
         ({**ENCODER, "grpc_mode": True, "ssl_certfile": "a"}, "--ssl-certfile with --encoder-only"),
         ({"smg_grpc_mode": True}, "--grpc-mode with --language-only"),
+        ({"use_ray": True}, "--use-ray with --language-only"),
         ({"encoder_urls": ["encoder:30000"]}, "'encoder:30000'"),
         ({"encoder_urls": ["grpc://encoder:30000"]}, "SGLANG_ENCODER_MM_RECEIVER_MODE=http"),
         (

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from sglang_epd.checkpoint import served
+from sglang_epd.errors import ConfigError
 from sglang_epd.families.reading import tensors_other_than
 from sglang_epd.namespace import of_language_model, of_tower
 from sglang_epd.seams.vision_weights import ReleasedTower, leave_out, load, one_block, release
@@ -26,6 +28,9 @@ class Model(nn.Module):
             parameters[name].data.copy_(tensor)
 
 
+LOADED = {"load_format": "auto", "weight_cache_mode": "off"}
+
+
 @pytest.fixture
 def run(flags):
     """What `load` makes of a runner; while SGLang's own function runs, how deep a tower is."""
@@ -37,9 +42,10 @@ def run(flags):
         adaptive: bool = False,
         architecture: str = "Qwen3VLForConditionalGeneration",
         draft: bool = False,
+        model_flags: dict[str, str] = LOADED,
     ) -> int:
         disagg = {"language_only": language_only, "enable_adaptive_dispatch_to_encoder": adaptive}
-        flags(disagg=disagg, observability={"enable_metrics": False})
+        flags(disagg=disagg, observability={"enable_metrics": False}, model=model_flags)
         config = SimpleNamespace(
             vision_config=SimpleNamespace(depth=4), architectures=[architecture]
         )
@@ -62,6 +68,15 @@ def test_a_language_only_server_builds_and_keeps_no_tower(run):
     assert [name for name, _ in model.named_parameters()] == ["model.weight", "model.bias"]
     with pytest.raises(RuntimeError, match="--language-only"):
         model.visual(None)
+
+
+@pytest.mark.parametrize(
+    "flag", [{"load_format": "sharded_state"}, {"weight_cache_mode": "client"}]
+)
+def test_a_loader_that_asks_for_each_parameter_has_the_whole_tower(run, flag):
+    model = Model()
+    assert run(model, model_flags=LOADED | flag) == 4
+    assert isinstance(model.visual, ReleasedTower)
 
 
 def test_a_draft_model_is_left_alone(run):
@@ -151,17 +166,21 @@ def test_of_a_sharded_checkpoint_only_what_is_wanted_is_opened(
         save_file({name: torch.zeros(2) for name in names}, tmp_path / f"{shard}.safetensors")
     paths = [str(tmp_path / f"{shard}.safetensors") for shard in shards]
     monkeypatch.setattr(loader, "_prepare_weights", lambda *_a, **_o: ("folder", paths, True))
-    every = [(name, torch.zeros(2)) for names in shards.values() for name in names]
-    monkeypatch.setattr(loader, "_get_all_weights", lambda *_a: iter(every))
+    given = []
+    model = SimpleNamespace(load_weights=given.extend)
+    monkeypatch.setattr(sglang("model_loader.loader"), "_initialize_model", lambda *_a: model)
     before = loader._prepare_weights
     with tensors_other_than(left_out):
         _, files, _ = loader._prepare_weights(None, "path")
-        names = [name for name, _ in loader._get_all_weights(None, None, None)]
+        built = sglang("model_loader.loader")._initialize_model(None)
+    built.load_weights((name, torch.zeros(2)) for names in shards.values() for name in names)
     assert [Path(file).stem for file in files] == (
         ["b", "c"] if left_out is of_tower else ["a", "c"]
     )
+    names = [name for name, _ in given]
     assert sorted(names) == sorted(LANGUAGE if left_out is of_tower else TOWERS)
     assert loader._prepare_weights is before
+    assert sglang("model_loader.loader")._initialize_model() is model
 
 
 @pytest.fixture
@@ -249,3 +268,12 @@ def test_a_whole_models_weights_are_updated_whole(sglang, hooked, run):
     ones = [("visual.weight", torch.ones(4, 4))]
     updater._model_load_weights_direct(model, ones)
     assert torch.equal(model.visual.weight.data, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("path", ["s3://models/tiny", "redis://host/tiny", "{here}/tiny.gguf"])
+def test_weights_that_are_in_no_folder_are_refused_by_name(flags, tmp_path: Path, path):
+    (tmp_path / "tiny.gguf").touch()
+    path = path.format(here=tmp_path)
+    flags(model=LOADED | {"model_path": path, "revision": None})
+    with pytest.raises(ConfigError, match=f"--model-path {path}: .* give a folder"):
+        served()

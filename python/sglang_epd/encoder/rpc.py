@@ -4,7 +4,8 @@ sglang_epd.Encoder     Encode and Status, for this package's language servers (`
 grpc.health.v1         Check and Watch, by any name; serving as `GET /health` says
 reflection             the names of the services
 
-`encoder.sglang_rpc` adds SGLang's own service.
+`encoder.sglang_rpc` adds SGLang's own service. Of what asks for no token, only reflection reads
+messages, and those one at a time: gRPC's bound on a message is one for all methods of a server.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any, Protocol
 
 import grpc
 import msgspec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from starlette.responses import Response
 
 from sglang_epd.encoder.answering import Answering
-from sglang_epd.encoder.service import EncoderService
 from sglang_epd.errors import ConfigError
 from sglang_epd.wire import rpc
 
@@ -31,6 +32,8 @@ _HANDSHAKE_S, _IDLE_S = 20, 75
 # Of a body that was refused: how long nothing may come of it, and how long all of it may take,
 # before its asker is answered all the same.
 _REST_SILENCE_S, _REST_S = 1.0, 30.0
+# Of reflection: bytes of a question, and how long one asker's take.
+_QUESTION_BYTES, _QUESTIONS_S = 4096, 5.0
 
 
 class Call:
@@ -89,16 +92,19 @@ class RpcServer:
         self._server = grpc.aio.server(options=options)
         own = {
             "Encode": grpc.stream_unary_rpc_method_handler(self._encode),
-            "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            # No message is read that is not asked for, as of a stream.
+            "Status": grpc.stream_unary_rpc_method_handler(self._status),
         }
-        services = {rpc.SERVICE: own}
+        health = {
+            "Check": grpc.stream_unary_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+        }
+        services = {rpc.SERVICE: own, _HEALTH: health}
         if other is not None:
             services[other.name] = other.handlers()
+        services[reflection.SERVICE_NAME] = _Reflection([*services]).handlers()
         handlers = map(grpc.method_handlers_generic_handler, services, services.values())
         self._server.add_generic_rpc_handlers(tuple(handlers))
-        health_pb2_grpc.add_HealthServicer_to_server(_Health(answering.service), self._server)
-        names = [*services, _HEALTH, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self._server)
         self._other = other
         try:
             self.port: int = self._server.add_insecure_port(address)
@@ -123,9 +129,23 @@ class RpcServer:
         set_status(context, response)
         return bytes(response.body)
 
-    async def _status(self, _message: bytes, _context: grpc.aio.ServicerContext) -> bytes:
+    async def _status(
+        self, _messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
+    ) -> bytes:
         state = self._answering.service.status()
         return msgspec.json.encode({**state, "tasks": len(asyncio.all_tasks())})
+
+    async def _check(
+        self, _messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
+    ) -> bytes:
+        """Of the server as a whole, whichever service is named, as SGLang's own."""
+        status = 1 if self._answering.service.healthy else 2
+        return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+
+    async def _watch(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        yield await self._check(messages, context)
 
 
 async def _drop_rest(messages: AsyncIterator[bytes]) -> None:
@@ -150,17 +170,37 @@ def set_status(context: grpc.aio.ServicerContext, response: Response) -> None:
     context.set_trailing_metadata(((rpc.CODE, str(response.status_code)), (rpc.AGAIN, again)))
 
 
-class _Health(health_pb2_grpc.HealthServicer):
-    """Of the server as a whole, whichever service is named, as SGLang's own."""
+class _Reflection(reflection.aio.ReflectionServicer):
+    """Answers one asker after the other, each for a short time: a stranger's message may be as
+    large as an encode request, and is in memory before its bytes are counted."""
 
-    def __init__(self, service: EncoderService) -> None:
-        self._service = service
+    def __init__(self, services: list[str]) -> None:
+        super().__init__([*services, reflection.SERVICE_NAME])
+        self._turn = asyncio.Lock()
 
-    async def Check(self, _request: Any, _context: grpc.aio.ServicerContext) -> Any:
-        return health_pb2.HealthCheckResponse(status=1 if self._service.healthy else 2)
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        answer = reflection_pb2.ServerReflectionResponse.SerializeToString
+        method = grpc.stream_stream_rpc_method_handler(
+            self.ServerReflectionInfo, response_serializer=answer
+        )
+        return {"ServerReflectionInfo": method}
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        yield await self.Check(request, context)
+    async def ServerReflectionInfo(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        try:
+            async with self._turn, asyncio.timeout(_QUESTIONS_S):
+                async for answer in super().ServerReflectionInfo(_questions(messages), context):
+                    yield answer
+        except (DecodeError, TimeoutError, ValueError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no question: {error}")
+
+
+async def _questions(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for message in messages:
+        if len(message) > _QUESTION_BYTES:
+            raise ValueError(f"over {_QUESTION_BYTES} bytes")
+        yield reflection_pb2.ServerReflectionRequest.FromString(message)
 
 
 def _text(value: str | bytes) -> str:

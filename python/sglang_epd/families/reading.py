@@ -1,12 +1,14 @@
-"""Which of a checkpoint's tensors, and of a configuration, SGLang's loader sees.
+"""Which of a checkpoint's tensors, and of a configuration, SGLang's loaders see.
 
-Leans on `model_loader.loader.DefaultModelLoader` (`_prepare_weights`, `_get_all_weights`).
-Whether a tensor that is left out is read all the same, where it shares a file with others,
-is the loader's: mapped into memory, as by default, it is not.
+Leans on `model_loader.loader`: `DefaultModelLoader._prepare_weights`, and `_initialize_model`, by
+which each loader makes the model whose `load_weights` it then calls. Whether a tensor that is left
+out is read all the same, where it shares a file with others, is the loader's: mapped into memory,
+as by default, it is not.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,32 +18,48 @@ from torch import nn
 
 from sglang_epd.checkpoint import header
 
+# Loaders that ask for each of a model's parameters by SGLang's name, and call no `load_weights`.
+_BY_PARAMETER = frozenset({"sharded_state", "remote", "remote_instance"})
+
+
+def by_parameter() -> bool:
+    """Whether this server's loader takes no model that has been built in part."""
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    return model.load_format in _BY_PARAMETER or model.weight_cache_mode != "off"
+
 
 @contextmanager
 def tensors_other_than(left_out: Callable[[str], bool]) -> Iterator[None]:
-    """Meanwhile loaders see no tensor whose name is left out, and no safetensors file that
-    has nothing else."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
+    """Meanwhile models get no tensor whose name is left out, and the default loader opens no
+    safetensors file that has nothing else."""
+    loader: Any = importlib.import_module("sglang.srt.model_loader.loader")
+    prepare, build = loader.DefaultModelLoader._prepare_weights, loader._initialize_model
 
-    prepare, read = DefaultModelLoader._prepare_weights, DefaultModelLoader._get_all_weights
-
-    def files(loader: Any, *args: Any, **options: Any) -> tuple[str, list[str], bool]:
-        folder, paths, safe = prepare(loader, *args, **options)
+    def files(self: Any, *args: Any, **options: Any) -> tuple[str, list[str], bool]:
+        folder, paths, safe = prepare(self, *args, **options)
         if safe:
             paths = [path for path in paths if not all(map(left_out, header(Path(path))[0]))]
         return folder, paths, safe
 
-    def tensors(loader: Any, model_config: Any, model: nn.Module) -> Iterator[Any]:
-        every = read(loader, model_config, model)
-        return (entry for entry in every if not left_out(entry[0]))
+    def model(*args: Any, **options: Any) -> nn.Module:
+        built = build(*args, **options)
+        load = built.load_weights
 
-    DefaultModelLoader._prepare_weights = files
-    DefaultModelLoader._get_all_weights = tensors
+        def load_wanted(weights: Iterable[tuple[str, Any]], *args: Any, **options: Any) -> Any:
+            return load((entry for entry in weights if not left_out(entry[0])), *args, **options)
+
+        built.load_weights = load_wanted
+        return built
+
+    loader.DefaultModelLoader._prepare_weights = files
+    loader._initialize_model = model
     try:
         yield
     finally:
-        DefaultModelLoader._prepare_weights = prepare
-        DefaultModelLoader._get_all_weights = read
+        loader.DefaultModelLoader._prepare_weights = prepare
+        loader._initialize_model = build
 
 
 @contextmanager

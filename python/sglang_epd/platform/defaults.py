@@ -61,6 +61,9 @@ def apply_defaults(server_args: Any) -> None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if asked["max_total_tokens"] is None:
         server_args.max_total_tokens = kv_tokens(_free_bytes(), _kv_bytes_per_token(model_config))
+    # Of the host cache: the other ways are kernels (`host_cache`).
+    server_args.hicache_io_backend = "direct"
+    server_args.hicache_mem_layout = "layer_first"
     choose_transport()
     choose_retraction_backup(server_args)
     if not server_args.encoder_only:

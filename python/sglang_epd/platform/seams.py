@@ -1,6 +1,6 @@
 """The modules of SGLang that this platform changes, and the changes: here, or in `adapters`,
-`attention_dp`, `idle`, `prefix_attention`, `vision_attention` and, where it is asked for,
-`emulation`, which changes uvicorn's too."""
+`attention_dp`, `host_cache`, `idle`, `prefix_attention`, `vision_attention` and, where it is asked
+for, `emulation`, which changes uvicorn's too."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang_epd.platform import (
     adapters,
     attention_dp,
     emulation,
+    host_cache,
     idle,
     prefix_attention,
     vision_attention,
@@ -77,6 +78,9 @@ _CHANGES = {
     "sglang.srt.managers.scheduler": idle.install,
     "sglang.srt.lora.lora_manager": adapters.install,
     "sglang.srt.disaggregation.mooncake.conn": send_page_indices,
+    "sglang.srt.mem_cache.pool_host.common": host_cache.leave_unpinned,
+    "sglang.srt.mem_cache.pool_host.mha": host_cache.copy_rows,
+    "sglang.srt.mem_cache.pool_host.mla": host_cache.copy_rows,
     "sglang.srt.utils.video_decoder": decode_on_cpu,
     "sglang.kernels.ops.gemm.fp8_kernel": name_device,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latents,

@@ -132,7 +132,7 @@ model_loader
 model_loader.loader
     checkpoint and families/reading: DefaultModelLoader._prepare_weights(self model_name_or_path
         revision fall_back_to_pt allow_patterns_overrides)
-    families/reading: DefaultModelLoader._get_all_weights(self model_config model)
+    families/reading: _initialize_model(model_config load_config quant_config)
 multimodal.processors.base_processor
     families/adapter: BaseMultimodalProcessor.compute_mrope_positions(self input_ids mm_items)
     families/adapter: async BaseMultimodalProcessor.process_mm_data_async(self image_data audio_data

@@ -111,6 +111,11 @@ def _of_language_servers(args: Any) -> Iterator[str]:
         )
     if args.grpc_mode or args.smg_grpc_mode:
         yield f"--grpc-mode with --language-only is not served; {_RIVAL}"
+    if args.use_ray:
+        yield (
+            "--use-ray with --language-only is not served: SGLang loads no plug-ins in the actors "
+            f"in which Ray runs schedulers; {_RIVAL}"
+        )
     to_tokenizer = args.encoder_transfer_backend == "zmq_to_tokenizer"
     # Hosts take whole stages where there are enough of them.
     if args.attn_dp_size > 1 and args.nnodes > args.pp_size and not to_tokenizer:

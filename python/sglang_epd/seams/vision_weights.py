@@ -3,9 +3,10 @@
 SGLang's models build their tower and read its weights even with `--language-only`;
 nothing calls it there, because every image arrives as an embedding. So it is built of one
 block, none of its tensors is read from the checkpoint, files without any other are not
-opened, and its few built layers are released, before SGLang sizes the KV cache. It is
-kept where `--enable-adaptive-dispatch-to-encoder` may run it. Later updates of the weights leave
-its tensors out, at which some models would fail.
+opened, and its few built layers are released, before SGLang sizes the KV cache. A loader that
+asks for each parameter has it whole until then. It is kept where
+`--enable-adaptive-dispatch-to-encoder` may run it. Later updates of the weights leave its tensors
+out, at which some models would fail.
 
 Leans on `model_executor.model_runner.ModelRunner.load_model`, on `families.reading`, and, of
 updates, on `model_executor.model_runner_components.weight_updater`: each way of them ends in the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,7 @@ from sglang_epd.device.cuda import empty_cache
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.proof import adapt, prove_names
-from sglang_epd.families.reading import changed, held_bytes, tensors_other_than
+from sglang_epd.families.reading import by_parameter, changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
     if keeps or model_runner.is_draft_worker:
         original(model_runner)
         return
-    with one_block(model_runner.model_config.hf_config), tensors_other_than(of_tower):
+    hf_config = model_runner.model_config.hf_config
+    with nullcontext() if by_parameter() else one_block(hf_config), tensors_other_than(of_tower):
         original(model_runner)
     leave_out(model_runner.model, release(model_runner.model))
     config = model_runner.model_config

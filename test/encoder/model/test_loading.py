@@ -35,6 +35,10 @@ class Model(nn.Module):
             *(nn.Linear(8, 8) for _ in range(text.num_hidden_layers)),
         )
         self.language_model.register_buffer("angles", torch.zeros(4096))
+        self.read: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights) -> None:
+        self.read.update(weights)
 
 
 class Loader:
@@ -45,7 +49,7 @@ class Loader:
     def _prepare_weights(self, *_source):
         return "", self.files, self.safe
 
-    def _get_all_weights(self, _config, _model):
+    def weights(self):
         _, files, safe = self._prepare_weights("")
         if not safe:
             yield from (WEIGHTS | OF_THE_LANGUAGE_MODEL).items()
@@ -73,22 +77,28 @@ def files(tmp_path):
 
 @pytest.fixture
 def load(monkeypatch, config):
-    """Loads a model; returns it, what was read, and the layers that were built."""
+    """Loads a model; returns it, what it was given, and the layers that were built."""
     module = ModuleType("loader")
     module.DefaultModelLoader = Loader
+    module._initialize_model = initialize = lambda config: Model(config.hf_config)
+    context = ModuleType("runtime_context")
     server = ModuleType("server")
     encoder = ModuleType("encoder")
     encoder.server = server
     monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", module)
     monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.encoder", encoder)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
 
-    def run(loader):
-        read, built = {}, []
+    def run(loader, load_format="auto"):
+        built = []
+        flags = SimpleNamespace(load_format=load_format, weight_cache_mode="off")
+        context.get_model = lambda: flags
 
         def sglangs(*, model_config, load_config, device_config):
-            model = Model(model_config.hf_config)
+            model = module._initialize_model(model_config)
             built.append(len(model.language_model))
-            read.update(loader._get_all_weights(model_config, model))
+            if load_format != "sharded_state":
+                model.load_weights(loader.weights())
             return model
 
         arguments = {"model_config": SimpleNamespace(hf_config=config)}
@@ -96,9 +106,16 @@ def load(monkeypatch, config):
         with without_language_model():
             model = server.load_model(**arguments, load_config=None, device_config=None)
         assert server.load_model is sglangs
-        return model, read, built[0]
+        assert module._initialize_model is initialize
+        return model, model.read, built[0]
 
     return run
+
+
+def test_a_loader_that_asks_for_each_parameter_has_the_whole_model(load, config):
+    model, _, built = load(Loader([]), "sharded_state")
+    assert (built, config.encoder_only) == (41, False)
+    assert sum(p.numel() for p in model.language_model.parameters()) == 0
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -139,18 +156,18 @@ def test_a_thinker_is_told_that_it_only_encodes(load, files, config, monkeypatch
 
 def test_the_configuration_is_what_it_was(load, files, config):
     before = vars(config.text_config).copy()
-    original = Loader._get_all_weights
+    original = Loader._prepare_weights
     load(Loader(files))
     assert vars(config.text_config) == before
     assert config.vision_config.num_hidden_layers == 24
-    assert Loader._get_all_weights is original
+    assert Loader._prepare_weights is original
 
 
 def test_a_model_that_cannot_be_built_leaves_nothing_changed(load, config, monkeypatch):
     before = vars(config.text_config).copy()
-    original = Loader._get_all_weights
+    original = Loader._prepare_weights
     monkeypatch.setattr(Model, "__init__", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load(Loader([]))
     assert vars(config.text_config) == before
-    assert Loader._get_all_weights is original
+    assert Loader._prepare_weights is original

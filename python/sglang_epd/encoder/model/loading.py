@@ -4,7 +4,8 @@ Some of SGLang's models know `--encoder-only` and build none; others build it in
 These are given a configuration in which it has one layer, the least that SGLang's models
 take, and next to no vocabulary, so that the model's own code stays as it is, whatever it
 calls its parts; what was built of it is given back. Of the checkpoint no tensor of the
-language model is read, and files that have no other are not opened.
+language model is read, and files that have no other are not opened. Loaders that ask for each
+parameter load the whole model, whose language model is given back.
 
 Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEncoder` calls
 `model_loader.get_model(model_config=, load_config=, device_config=)`, and on
@@ -14,12 +15,12 @@ Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEnc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
-from sglang_epd.families.reading import changed, tensors_other_than
+from sglang_epd.families.reading import by_parameter, changed, tensors_other_than
 from sglang_epd.namespace import LANGUAGE_CONFIGS, of_language_model
 
 # Of a language model that says nothing; the id of its padding has to be in its vocabulary.
@@ -35,9 +36,11 @@ def without_language_model() -> Iterator[None]:
 
     def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
         hf_config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
+        whole = by_parameter()
         # SGLang says so of the whole model only, and a thinker is asked by itself.
-        hf_config.encoder_only = True
-        with _nothing_to_say(hf_config), tensors_other_than(of_language_model):
+        hf_config.encoder_only = not whole
+        smaller = nullcontext() if whole else _nothing_to_say(hf_config)
+        with smaller, tensors_other_than(of_language_model):
             model: nn.Module = load(
                 model_config=model_config, load_config=load_config, device_config=device_config
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from integration.client import (
     Client,
@@ -20,9 +21,11 @@ from integration.client import (
     text_part,
     user,
 )
+from integration.counters import delivered
+from integration.test_forms import GREEDY, IMAGE
 from integration.test_parity import one as one_picture
 from integration.test_parity import two
-from integration.topology import Machine, Topology
+from integration.topology import Machine, Topology, checkpoint
 
 pytestmark = pytest.mark.extended
 Photographs = list[Image.Image]
@@ -103,3 +106,28 @@ def test_http2(machine: Machine, photographs: Photographs, more: str) -> None:
         answer, _, version = said.rpartition(" HTTP/")
         text = json.loads(answer)["choices"][0]["message"]["content"]
         assert (version, text) == ("2", topology.client().answer(*asked, max_tokens=8))
+
+
+def test_token_ids_to_a_server_without_a_tokenizer(
+    machine: Machine, photographs: Photographs
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(MODEL))
+    bodies = [
+        {
+            "input_ids": tokenizer.encode(f"{IMAGE * count}What is number {count}?"),
+            "image_data": [data_url(photo.resize((224, 168))) for photo in photographs[:count]],
+            "sampling_params": GREEDY,
+        }
+        for count in range(3)
+    ]
+    one = machine.colocated(MODEL)
+    expected = [one.generate(**body).json()["output_ids"] for body in bodies]
+    roles = ("encoder", "language@zmq_to_scheduler", "language@zmq_to_tokenizer")
+    flags = {
+        role: f"--skip-tokenizer-init --encoder-transfer-backend {role[9:]}" for role in roles[1:]
+    }
+    with machine.lend(Topology(MODEL, roles, flags=flags)) as topology:
+        for role in roles[1:]:
+            client = topology.client(role)
+            assert [client.generate(**body).json()["output_ids"] for body in bodies] == expected
+        assert delivered(topology) > 0

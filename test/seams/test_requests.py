@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +112,29 @@ async def test_a_client_that_stays_has_its_answer(asking, manager, tells):
         assert await asking == [{"meta_info": {"media_sources": {"computed": 1}} if tells else {}}]
     await asyncio.sleep(0.1)
     assert manager.aborted == []
+
+
+class Stays:
+    async def receive(self) -> dict[str, str]:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_a_request_is_gone_with_its_answers(manager):
+    """Without waiting for a collection of cycles: it holds its media."""
+
+    class Asked(SimpleNamespace):
+        pass
+
+    gc.disable()
+    try:
+        obj = Asked(rid="r")
+        asked = weakref.ref(obj)
+        async with requests.aborted_when_left(manager, obj, Stays()):
+            await asyncio.sleep(0)
+        del obj
+        assert asked() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_runs_in_the_background_needs_no_client(obj, manager):

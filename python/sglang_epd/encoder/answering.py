@@ -7,7 +7,6 @@ the same for all transports. A transport (`app`, `rpc`) owns its connections.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from sglang_epd import logs
+from sglang_epd.encoder.breakage import drop_frames
 from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.errors import EpdError, MediaTooLargeError, OverloadedError, UnavailableError
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -106,6 +106,7 @@ class Answering:
             logger.warning("Refused an encode request: %s (%s)", error, error.code)
             span.fail(error.code, error.message)
             self.metrics.refusals.labels(error.code).inc()
+            drop_frames(error)  # they have the media
             return _refusal(error, self.service.retry_after_s)
         except ClientDisconnect:  # before all of the body was here
             reply = None
@@ -134,8 +135,8 @@ class Answering:
             return None
         finally:
             watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+            # An error's trace would hold this frame, and so the media.
+            await asyncio.wait([watcher])
 
 
 async def read_body(exchange: Exchange, max_bytes: int, room: Room) -> bytearray:

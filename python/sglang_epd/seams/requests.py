@@ -10,7 +10,6 @@ prefill server and then the multimodal receiver), and on `abort_request(rid)`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -95,5 +94,5 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
         yield
     finally:
         looking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await looking
+        # An error's trace would hold this frame, and so the request with its media.
+        await asyncio.wait([looking])

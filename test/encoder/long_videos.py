@@ -46,7 +46,7 @@ def prepared_of(engine: Any, frames: torch.Tensor) -> Prepared:
 async def run(server_args: Any) -> dict[str, np.ndarray]:
     engine: Any = Engine(server_args, MediaLimits(), 1 << 30, ONE_PASS)
     noise = torch.Generator().manual_seed(7)
-    frames = torch.randint(0, 256, (2 * STEPS, 3, 112, 168), generator=noise, dtype=torch.uint8)
+    frames = torch.randint(0, 256, (2 * STEPS, 3, 224, 224), generator=noise, dtype=torch.uint8)
     other = frames.clone()
     other[-2:] = 255 - other[-2:]
     runs: list[int] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ from sglang_epd.encoder.model.loading import without_language_model
 from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
-from sglang_epd.encoder.tower import Prepared, ProfileRequest
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, Tell
 from sglang_epd.errors import ConfigError, EncodeError, ProtocolError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor
@@ -222,19 +223,24 @@ class Engine:
         # tower's thread, where the next pass queues.
         return 1 if self._copies is None and accelerator() is None else 2
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(
+        self, batch: Sequence[Prepared], tell: Tell | None = None
+    ) -> list[torch.Tensor]:
         if self._most is not None and len(batch) == 1:
             passes = in_passes(batch[0], self._most)
             if len(passes) > 1:
-                long = self._forward_long(batch[0].layout.embedding, passes)
+                long = self._forward_long(batch[0].layout.embedding, passes, tell)
                 return [await self._breakage.watch(long, STUCK_S)]
         return await self._breakage.watch(self._forward_once(batch), STUCK_S)
 
-    async def _forward_long(self, spec: TensorSpec, passes: list[Prepared]) -> torch.Tensor:
+    async def _forward_long(
+        self, spec: TensorSpec, passes: list[Prepared], tell: Tell | None
+    ) -> torch.Tensor:
         """One embedding, made by one pass after the other."""
         loop = asyncio.get_running_loop()
         made = fresh(spec.shape, getattr(torch, spec.dtype))
         places = made.split([one.layout.tokens for one in passes])
+        rows = itertools.accumulate(map(len, places))
         landings: list[asyncio.Future[Any]] = []
         landing: asyncio.Future[Any]
         try:
@@ -249,9 +255,14 @@ class Engine:
                 landings.append(landing)
                 if len(landings) > 1:
                     await landings[-2]  # beside this pass
+                    if tell is not None:
+                        tell(made, next(rows))
             await landings[-1]
-        finally:
-            await asyncio.gather(*landings, return_exceptions=True)
+        except BaseException:
+            # Not waited for: a device that is stuck lands nothing.
+            for landing in landings:
+                landing.cancel()
+            raise
         return made
 
     async def _forward_once(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:

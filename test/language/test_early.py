@@ -270,6 +270,17 @@ def test_a_part_ends_within_the_item_that_is_landing(world):
     assert list(part.input_ids) == list(PROMPT.ids[:12])
 
 
+def test_an_item_that_has_landed_counts_whole_though_it_began_with_few_rows(world):
+    world.follow()
+    world.early.take()
+    world.begin(0, 3)
+    world.part()
+    world.arrive(0)
+    world.parts.smallest = ROWS - 3 + 2  # with the text behind it
+    _, carried = world.part()
+    assert (carried.items, world.claims.begun) == ((0,), -1)
+
+
 def test_rows_of_which_an_encoder_has_died_are_not_taken_again_until_there_are_more(world):
     world.follow()
     world.early.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,17 +11,41 @@ import torch
 
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire import messages as wire
-from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, soon
+from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, SlowWriter, soon
 from transfer.links import Link
 
 ROWS = len(EMBEDDING)
 OFFER = wire.Offer("t", 0, b"k" * 32, LAYOUT, EMBEDDING.nbytes)
 
 
-@pytest.fixture(params=["inline", "shared"])
+class Copying:
+    """A transfer engine whose remote writes are copies within this process."""
+
+    name = "copying"
+    session = "here:1"
+    staged = False
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def write(
+        self, session: str, source: int, address: int, nbytes: int, timeout_s: float, *, keep=None
+    ) -> None:
+        assert session == self.session
+        ctypes.memmove(address, source, nbytes)
+
+
+@pytest.fixture
+def receiver(start_receiver) -> Receiver:
+    return start_receiver(engine=Copying())
+
+
+@pytest.fixture(params=["inline", "shared", "remote"])
 async def sender(request: pytest.FixtureRequest) -> AsyncIterator[Sender]:
-    sender = Sender(share_memory=request.param == "shared")
+    remote = RemoteWriter(Copying()) if request.param == "remote" else None
+    sender = Sender(remote, share_memory=request.param == "shared")
     sender.way = request.param  # type: ignore[attr-defined]
     yield sender
     await sender.close()
@@ -124,3 +149,26 @@ async def test_a_connection_that_breaks_between_loses_nothing(receiver, sender, 
         link.close()
     (whole,) = await asyncio.to_thread(early.tensors)
     assert torch.equal(whole, EMBEDDING)
+
+
+async def test_a_beginning_that_is_cancelled_holds_its_memory_while_it_is_written(
+    receiver, early, monkeypatch
+):
+    sender = Sender()
+    slow = SlowWriter(sender, monkeypatch)
+
+    async def begin() -> None:
+        async with sender.offer(receiver.endpoint, OFFER) as offered:
+            decision = await grant(offered)
+            await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
+
+    beginning = asyncio.create_task(begin())
+    await soon(slow.writing.is_set)
+    beginning.cancel()
+    await asyncio.wait([beginning])
+    await asyncio.to_thread(early.flush)
+    assert receiver._reservations.held_bytes
+    assert not receiver.tally.counts["withdrawals", ""]
+    slow.go_on.set()
+    await soon(lambda: not receiver._reservations.held_bytes)
+    await sender.close()

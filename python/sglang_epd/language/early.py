@@ -95,7 +95,7 @@ class _Followed:
 
     def length(self, reach: _Reach) -> int:
         """Tokens of the prompt so far."""
-        known = self.tokens | self.begun
+        known = self.begun | self.tokens
         items = self.prompt.items[: reach.count]
         return self.end(reach) - reach.count + sum(known[item] for item in items)
 

@@ -320,7 +320,7 @@ class Sender:
             )
             granted.way = "remote"
             return iter([told])
-        if isinstance(landing, wire.Shared) and peer.shares:
+        if isinstance(landing, wire.Shared) and peer.shares and granted.way != "inline":
             there = msgspec.structs.replace(landing, offset=landing.offset + granted.sent)
             try:
                 if len(raw) < _SMALL_BYTES:

@@ -34,17 +34,19 @@ class Machine(msgspec.Struct, frozen=True):
         profile: a file of `reproduce/profiles/`, or one that ships with the package.
         checkpoint: a tiny one of the model's family.
         shrink: how many patches of a 1080p picture one of a `SIDE` px picture stands for.
+        in_passes: whether its tower takes a long video in several passes.
     """
 
     title: str
     profile: str
     checkpoint: str
     shrink: float
+    in_passes: bool = False
 
 
 MACHINES = {
     "h100": Machine("H100, Qwen2.5-VL-7B", "h100-qwen2_5-vl-7b", "tiny-qwen2_5-vl", 10764 / 1024),
-    "h20": Machine("H20, Qwen3-VL-8B", "h20-qwen3-vl-8b", "tiny-qwen3-vl", 8160 / 784),
+    "h20": Machine("H20, Qwen3-VL-8B", "h20-qwen3-vl-8b", "tiny-qwen3-vl", 8160 / 784, True),
 }
 # The arms of `reproduce/arms/` for each topology: this package, and those beside it.
 TOPOLOGIES = {
@@ -97,11 +99,17 @@ class Cell(msgspec.Struct, frozen=True):
         return Workload(name=name, title=name, small=scale, paper=scale, images=images)
 
     def items(self) -> list[list[int]]:
-        """Patches of each item, by what the tower attends within: a picture, a step of a video."""
+        """Patches of each item, by what the tower attends within: a picture, a step of a video.
+        Of a video that takes several passes, each of these is an item."""
         patch = self.profile.pixels.patch_px
         if self.sent == "video":
-            step = CLIP.width // patch * (CLIP.height // patch)
-            return [[step] * (CLIP.frames // _FRAMES_A_STEP)]
+            step, steps = (
+                CLIP.width // patch * (CLIP.height // patch),
+                CLIP.frames // _FRAMES_A_STEP,
+            )
+            fit = max(1, self.profile.encoder.tower.batch_patches // step)
+            each = fit if MACHINES[self.machine].in_passes else steps
+            return [[step] * min(each, steps - first) for first in range(0, steps, each)]
         return [[(SIDE // patch) ** 2]] * int(self.sent)
 
 
@@ -165,7 +173,8 @@ def passes(one: Cell, prompt: int) -> Passes:
     """
     profile, items = one.profile, one.items()
     tower, merge = profile.encoder.tower, profile.pixels.merge
-    shares = [items[first :: one.encoders] for first in range(one.encoders)]
+    encoders = 1 if one.sent == "video" else one.encoders
+    shares = [items[first::encoders] for first in range(encoders)]
     encode = max(sum(map(tower.seconds, _batches(tower, share))) for share in shares)
     before = prompt - sum(items[-1]) // merge - TEXT_TOKENS
     return Passes(

@@ -114,7 +114,7 @@ class Tower:
         layout = Layout("IMAGE", TensorSpec("bfloat16", (1, 1)), [[1, 1, 1]])
         return Prepared(layout, patches, None, None)
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         async with self._running:
             seconds = self._noisy(self._costs.tower.seconds(one.patches for one in batch))
             await asyncio.sleep(seconds)

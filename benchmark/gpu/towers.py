@@ -96,7 +96,7 @@ class ReadyTower:
         one = next(self._made)
         return Prepared(one.layout, one.patches, one.group, one.content)
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         made: list[torch.Tensor] = await self._tower.forward(batch)
         return made
 

@@ -108,8 +108,9 @@ class Settings(Struct, frozen=True, kw_only=True):
             are decoded and preprocessed in. Items wait for their share; one that takes more is
             answered with 413. The workers of `--dp-size` and `--tp-size` share them. Unless given,
             an eighth of the memory that the server may use, from 4096 to 32768.
-        encoder_batch_patches [encoders]: Patches in one forward pass; a single item may have more.
-            16384, or 2048 on a CPU, unless given.
+        encoder_batch_patches [encoders]: Patches in one forward pass. A single item may have more;
+            a longer video of Qwen2-VL or Qwen3-VL takes several passes. 16384, or 2048 on a CPU,
+            unless given.
         encoder_batch_items [encoders]: Items in one forward pass. 128, or 32 on a CPU, unless
             given.
         encoder_advertise_url [encoders with `--encoder-register-urls`]: How language servers reach

@@ -60,12 +60,25 @@ def test_the_bound_is_the_later_of_encoding_and_prefill() -> None:
     assert (slow_prefill.serial, slow_prefill.bound) == (12.0, 9.0)
 
 
-def test_nothing_can_be_saved_of_one_video() -> None:
+def test_a_video_in_one_pass_has_nothing_to_save() -> None:
     cost = cells.passes(_cell("video"), 4150)
     steps = cells.CLIP.frames // 2
     tower = _cell("video").profile.encoder.tower
     assert cost.encode == pytest.approx(tower.seconds([512] * steps))
     assert early_page.share(cost, 0.1) is None
+
+
+@pytest.mark.parametrize("topology", ["1E1PD", "2E1PD"])
+def test_a_video_in_several_passes_is_prefilled_beside_them(topology: str) -> None:
+    one = _cell("video", topology, "h20")
+    cost, tower = cells.passes(one, 3500), one.profile.encoder.tower
+    steps, step = cells.CLIP.frames // 2, 448 // 16 * (224 // 16)
+    fit = tower.batch_patches // step
+    assert 1 < fit < steps
+    assert steps % fit == 0
+    assert cost.first == pytest.approx(tower.seconds([step] * fit))
+    assert cost.encode == pytest.approx(steps // fit * cost.first)
+    assert cost.bound < 0.95 * cost.serial
 
 
 def test_half_of_what_the_busiest_could_do() -> None:

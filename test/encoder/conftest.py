@@ -87,6 +87,8 @@ class Fakes:
         self.open: list[tuple[Offer, Offered]] = []
         self.withdrawn: list[int] = []
         self.payloads: list[tuple[str, Grant, torch.Tensor]] = []
+        self.begun: list[tuple[int, int]] = []
+        self.tell: Any = None
         self.batches: list[list[bytes]] = []
         self.options: list[Any] = []
         self._grants = 0
@@ -125,8 +127,9 @@ class Fakes:
     def discard(self, prepared: Prepared) -> None:
         pass
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         self.batches.append([prepared.content for prepared in batch])
+        self.tell = tell
         for prepared in batch:
             await self.forwarded(prepared.content)
         return [torch.full((ROWS, WIDTH), float(len(one.content))) for one in batch]
@@ -148,6 +151,15 @@ class Fakes:
             await asyncio.gather(answering, return_exceptions=True)
             if opened[1].granted is not None and not opened[1].granted.used:
                 self.withdrawn.append(offer.item)
+
+    async def begin(
+        self, endpoint: str, granted: Granted, embedding: torch.Tensor, rows: int, timeout_s: float
+    ) -> None:
+        self.begun.append((granted.message.item, rows))
+        if self.lost.get(granted.message.item):
+            self.lost[granted.message.item] -= 1
+            granted.used = True
+            raise GrantLostError
 
     async def deliver(
         self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float

@@ -52,7 +52,7 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
     from sglang_epd.media import MediaLimits
     from sglang_epd.namespace import namespace
 
-    towers, config = await start_towers(server_args, MediaLimits(), 1024)
+    towers, config = await start_towers(server_args, MediaLimits(), 1024, 2048)
     results: dict[str, np.ndarray] = {}
     try:
         held = served()
@@ -67,7 +67,7 @@ async def run(server_args: Any) -> dict[str, np.ndarray]:
                 assert tower.alive
         if len(towers) > 1:
             for number in range(len(towers)):
-                (rank,) = starts_of(server_args, MediaLimits(), 1, number)
+                (rank,) = starts_of(server_args, MediaLimits(), 1, 2048, number)
                 typed = rank.options["server_args"]
                 assert typed["base_gpu_id"] == rank.options["gpu_id"] == number
             first: Any = towers[0]

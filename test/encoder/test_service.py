@@ -280,6 +280,24 @@ async def test_a_lost_grant_is_offered_again_with_the_embedding_at_hand(
     assert not fakes.withdrawn
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_rows_are_delivered_before_all_are_made(service, fakes, asking, lost):
+    """And from the first on again, where the grant was lost."""
+    fakes.forwarded.hold()
+    work = asyncio.create_task(service.encode(asking(b"x")))
+    await entered(fakes.forwarded)
+    fakes.lost[0] = lost
+    for rows in (1, 2):
+        fakes.tell(torch.zeros(3, 4), rows)
+        for _ in range(20):
+            await asyncio.sleep(0)
+    fakes.forwarded.go_on()
+    assert said(await work) == [("delivered", "")]
+    assert fakes.begun == [(0, 1)] * (1 + lost) + [(0, 2)]
+    assert len(fakes.payloads) == 1
+    assert not fakes.withdrawn
+
+
 async def test_a_grant_that_is_lost_again_and_again_ends_at_the_deadline(service, fakes, asking):
     fakes.lost[0] = 1 << 60
     assert said(await service.encode(asking(b"x", ttl_s=0.05))) == [("failed", "DeadlineError")]

@@ -20,9 +20,11 @@ def start(tmp_path_factory):
     """Runs the towers of some flags; what they made, and what their process printed."""
     folder = tmp_path_factory.mktemp("towers")
 
-    def run(*flags: str, script: str = "real_towers.py") -> tuple[dict[str, np.ndarray], str]:
-        out = folder / ("".join(flags) + "one.npz").replace("/", "_")
-        model = ("--model-path", str(ensure("tiny-qwen2_5-vl")), "--encoder-only")
+    def run(
+        *flags: str, script: str = "real_towers.py", checkpoint: str = "tiny-qwen2_5-vl"
+    ) -> tuple[dict[str, np.ndarray], str]:
+        out = folder / ("".join(flags) + checkpoint + "one.npz").replace("/", "_")
+        model = ("--model-path", str(ensure(checkpoint)), "--encoder-only")
         command = [sys.executable, str(HERE / script), str(out), *model, "--dtype", "float32"]
         command += flags
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -72,6 +74,37 @@ def test_the_way_through_an_accelerator(start):
     assert said_of("memory", said) == "0.3"
     assert float(said_of("switch", said)) < 0.001, "passes are launched beside preparing threads"
     assert said_of("calls", said) == "stream synchronize copy", "weights are waited for"
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        "tiny-qwen2-vl",
+        "tiny-qwen3-vl",
+        pytest.param("tiny-qwen3-vl-moe", marks=pytest.mark.extended),
+    ],
+)
+def test_a_long_video_in_several_passes_is_what_it_is_in_one(start, checkpoint):
+    made, said = start(script="long_videos.py", checkpoint=checkpoint)
+    assert said_of("passes", said) == "5 5 2 2 1 2 2 1"
+    assert np.abs(made["one"]).max() > 0.01
+    for name in ("several", "queued"):
+        np.testing.assert_allclose(made[name], made["one"], rtol=0, atol=1e-5)
+    rows = len(made["one"]) // 5
+    np.testing.assert_allclose(made["another"][:-rows], made["one"][:-rows], rtol=0, atol=1e-5)
+    assert np.abs(made["another"] - made["one"])[-rows:].max() > 0.01
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(600)
+def test_a_video_whose_steps_attend_to_each_other_is_run_in_one_pass(start):
+    made, said = start(script="long_videos.py")
+    assert said_of("passes", said) == "5 5 5 5"
+    rows = len(made["one"]) // 5
+    assert np.abs(made["another"] - made["one"])[:rows].max() > 1e-4, "the first step heard"
+    np.testing.assert_array_equal(made["several"], made["one"])
 
 
 @pytest.mark.parametrize(

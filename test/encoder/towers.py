@@ -53,6 +53,7 @@ class FakeTower:
         deadly: items that kill the tower when they are prepared, or run.
         revives: whether it is back at once.
         prepared, batches, discarded: what it did, by name.
+        tell: of the last batch.
     """
 
     def __init__(self, preparers: int = 4) -> None:
@@ -127,12 +128,13 @@ class FakeTower:
         self.in_memory.add(prepared)
         return prepared
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         assert self.running < self.depth, "more batches at a time than it takes"
         assert len({one.group for one in batch}) == 1
         assert self.in_memory.issuperset(batch)
         names = [one.content for one in batch]
         self.batches.append(names)
+        self.tell = tell
         self.running += 1
         try:
             await self._pass(self._forward_gate)

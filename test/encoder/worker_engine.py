@@ -74,7 +74,7 @@ class FakeEngine:
         layout = Layout(modality, TensorSpec("float32", (rows, WIDTH)), [[1, 2, rows]], extra)
         return Prepared(layout, 4 * rows, (modality, WIDTH), (wishes, len(data)))
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         made = await asyncio.get_running_loop().run_in_executor(self._tower, self._forward, batch)
         for prepared in batch:
             while "lands" in (wishes := prepared.content[0]) and not Path(wishes["lands"]).exists():

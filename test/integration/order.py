@@ -20,6 +20,7 @@ _USES = {
     "test_emulation": "emulated",
     "test_chaos": "chaos",
     "test_early_faults": "early",
+    "test_early_video": "long_videos",
     "test_hub": "hub",
     "test_adaptive": "adaptive",
     "test_store": "store",

@@ -333,6 +333,24 @@ def _own(model: str, *more: str, **flags: str) -> Topology:
     return Topology(model, (*_APART, *more), flags=given)
 
 
+def _long_videos(model: str) -> Topology:
+    """Encoders that take a second for each three steps of a small video; one of them sends by the
+    socket."""
+    slow = {
+        "SGLANG_EPD_EMULATE": "h100-qwen3-vl-8b",
+        "SGLANG_EPD_EMULATE_DILATE": "50",
+        "SGLANG_EPD_ENCODER_BATCH_PATCHES": "200",
+    }
+    return Topology(
+        model,
+        ("encoder", "encoder@inline", "language"),
+        {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT, **EARLY},
+        {"language": "--enable-metrics"},
+        {"encoder": slow, "encoder@inline": {**slow, "SGLANG_EPD_SHARED_MEMORY": "0"}},
+        typed=("encoder", "encoder@inline"),  # a fork is of a process that emulates nothing
+    )
+
+
 def _embeddings(model: str) -> Topology:
     """As a model of embeddings. The encoder is told so, too."""
     flags = {"encoder": _EMBEDDING, "language": f"{_EMBEDDING} --enable-metrics"}
@@ -649,6 +667,8 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@kv": "--page-size 16 --max-total-tokens 512",
         },
     ),
+    "long_videos": lambda: _long_videos("tiny-qwen3-vl"),
+    "long_videos_qwen2": lambda: _long_videos("tiny-qwen2-vl"),
     # Encoders soon have too much.
     "chaos": lambda: Topology(
         _TINY,
@@ -691,7 +711,7 @@ def _family(family: Family) -> dict[str, Callable[[], Topology]]:
 for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
-for _model in (_TINY, "tiny-qwen3-vl", "tiny-qwen2-audio"):
+for _model in (_TINY, "tiny-qwen2-vl", "tiny-qwen3-vl", "tiny-qwen2-audio"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
         model, ("colocated",), flags={"colocated": _STORED}
     )

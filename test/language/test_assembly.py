@@ -9,13 +9,15 @@ import torch
 
 from sglang_epd import modality
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.language.assembly import assemble, lay_out
+from sglang_epd.language.assembly import assemble, lay_out, lay_out_some
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import ItemLayout
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 Modality = Enum("Modality", "IMAGE VIDEO AUDIO")
 IMAGE, VIDEO, AUDIO = -1, -2, -3
+# Before each item, and each frame.
+MARK = 100
 WIDTH = 4
 
 
@@ -45,9 +47,10 @@ class Processor:
         }
         names = {IMAGE: Modality.IMAGE, VIDEO: Modality.VIDEO, AUDIO: Modality.AUDIO}
         used = dict.fromkeys(embeddings, 0)
-        mm_items = []
+        mm_items, ids = [], []
         for token in prompt:
             if token not in names:
+                ids.append(token)
                 continue
             modality = names[token]
             grid = next(grids[token], None)
@@ -60,14 +63,18 @@ class Processor:
                 piece = embeddings[modality][start : start + rows]
                 if len(piece) != rows:
                     raise RuntimeError("length mismatch")
+                ids.append(MARK)
                 mm_items.append(Item(modality, piece))
+                mm_items[-1].offsets = [(len(ids), len(ids) + rows - 1)]
+                ids += [token] * rows
         for modality, count in used.items():
             if count != len(embeddings[modality]):
                 raise RuntimeError("rows left over")
         if self.merge_adjacent:
             rows = torch.cat([item.precomputed_embeddings for item in mm_items])
             mm_items = [Item(mm_items[0].modality, rows)]
-        return SimpleNamespace(mm_items=mm_items, input_ids=[0])
+        positions = torch.arange(len(ids)).expand(3, -1)
+        return SimpleNamespace(mm_items=mm_items, input_ids=ids, mrope_positions=positions)
 
 
 class Item(SimpleNamespace):
@@ -206,3 +213,37 @@ def test_without_embeddings_the_layout_and_the_identities_are_the_same():
     assert [item.identity for item in bare.mm_items] == [item.identity for item in full.mm_items]
     assert [item.modality for item in bare.mm_items] == [item.modality for item in full.mm_items]
     assert all(item.precomputed_embeddings is None for item in bare.mm_items)
+
+
+def begun(item: ReceivedItem, rows: int) -> ReceivedItem:
+    return ReceivedItem(item.key, item.layout, item.embedding[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 8, 11])
+@pytest.mark.parametrize("behind", [[], [8, IMAGE]])
+def test_a_part_ends_with_the_last_row_that_is_there(rows, behind):
+    """And is the beginning of the whole prompt: ids, identities, rows and positions."""
+    picture, video = received("a", "IMAGE", [[1, 2, 3]]), received("v", "VIDEO", [[3, 2, 2]])
+    prompt = [7, IMAGE, 7, VIDEO, *behind]
+    others = [received("b", "IMAGE", [[1, 2, 2]])] if behind else []
+    whole = assemble(Processor(), prompt, [picture, *others, video])
+    output, its = lay_out_some(Processor(), prompt, [picture, *others, begun(video, rows)])
+    end = len(output.input_ids)
+    assert output.input_ids == whole.input_ids[:end]
+    assert output.input_ids.count(VIDEO) == rows
+    assert output.mrope_positions.shape == (3, end)
+    assert len(its) == len(output.mm_items)
+    there = 0
+    for mm_item, same in zip(output.mm_items, whole.mm_items, strict=False):
+        ((first, last),) = mm_item.offsets
+        count = last - first + 1
+        assert (mm_item.identity, first) == (same.identity, same.offsets[0][0])
+        assert torch.equal(mm_item.precomputed_embeddings, same.precomputed_embeddings[:count])
+        there += count
+    assert there == 6 + rows
+
+
+def test_a_part_of_items_that_are_whole_is_not_cut():
+    items = [received("a", "IMAGE", [[1, 2, 3]]), received("v", "VIDEO", [[3, 2, 2]])]
+    output, _ = lay_out_some(Processor(), [IMAGE, VIDEO, 7], items)
+    assert output.input_ids == assemble(Processor(), [IMAGE, VIDEO, 7], items).input_ids

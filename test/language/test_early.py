@@ -37,8 +37,11 @@ class FakeClaims:
     def __init__(self) -> None:
         self.taken: list[tuple[str, str, str, tuple[int, ...]]] = []
 
-    def take_part(self, ticket: str, claim: str, name: str, items: tuple[int, ...]) -> None:
+    def take_part(
+        self, ticket: str, claim: str, name: str, items: tuple[int, ...], begun: int
+    ) -> None:
         self.taken.append((ticket, claim, name, items))
+        self.begun = begun
 
 
 class FakeParts:
@@ -71,6 +74,9 @@ class World:
 
     def arrive(self, item: int) -> None:
         assert self.early.hear(Arrived("c", item, ROWS))
+
+    def begin(self, item: int, rows: int) -> None:
+        assert self.early.hear(Arrived("c", item, rows, whole=False))
 
     def part(self) -> tuple[Any, Beginning]:
         """The part that begins now, its items handed out."""
@@ -239,3 +245,52 @@ def test_a_part_waits_for_more_items_or_for_others_to_end(world):
     world.early.leave("c")
     world.parts.smallest = 1
     assert not world.early.take(), "of a claim that is over"
+
+
+def test_a_part_ends_within_the_item_that_is_landing(world):
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    _, carried = world.part()
+    world.begin(1, 3)
+    assert not world.early.take(), "it is behind one of which nothing is here"
+    world.begin(2, 3)
+    part, carried = world.part()
+    assert world.claims.taken[-1][-1] == (0, 2)
+    assert world.claims.begun == 2
+    assert list(part.input_ids) == list(PROMPT.ids[:8]), "with the item's placeholder"
+    assert carried.items == (0, 2)
+    world.begin(2, 4)
+    assert not world.early.take(), "one token more"
+    assert len(world.claims.taken) == 2
+    world.arrive(2)
+    part, carried = world.part()
+    assert world.claims.begun == 1, "of the next item rows were here before"
+    assert carried.items == (0, 1, 2)
+    assert list(part.input_ids) == list(PROMPT.ids[:12])
+
+
+def test_an_item_that_has_landed_counts_whole_though_it_began_with_few_rows(world):
+    world.follow()
+    world.early.take()
+    world.begin(0, 3)
+    world.part()
+    world.arrive(0)
+    world.parts.smallest = ROWS - 3 + 2  # with the text behind it
+    _, carried = world.part()
+    assert (carried.items, world.claims.begun) == ((0,), -1)
+
+
+def test_rows_of_which_an_encoder_has_died_are_not_taken_again_until_there_are_more(world):
+    world.follow()
+    world.early.take()
+    world.begin(0, 5)
+    world.early.take()
+    (*_, name, _) = world.claims.taken[-1]
+    assert world.early.hear(Settled(name, (), "RequestCancelledError", "gone"))
+    world.begin(0, 2)
+    assert not world.early.take()
+    assert len(world.claims.taken) == 1
+    world.begin(0, 8)
+    _, carried = world.part()
+    assert carried.items == (0,)

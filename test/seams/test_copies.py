@@ -157,6 +157,7 @@ class Bare(Engine):
         self._device = device
         self._counted = copies
         self._copies = CopyOut(device) if device.queues else None
+        self._most = None
         self._breakage = Breakage(self._probe)
         self._prepared = asyncio.Barrier(items)
         for name in ("tower", "lander"):
@@ -169,7 +170,7 @@ class Bare(Engine):
         layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
         return Prepared(layout, ROWS, "IMAGE", None)
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         await until(lambda: self._sender.grants == len(batch))
         return await super().forward(batch)
 

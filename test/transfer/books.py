@@ -18,7 +18,8 @@ PAGES = 8
 SLOTS = 16
 READERS = 3
 GRANT_TTL_S = 3.0
-LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (1, 4)), [[1, 2, 2]])
+ROWS = 4
+LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("float32", (ROWS, 4)), [[1, 4, 4]])
 # Connections of the control channel.
 SCHEDULER, TOKENIZER = b"scheduler", b"tokenizer"
 
@@ -118,6 +119,12 @@ class Books:
         block = self.ledger.offer(offer(*about, **more), 0.0, landing=landing)
         assert isinstance(block, Block), block
         return block
+
+    def begin(self, block: Block, rows: int) -> None:
+        """The first rows of a block come."""
+        ticket, item, grant = block.name
+        nbytes = rows * block.nbytes // ROWS
+        self.ledger.begin(wire.Payload(ticket, item, grant, nbytes, last=False))
 
     def fill(self, block: Block) -> None:
         assert self.ledger.fill(wire.Payload(*block.name), 0.0)

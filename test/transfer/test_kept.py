@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_epd.errors import EncodeError
+from sglang_epd.errors import EncodeError, ProtocolError
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import ItemState
 from sglang_epd.transfer.ledger import _LAYOUTS_S as LAYOUTS_S
@@ -27,6 +27,7 @@ from transfer.books import (
     PAGE,
     PAGES,
     READERS,
+    ROWS,
     SCHEDULER,
     TOKENIZER,
     Books,
@@ -318,6 +319,90 @@ def test_a_part_in_use_keeps_its_items_from_others_after_its_request_has_failed(
     books.ledger.fail("t", EncodeError("no"), 0.0)
     assert len(books.reservations) == 1
     books.drop(*filter(None, settled.items))
+    assert len(books.reservations) == 0
+
+
+def begun_claim() -> tuple[Books, Block]:
+    """An early claim of two items, with one row of the first."""
+    books = Books()
+    claim = wire.Claim("c", books.expect("t", "??"), 0, READERS, early=True)
+    books.ledger.claim(SCHEDULER, claim, 0.0)
+    block = books.grant("t", 0, "a", landing="shared", pages=ROWS)
+    books.begin(block, 1)
+    return books, block
+
+
+def take_begun(books: Books, begun: int = 0) -> wire.Settled:
+    books.ledger.hand_part(SCHEDULER, wire.TakePart("t", "c", "p", (0,), begun))
+    *_, settled = books.outcomes()
+    assert settled.claim == "p"
+    return settled
+
+
+def test_the_first_rows_of_an_item_are_told_of_and_handed_out_before_the_others_are_here():
+    books, block = begun_claim()
+    assert books.outcomes() == [wire.Arrived("c", 0, 1, whole=False)]
+    (first, _) = take_begun(books).items
+    assert (first.slot, first.offset, first.nbytes) == (block.slot, block.offset, PAGE)
+    assert take_begun(books, -1).code == "RequestCancelledError", "all of it was asked for"
+    books.begin(block, 3)
+    assert books.outcomes() == [wire.Arrived("c", 0, 3, whole=False)]
+    books.fill(block)
+    assert books.outcomes() == [wire.Arrived("c", 0, ROWS)]
+    (whole, _) = take_begun(books).items
+    assert whole.nbytes == block.nbytes
+    books.deliver("t", 1, "b")
+    (items,) = books.settled()
+    books.drop(whole, *items)
+    assert len(books.reservations) == 1, "its first rows are read"
+    books.drop(first)
+    assert len(books.reservations) == 0
+    books.ledger.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS])
+def test_rows_that_are_no_more_than_before_or_all_are_refused(rows):
+    books, block = begun_claim()
+    with pytest.raises(ProtocolError):
+        books.begin(block, rows)
+
+
+def test_half_a_row_is_refused():
+    books, block = begun_claim()
+    message = wire.Payload(*block.name, PAGE * 3 // 2, last=False)
+    with pytest.raises(ProtocolError):
+        books.ledger.begin(message)
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "replaced", "failed"])
+def test_rows_of_an_item_that_never_was_whole_are_nobody_elses_while_they_are_read(how):
+    """The encoder of another try writes elsewhere, from the beginning."""
+    books, block = begun_claim()
+    (first, _) = take_begun(books).items
+    if how == "withdrawn":
+        books.ledger.withdraw(wire.Withdraw(*block.name))
+    elif how == "replaced":
+        again = books.grant("t", 0, "a", pages=ROWS)
+        assert again.offset != block.offset
+        assert take_begun(books).code == "RequestCancelledError", "none of its rows is here"
+        books.ledger.withdraw(wire.Withdraw(*again.name))
+    else:
+        books.ledger.fail("t", EncodeError("no"), 0.0)
+    books.reservations.settle_late(block.grant, "t")
+    assert len(books.reservations) == 1
+    assert books.kept == "", "nobody finds it by its key"
+    books.drop(first)
+    assert len(books.reservations) == 0
+    books.ledger.check_integrity()
+
+
+def test_an_item_that_became_whole_is_nobody_elses_while_its_first_rows_are_read():
+    books, block = begun_claim()
+    (first, _) = take_begun(books).items
+    books.fill(block)
+    books.ledger.fail("t", EncodeError("no"), 0.0)
+    assert len(books.reservations) == 1
+    books.drop(first)
     assert len(books.reservations) == 0
 
 

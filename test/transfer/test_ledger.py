@@ -27,7 +27,7 @@ from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.entries import Item, ItemState, Plan, RequestEntry
 from sglang_epd.transfer.reservations import QUARANTINE_S
 from sglang_epd.wire import messages as wire
-from transfer.books import GRANT_TTL_S, PAGE, PAGES, SCHEDULER, Books, key, offer
+from transfer.books import GRANT_TTL_S, PAGE, PAGES, ROWS, SCHEDULER, Books, key, offer
 
 FOREVER = 1e12
 
@@ -89,6 +89,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.outstanding: set[str] = set()
         # What each claim is owed: the grants of its items, or the class of its error.
         self.due: dict[str, list[int] | type[Exception]] = {}
+        # Of each part of a prompt that was asked for, the item that it ends within.
+        self.parts: dict[str, Memory] = {}
         # All bytes that anybody may write to or read, by grant; and every grant there ever was.
         self.memory: dict[int, Memory] = {}
         self.grants: list[Memory] = []
@@ -115,11 +117,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def revoke(self, grant: int) -> None:
         memory = self.memory[grant]
+        memory.wanted = False
         if memory.foreign:
             memory.quarantined = True
             memory.until = self.now + QUARANTINE_S
-        else:
-            del self.memory[grant]
 
     def release(self, ticket: Ticket) -> None:
         for grant in ticket.live.values():
@@ -195,7 +196,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(index=indices, first=st.integers(0, 1), readers=st.integers(1, 2))
     def claim(self, index, first, readers):
-        ticket = self.pick(index)
+        self.claim_of(self.pick(index), first, readers)
+
+    def claim_of(self, ticket, first, readers):
         name = f"c{next(self.names)}"
         self.outstanding.add(name)
         self.open_model(ticket)
@@ -259,8 +262,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def late(self, grant: int) -> None:
         """Its encoder said that it writes no more."""
-        if grant in self.memory and self.memory[grant].quarantined:
-            del self.memory[grant]
+        if grant in self.memory:
+            self.memory[grant].quarantined = False
 
     @precondition(lambda self: self.grants)
     @rule(index=st.integers(0))
@@ -283,7 +286,8 @@ class LedgerMachine(RuleBasedStateMachine):
         taken = self.ledger.withdraw(wire.Withdraw(memory.ticket, memory.item, grant))
         assert taken == (ticket.live.get(memory.item) == grant)
         if taken:
-            del ticket.live[memory.item], self.memory[grant]
+            del ticket.live[memory.item]
+            memory.wanted = False
         else:
             self.late(grant)
 
@@ -372,11 +376,38 @@ class LedgerMachine(RuleBasedStateMachine):
                         self.revoke(grant)
                         del ticket.live[item]
 
+    @precondition(lambda self: any(ticket.live for ticket in self.tickets))
+    @rule(index=st.integers(0), rows=st.integers(1, ROWS - 1))
+    def begin(self, index, rows):
+        """The first rows of an item come, and are handed out before the others are there."""
+        live = [(ticket, grant) for ticket in self.tickets for grant in ticket.live.values()]
+        ticket, grant = live[index % len(live)]
+        memory = self.memory[grant]
+        if rows * memory.block.nbytes // ROWS <= memory.block.begun:
+            with pytest.raises(ProtocolError):
+                self.books.begin(memory.block, rows)
+        else:
+            self.books.begin(memory.block, rows)
+        if not ticket.waiting:
+            self.claim_of(ticket, 0, 1)
+        for name, claim in ticket.waiting.items():
+            part = f"p{next(self.names)}"
+            asked = wire.TakePart(memory.ticket, name, part, (memory.item,), memory.item)
+            self.ledger.hand_part(SCHEDULER, asked)
+            self.parts[part] = memory
+            memory.readings += range(claim.first_reader, claim.first_reader + claim.readers)
+
     # What must hold after each of them.
 
     @invariant()
     def every_claim_settles_once_and_rightly(self):
         for outcome in self.books.outcomes():
+            if outcome.claim in self.parts:
+                block = self.parts.pop(outcome.claim).block
+                (landed,) = filter(None, outcome.items)
+                assert (landed.slot, landed.offset) == (block.slot, block.offset)
+                assert 0 < landed.nbytes == block.begun < block.nbytes
+                continue
             assert outcome.claim in self.outstanding
             self.outstanding.remove(outcome.claim)
             owed = self.due.pop(outcome.claim)
@@ -404,9 +435,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for grant, memory in list(self.memory.items()):
             if memory.quarantined:
                 over = memory.until <= self.now or memory.writer in self.books.dead
-            else:
-                over = not memory.wanted and not memory.readings
-            if over:
+                memory.quarantined = not over
+            if not (memory.quarantined or memory.wanted or memory.readings):
                 del self.memory[grant]
         assert reservations.held_bytes == sum(m.block.nbytes for m in self.memory.values())
         assert len(reservations.quarantined) == sum(m.quarantined for m in self.memory.values())

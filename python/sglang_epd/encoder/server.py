@@ -108,7 +108,9 @@ def launch(server_args: Any) -> None:
     async def serve() -> None:
         memory_mb = settings.decode_mb or decode_mb()
         options = processing()
-        towers, hf_config = await start_towers(server_args, limits, memory_mb)
+        towers, hf_config = await start_towers(
+            server_args, limits, memory_mb, _batch(settings).patches
+        )
         identity = namespace(
             hf_config, served(whole=settings.fingerprint == "full"), towers[0].dtype, options
         )

@@ -58,6 +58,10 @@ class Delivery(Protocol):
 
     def offer(self, endpoint: str, offer: Offer) -> AbstractAsyncContextManager[Offered]: ...
 
+    async def begin(
+        self, endpoint: str, granted: Granted, embedding: torch.Tensor, rows: int, timeout_s: float
+    ) -> None: ...
+
     async def deliver(
         self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
     ) -> str: ...
@@ -396,8 +400,9 @@ class EncoderService:
                 if isinstance(decision, Decline):
                     return ended("declined", decision.reason)
                 hold.want(True)
-                embedding = await hold.embedding()
                 try:
+                    await self._begin(asked, hold, decision)
+                    embedding = await hold.embedding()
                     with self._stage("deliver", asked) as part:
                         landing = await asked.delivery.deliver(
                             endpoint, decision, embedding, asked.deadline - time.monotonic()
@@ -410,6 +415,14 @@ class EncoderService:
             self._metrics.delivered_bytes.labels(landing).inc(nbytes)
             self._metrics.beside.delivered(asked.ms["deliver"] / 1e3)
             return ended("delivered", tokens=layout.tokens)
+
+    async def _begin(self, asked: _Asked, hold: Hold, granted: Granted) -> None:
+        """Deliver what there is of an embedding that is being made, until it is made."""
+        known = 0
+        while (partly := await hold.beginning(known)) is not None:
+            embedding, known = partly
+            endpoint, left_s = asked.request.reply_to.endpoint, asked.deadline - time.monotonic()
+            await asked.delivery.begin(endpoint, granted, embedding, known, left_s)
 
     async def _decision(self, asked: _Asked, hold: Hold, offered: Offered) -> Granted | Decline:
         """Wait for the grant, with the embedding in the making as long as it may be of use."""

@@ -350,6 +350,9 @@ class _Taken:
         offered.answer(Grant(offer.ticket, offer.item, 1, _REQUEST_S, Inline()))
         yield offered
 
+    async def begin(self, *_: Any) -> None:
+        """Nothing: an embedding is taken whole."""
+
     async def deliver(
         self, _endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
     ) -> str:

@@ -8,7 +8,7 @@ queue and no policy: what is run when, and with what, is decided by its user.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,11 @@ from sglang_epd.wire.messages import Layout
 
 if TYPE_CHECKING:
     import torch
+
+
+# Called, on the event loop, with the embedding of a batch's one item and how many of its rows are
+# there, while others are being made.
+Tell = Callable[["torch.Tensor", int], None]
 
 
 class TowerLostError(Exception):
@@ -118,7 +123,9 @@ class Tower(Protocol):
             TowerLostError, TowerBrokenError: the tower is gone, or broken.
         """
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(
+        self, batch: Sequence[Prepared], tell: Tell | None = None
+    ) -> list[torch.Tensor]:
         """Run a batch of one group; each item's embedding [tokens, width] on the host.
 
         Called for `depth` batches at a time at most, and not cancelled. Embeddings may lie in
@@ -127,6 +134,7 @@ class Tower(Protocol):
 
         Args:
             batch: items of one group, prepared here.
+            tell: hears of a long video's first rows, from a tower in this process.
 
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.

@@ -35,7 +35,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 async def start_towers(
-    server_args: Any, limits: MediaLimits, decode_mb: int
+    server_args: Any, limits: MediaLimits, decode_mb: int, patches: int
 ) -> tuple[Sequence[Tower], Any]:
     """Start the towers that the flags ask for; all are loaded and warm when it returns.
 
@@ -46,6 +46,7 @@ async def start_towers(
         server_args: SGLang's, resolved.
         limits: bounds on one item's decoding.
         decode_mb: for all that is decoded at a time, in all workers together.
+        patches: of one pass, where a tower takes long videos in several.
 
     Returns:
         The towers, and the model's configuration as the checkpoint has it, which a language
@@ -61,10 +62,10 @@ async def start_towers(
     hf_config = copy.deepcopy(model_config_of(server_args).hf_config)
     towers, ranks = get_parallel().dp_size, get_parallel().tp_size
     if towers == ranks == 1:
-        engine = Engine(server_args, limits, decode_mb << 20)
+        engine = Engine(server_args, limits, decode_mb << 20, patches)
         await engine.warm_up()
         return [engine], hf_config
-    starts = partial(starts_of, server_args, limits, decode_mb << 20)
+    starts = partial(starts_of, server_args, limits, decode_mb << 20, patches)
     workers = [
         WorkerTower(f"vision worker {tower}", _FACTORY, partial(starts, tower))
         for tower in range(towers)
@@ -103,6 +104,7 @@ def create(options: dict[str, Any]) -> Engine:
         server_args,
         MediaLimits.read(options["limits"]),
         options["decode_bytes"],
+        options["patches"],
         rank=options["rank"],
         gpu_id=options["gpu_id"],
         rendezvous=options["rendezvous"],
@@ -110,12 +112,15 @@ def create(options: dict[str, Any]) -> Engine:
     )
 
 
-def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: int) -> list[Rank]:
+def starts_of(
+    server_args: Any, limits: MediaLimits, decode_bytes: int, patches: int, tower: int
+) -> list[Rank]:
     """The ranks of a tower; each call takes another port for their rendezvous.
 
     Args:
         limits: bounds on decoding.
         decode_bytes: for all that one rank decodes at a time.
+        patches: as of `start_towers`.
         tower: its number among those of this server, from 0.
 
     Raises:
@@ -145,6 +150,7 @@ def starts_of(server_args: Any, limits: MediaLimits, decode_bytes: int, tower: i
             "server_args": {**typed, "base_gpu_id": gpu_id},
             "limits": limits.plain(),
             "decode_bytes": decode_bytes // places,
+            "patches": patches,
             "rank": rank,
             "gpu_id": gpu_id,
             "rendezvous": rendezvous,

@@ -126,13 +126,33 @@ def lay_out_bare(
 def lay_out_some(
     processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
 ) -> tuple[Any, list[Rows]]:
-    """As `lay_out_bare`, with rows of those items that are `ReceivedItem`."""
+    """As `lay_out_bare`, with rows of those items that are `ReceivedItem`. The prompt ends where
+    the first row is missing of an item that has some of its rows."""
     output, rows = lay_out_bare(processor, prompt, items)
+    ends = []
     for mm_item, its in zip(output.mm_items, rows, strict=True):
         item = items[its.item]
         if isinstance(item, ReceivedItem):
-            mm_item.precomputed_embeddings = item.embedding[its.first : its.first + its.count]
-    return output, rows
+            there = item.embedding[its.first : its.first + its.count]
+            mm_item.precomputed_embeddings = there
+            if len(there) < its.count:
+                ends.append(mm_item.offsets[0][0] + len(there))
+    return (output, rows) if not ends else _cut(output, rows, min(ends))
+
+
+def _cut(output: Any, rows: list[Rows], end: int) -> tuple[Any, list[Rows]]:
+    """The beginning of a laid out prompt: its first `end` tokens. Identities, and with them what
+    the radix tree goes by, stay those of whole items, and positions those of the whole prompt."""
+    kept = []
+    for mm_item, its in zip(output.mm_items, rows, strict=True):
+        ((begin, last),) = mm_item.offsets
+        if begin < end:
+            mm_item.offsets = [(begin, min(last, end - 1))]
+            kept.append((mm_item, its))
+    output.mm_items = [mm_item for mm_item, _ in kept]
+    output.input_ids = output.input_ids[:end]
+    output.mrope_positions = output.mrope_positions[:, :end]
+    return output, [its for _, its in kept]
 
 
 def _lay_out(

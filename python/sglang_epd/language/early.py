@@ -1,9 +1,9 @@
 """Which part of a prompt to prefill while its later items are still being encoded, and when, on
 the rank that leads.
 
-A prompt is prefilled up to its first missing item, in the order of the prompt, whenever that is
-worth a forward pass; `parts` says when it is, and has what becomes of it on the ranks. At most
-one part of a request is in flight.
+A prompt is prefilled up to the first row that is missing, in the order of the prompt, whenever
+that is worth a forward pass; `parts` says when it is, and has what becomes of it on the ranks. At
+most one part of a request is in flight.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class Prompt:
         return max(place - 1, after)
 
 
+@dataclass(frozen=True)
+class _Reach:
+    """How far a prompt may be prefilled: up to the item that follows the first `count` ones, or
+    up to the last row that is there of the item `begun`, the last of those; -1 for none."""
+
+    count: int
+    begun: int = -1
+
+
 @dataclass
 class _Followed:
     """A claim whose prompt may be prefilled in parts."""
@@ -57,6 +66,8 @@ class _Followed:
     covered: frozenset[int]
     # Tokens of the items that have landed or are covered, by number.
     tokens: dict[int, int]
+    # Tokens that are there of items that are landing.
+    begun: dict[int, int] = field(default_factory=dict)
     # Tokens that a part has ended at, whatever became of it.
     done: int = 0
     in_flight: bool = False
@@ -69,10 +80,24 @@ class _Followed:
         """How many items have landed before the first that has not."""
         return sum(1 for _ in itertools.takewhile(self.tokens.__contains__, self.prompt.items))
 
-    def length(self, count: int) -> int:
-        """Tokens of the prompt up to the item that follows the first `count` ones."""
-        items = self.prompt.items[:count]
-        return self.prompt.end(count) - count + sum(self.tokens[item] for item in items)
+    def reach(self) -> _Reach:
+        count = self.leading()
+        following = self.prompt.items[count : count + 1]
+        if following and following[0] in self.begun:
+            return _Reach(count + 1, following[0])
+        return _Reach(count)
+
+    def end(self, reach: _Reach) -> int:
+        """Ids of the prompt so far, of which each item has one."""
+        if reach.begun >= 0:
+            return self.prompt.places[reach.count - 1] + 1
+        return self.prompt.end(reach.count)
+
+    def length(self, reach: _Reach) -> int:
+        """Tokens of the prompt so far."""
+        known = self.begun | self.tokens
+        items = self.prompt.items[: reach.count]
+        return self.end(reach) - reach.count + sum(known[item] for item in items)
 
 
 class Early:
@@ -108,11 +133,11 @@ class Early:
         self._small: dict[str, None] = {}
         # New tokens that a part had to have when they were last looked at.
         self._least = 0
-        # By the name that their items were asked for under: the claim, its request, and how many
-        # items, in the order of the prompt.
-        self._asked: dict[str, tuple[_Followed, int]] = {}
+        # By the name that their items were asked for under: the claim, its request, and how far
+        # they reach.
+        self._asked: dict[str, tuple[_Followed, _Reach]] = {}
         # Parts whose items are here, in the same way, with where those have landed.
-        self._ready: list[tuple[_Followed, int, tuple[wire.Landed | None, ...]]] = []
+        self._ready: list[tuple[_Followed, _Reach, tuple[wire.Landed | None, ...]]] = []
 
     def follow(
         self,
@@ -139,7 +164,8 @@ class Early:
         self._stirred[claim] = None
         count = one.leading()
         # The text behind the last covered item may not be covered.
-        one.done = one.length(count - 1) + known[prompt.items[count - 1]] if count else 0
+        if count:
+            one.done = one.length(_Reach(count - 1)) + known[prompt.items[count - 1]]
 
     def leave(self, claim: str) -> None:
         """A claim is over."""
@@ -153,16 +179,16 @@ class Early:
         """Take what concerns parts; False if a message of the receiver does not."""
         if isinstance(message, wire.Arrived):
             if (one := self._followed.get(message.claim)) is not None:
-                one.tokens[message.item] = message.tokens
+                (one.tokens if message.whole else one.begun)[message.item] = message.tokens
                 self._stirred[one.claim] = None
             return True
         if not isinstance(message, wire.Settled) or message.claim not in self._asked:
             return False
-        one, count = self._asked.pop(message.claim)
+        one, reach = self._asked.pop(message.claim)
         if message.code:
             one.in_flight = False
         else:
-            self._ready.append((one, count, message.items))
+            self._ready.append((one, reach, message.items))
         return True
 
     def take(self) -> list[Any]:
@@ -192,37 +218,37 @@ class Early:
                 return
             one.in_flight = False
             one.trace.end()
-        count = one.leading()
-        if count == len(one.prompt.items):
+        if one.leading() == len(one.prompt.items):
             del self._stirred[one.claim]
             return
-        length = one.length(count)
+        reach = one.reach()
+        length = one.length(reach)
         if length - one.done < least:
             del self._stirred[one.claim]  # until another item lands
             self._small[one.claim] = None
             return
         one.least = least
         one.done, one.in_flight = length, True
-        needed = tuple(sorted(set(one.prompt.items[:count]) - one.covered))
+        needed = tuple(sorted(set(one.prompt.items[: reach.count]) - one.covered))
         if not needed:
-            self._ready.append((one, count, (None,) * len(one.prompt.items)))
+            self._ready.append((one, reach, (None,) * len(one.prompt.items)))
             return
         name = f"part {next(self._names)}"
-        self._asked[name] = one, count
-        self._claims.take_part(one.ticket, one.claim, name, needed)
+        self._asked[name] = one, reach
+        self._claims.take_part(one.ticket, one.claim, name, needed, reach.begun)
 
-    def _begin(self, one: _Followed, count: int, landed: tuple[wire.Landed | None, ...]) -> Any:
+    def _begin(self, one: _Followed, reach: _Reach, landed: tuple[wire.Landed | None, ...]) -> Any:
         """A part. Where its request is over, every rank has to give the items back: such a part
         says no request."""
-        ids = one.prompt.ids[: one.prompt.end(count)]
-        items = tuple(sorted(one.prompt.items[:count]))
+        ids = one.prompt.ids[: one.end(reach)]
+        items = tuple(sorted(one.prompt.items[: reach.count]))
         # SGLang aborts requests by the beginnings of their ids.
         rid = f"{one.request.rid}{PART}{secrets.token_hex(4)}"
         part = self._make(one.request, rid, ids)
         of = ""
         if one.claim in self._followed:
             of = manifest.name(one.request)
-            one.trace = one.span.child("epd_prefill_early", items=count, tokens=one.done)
+            one.trace = one.span.child("epd_prefill_early", items=reach.count, tokens=one.done)
         carried = wire.Beginning(of, items, tuple(landed[item] for item in items), one.least)
         manifest.carry(part, manifest.write(carried, self._secret))
         return part

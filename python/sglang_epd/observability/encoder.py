@@ -104,7 +104,8 @@ class EncoderMetrics(Metrics):
     )
     batch_items = histogram("Items in a forward pass", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
     batch_patches = histogram(
-        "Patches in a forward pass", buckets=(64, 256, 1024, 4096, 16384, 65536, 262144)
+        "Patches in a forward pass; in all of a long video's",
+        buckets=(64, 256, 1024, 4096, 16384, 65536, 262144),
     )
     lost_items = counter("Items whose worker process died with them")
     busy_seconds = counter("Time in which a tower ran, summed over towers")

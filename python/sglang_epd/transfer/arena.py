@@ -32,8 +32,8 @@ from sglang_epd.device import Device
 from sglang_epd.errors import ProtocolError, from_code
 from sglang_epd.processes.packets import SEALS, new_file
 from sglang_epd.transfer.extents import ALIGNMENT, aligned
-from sglang_epd.wire.messages import Landed, Layout, Settled, Welcome
-from sglang_epd.wire.tensors import view_tensor
+from sglang_epd.wire.messages import Landed, Layout, Settled, TensorSpec, Welcome
+from sglang_epd.wire.tensors import spec_bytes, view_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,8 @@ class Address:
 
 @dataclass(frozen=True)
 class ReceivedItem:
-    """An item's identity, layout and embedding [tokens, width], on the host."""
+    """An item's identity, layout and embedding [tokens, width], on the host. Of an item that a
+    part of a prompt ends within, the embedding has the first tokens alone."""
 
     key: bytes
     layout: Layout
@@ -182,12 +183,14 @@ class Arena:
             reader: this process's number.
 
         Returns:
-            [tokens, width], in the arena.
+            [tokens that are there, width], in the arena.
         """
         # torch keeps this very object for as long as any view of the tensor lives.
         owner = self.span(item.offset, item.nbytes)
         weakref.finalize(owner, self.drop, item.slot, reader).atexit = False
-        return view_tensor(owner, item.layout.embedding)
+        spec = item.layout.embedding
+        tokens = spec.shape[0] * item.nbytes // max(spec_bytes(spec), 1)
+        return view_tensor(owner, TensorSpec(spec.dtype, (tokens, *spec.shape[1:])))
 
     def receive(self, settled: Settled, reader: int) -> list[ReceivedItem]:
         """The items of a claim, but for those that it covered itself.

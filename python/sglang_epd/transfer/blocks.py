@@ -1,14 +1,16 @@
 """Blocks: bytes of the arena with an owner, and their states.
 
     GRANTED --> FILLED --> HANDED <--> KEPT --> FREE
-       |          |          |                    ^
-       |          +----------+--------------------|
-       +--> QUARANTINED --------------------------|
-       +------------------------------------------+
+       |          |         ^|                    ^
+       |          +---------|+--------------------|
+       +--> QUARANTINED ----|---------------------|
+       +--------------------+---------------------+
 
 A block is granted to one encoder for one item, filled, and handed to the processes that
 read it; when all of them have dropped it, it is free again, or kept for the next request
-with the same item until its room is needed. A granted block is quarantined when
+with the same item until its room is needed. The first rows of a block that is being filled may
+be handed out before the others are there; should these not come, it is handed until its readers
+have dropped them. A granted block is quarantined when
 its grant is void while its encoder may still be writing to it (shared memory and Mooncake
 write without asking). It is not reused before the encoder says that it is done, or is gone.
 """
@@ -34,11 +36,11 @@ class BlockState(Enum):
 
 _S = BlockState
 TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
-    _S.GRANTED: frozenset({_S.FILLED, _S.QUARANTINED, _S.FREE}),
+    _S.GRANTED: frozenset({_S.FILLED, _S.HANDED, _S.QUARANTINED, _S.FREE}),
     _S.FILLED: frozenset({_S.HANDED, _S.KEPT, _S.FREE}),
     _S.HANDED: frozenset({_S.KEPT, _S.FREE}),
     _S.KEPT: frozenset({_S.HANDED, _S.FREE}),
-    _S.QUARANTINED: frozenset({_S.FREE}),
+    _S.QUARANTINED: frozenset({_S.HANDED, _S.FREE}),
     _S.FREE: frozenset(),
 }
 
@@ -56,6 +58,7 @@ class Block:
         landing: the way the payload is to come: inline, shared or remote.
         until: when its grant, or its quarantine, ends.
         written: bytes that have come as frames.
+        begun: bytes, whole rows, that may be handed out before the others are there.
         closed: the request that it was granted to will not hand it out again.
     """
 
@@ -68,6 +71,7 @@ class Block:
     landing: str = "inline"
     until: float = 0.0
     written: int = 0
+    begun: int = 0
     state: BlockState = BlockState.GRANTED
     closed: bool = False
 

@@ -321,10 +321,16 @@ class Claims:
         readers = self._first_reader, self._readers
         self._send(wire.Claim(claim, expect, *readers, covered, prefix, early))
 
-    def take_part(self, ticket: str, claim: str, name: str, items: tuple[int, ...]) -> None:
+    def take_part(
+        self, ticket: str, claim: str, name: str, items: tuple[int, ...], begun: int = -1
+    ) -> None:
         """Ask for some items of a claim, all of which have landed; `take` will return them
-        under `name`, with None for the others."""
-        self._send(wire.TakePart(ticket, claim, name, items))
+        under `name`, with None for the others.
+
+        Args:
+            begun: one of the items, whose first rows will do.
+        """
+        self._send(wire.TakePart(ticket, claim, name, items, begun))
 
     def again(self, rid: str, expect: wire.Expect) -> None:
         """Have the tokenizer send for items of a request that it had sent for before."""

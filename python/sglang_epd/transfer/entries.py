@@ -79,6 +79,11 @@ class Item:
     def here(self) -> bool:
         return self.state in (_S.RECEIVED, _S.CACHED)
 
+    @property
+    def begun(self) -> bool:
+        """Whether its first rows are here, and others are on their way."""
+        return self.state is _S.GRANTED and self.block is not None and self.block.begun > 0
+
     def move(self, state: ItemState) -> None:
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"item cannot go from {self.state.value} to {state.value}")
@@ -92,8 +97,8 @@ class RequestEntry:
     consumers: int
     deadline: float
     claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
-    # Items that an early claim was told of.
-    told: set[int] = field(default_factory=set)
+    # Rows that an early claim was told of, by item.
+    told: dict[int, int] = field(default_factory=dict)
     # Items whose offer waits for memory.
     waiting: set[int] = field(default_factory=set)
     error: EpdError | None = None

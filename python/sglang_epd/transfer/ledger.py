@@ -247,6 +247,25 @@ class Ledger:
         item = self._granted(message)
         return None if item is None else item.block
 
+    def begin(self, message: wire.Payload) -> None:
+        """Note that the first `offset` bytes of a payload are in its block, which is granted.
+
+        Raises:
+            ProtocolError: they are no more than before, or not whole rows.
+        """
+        item = self._granted(message)
+        assert item is not None
+        assert item.block is not None
+        block = item.block
+        row_bytes = block.nbytes // max(block.offer.layout.tokens, 1)
+        if not block.begun < message.offset < block.nbytes or message.offset % row_bytes:
+            raise ProtocolError("payload: no more whole rows than before")
+        block.begun = message.offset
+        entry = self._entries[message.ticket]
+        for claimant, claim in entry.claims.items():
+            if claim.early:
+                self._tell_arrived(entry, claimant, claim)
+
     def fill(self, message: wire.Payload, now: float) -> bool:
         """Note that all of a payload is in its block.
 
@@ -283,7 +302,7 @@ class Ledger:
             return False
         assert item.block is not None
         item.move(_S.PLANNED)
-        self.reservations.free(item.block)
+        self.reservations.give_up(item.block)
         item.block = None
         self._stirred.add((message.ticket, message.item))
         return True
@@ -316,7 +335,12 @@ class Ledger:
         entry = self._entries.get(message.ticket)
         claim = None if entry is None else entry.claims.get((peer, message.claim))
         asked = set(message.items)
-        if entry is None or claim is None or not all(entry.items[item].here for item in asked):
+        if (
+            entry is None
+            or claim is None
+            or not all(entry.items[item].here for item in asked - {message.begun})
+            or not all(entry.items[item].here or entry.items[item].begun for item in asked)
+        ):
             gone = RequestCancelledError("the items are gone, or the claim is over")
             self._answer((peer, message.name), error=gone)
             return
@@ -549,7 +573,7 @@ class Ledger:
             entry = self._entries[ticket]
             entry.items[number].move(_S.PLANNED)
             entry.items[number].asked = False
-            entry.told.discard(number)
+            entry.told.pop(number, None)
             self._stirred.add((ticket, number))
             self._tell_needed(ticket, entry)
 
@@ -622,18 +646,22 @@ class Ledger:
         assert block is not None
         self.reservations.hand(block, claim.first_reader, claim.readers)
         key, layout = block.offer.key, block.offer.layout
-        return wire.Landed(key, layout, block.nbytes, block.slot, block.offset)
+        nbytes = block.nbytes if item.here else block.begun
+        return wire.Landed(key, layout, nbytes, block.slot, block.offset)
 
     def _tell_arrived(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> None:
-        """Tell of the items that have landed since the last time."""
+        """Tell of what has landed since the last time."""
         peer, name = claimant
         for number, item in enumerate(entry.items):
-            if item.here and number not in entry.told and number not in claim.covered:
-                entry.told.add(number)
-                block = item.block or self.reservations.find(item.key)
-                assert block is not None
-                tokens = block.offer.layout.tokens
-                self._messages.append((peer, wire.Arrived(name, number, tokens)))
+            if number in claim.covered or not (item.here or item.begun):
+                continue
+            block = item.block or self.reservations.find(item.key)
+            assert block is not None
+            tokens = block.offer.layout.tokens
+            rows = tokens if item.here else tokens * block.begun // block.nbytes
+            if entry.told.get(number) != rows:
+                entry.told[number] = rows
+                self._messages.append((peer, wire.Arrived(name, number, rows, rows == tokens)))
 
     def _see(self, key: bytes) -> None:
         """A request with that item goes on; the prefix cache will have it."""

@@ -344,11 +344,19 @@ class Receiver:
             self._arena.span(block.offset, block.nbytes)[message.offset : end] = chunk
             block.written = end
         if not message.last:
+            if not frames:
+                self._begin(block, message)
             return
         in_memory = block.foreign and block.written == 0
         if not in_memory and block.written != block.nbytes:
             raise ProtocolError(f"payload of {block.written} bytes, {block.nbytes} were granted")
         self.tally.add("payloads", block.landing if in_memory else "inline")
+
+    def _begin(self, block: Block, message: wire.Payload) -> None:
+        in_memory = block.foreign and block.written == 0
+        if not in_memory and message.offset > block.written:
+            raise ProtocolError("payload: bytes that have not come")
+        self._ledger.begin(message)
 
     def _answer_held(self, now: float) -> None:
         """Answer those held offers again that may be answered otherwise.

@@ -145,7 +145,7 @@ class Reservations:
             now: seconds, of the clock of `reclaim`.
         """
         if not block.foreign:
-            self.free(block)
+            self.give_up(block)
             return
         self._move(block, _S.QUARANTINED)
         block.until = now + QUARANTINE_S
@@ -159,7 +159,7 @@ class Reservations:
         """
         block = self._blocks[_S.QUARANTINED].get(grant)
         if block is not None and block.offer.ticket == ticket:
-            self.free(block)
+            self.give_up(block)
 
     def fill(self, block: Block, *, findable: bool = True) -> bool:
         """Note that all of the payload is there.
@@ -171,6 +171,8 @@ class Reservations:
             Whether it is this block that its key leads to.
         """
         self._move(block, _S.FILLED)
+        if block.expected.any():
+            self._move(block, _S.HANDED)
         fits = aligned(block.nbytes) <= self._most_kept_bytes
         if not (findable and fits) or block.offer.key in self._by_key:
             return False
@@ -178,12 +180,12 @@ class Reservations:
         return True
 
     def hand(self, block: Block, first_reader: int, readers: int) -> None:
-        """Hand the block to some processes; each will drop it once.
+        """Hand the block, or what has come of it, to some processes; each will drop it once.
 
         Args:
             first_reader, readers: the numbers of the processes: so many, from the first.
         """
-        if block.state is not _S.HANDED:
+        if block.state not in (_S.HANDED, _S.GRANTED):
             self._move(block, _S.HANDED)
         block.expected[first_reader : first_reader + readers] += 1
 
@@ -192,6 +194,14 @@ class Reservations:
         block.closed = True
         if block.state is not _S.HANDED:
             self._retire(block)
+
+    def give_up(self, block: Block) -> None:
+        """Free a block that will not be filled, once nothing reads the rows that had come."""
+        if not block.expected.any():
+            self.free(block)
+            return
+        self._move(block, _S.HANDED)
+        block.closed = True
 
     def free(self, block: Block) -> None:
         """Give the bytes and the slot back."""
@@ -229,11 +239,16 @@ class Reservations:
             self._on_evict(block.offer.key)
 
     def reclaim(self, now: float) -> None:
-        """Free or keep blocks that every reader has dropped, and end quarantines that are over.
+        """End quarantines that are over, and free or keep blocks that every reader has dropped.
 
         Args:
             now: in seconds of the ledger's clock.
         """
+        for block in self.quarantined:
+            writer = block.offer.process
+            lives = self._writer_lives(writer) if writer else None
+            if lives is False or (now >= block.until and not lives):
+                self.give_up(block)
         closed = [block for block in self._blocks[_S.HANDED].values() if block.closed]
         if closed:
             drops = self._drops(np.array([block.slot for block in closed]))
@@ -241,11 +256,6 @@ class Reservations:
             done = (drops == expected).all(axis=1)
             for block in (block for block, is_done in zip(closed, done, strict=True) if is_done):
                 self._retire(block)
-        for block in self.quarantined:
-            writer = block.offer.process
-            lives = self._writer_lives(writer) if writer else None
-            if lives is False or (now >= block.until and not lives):
-                self.free(block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not add up."""

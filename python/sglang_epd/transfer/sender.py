@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -65,12 +66,21 @@ _Frames = list[bytes | memoryview]
 
 @dataclass
 class Granted:
-    """A grant, until when it may be used (`time.monotonic`), and for how many bytes."""
+    """A grant, until when it may be used (`time.monotonic`), and for how many bytes.
+
+    Attributes:
+        used: whether something else will tell the receiver what became of it.
+        way, sent: how the payload's beginning went, and its bytes.
+        socket: by which.
+    """
 
     message: wire.Grant
     until: float
     nbytes: int | None = None
     used: bool = False
+    way: str = ""
+    sent: int = 0
+    socket: zmq.asyncio.Socket | None = None
 
 
 class Offered:
@@ -202,6 +212,34 @@ class Sender:
             if offered.granted is not None and not offered.granted.used:
                 self._withdraw(peer, offered.granted.message)
 
+    async def begin(
+        self, endpoint: str, granted: Granted, embedding: torch.Tensor, rows: int, timeout_s: float
+    ) -> None:
+        """Deliver the first rows of an embedding whose others are being made; `deliver` ends it.
+
+        Nothing is acknowledged. Where the receiver has not taken it, `deliver` hears of that.
+
+        Args:
+            embedding: as of `deliver`.
+            rows: that are there.
+            timeout_s: for a write.
+
+        Raises:
+            GrantLostError, EncodeError, UnavailableError: as of `deliver`.
+        """
+        payload = _payload(granted, embedding)
+        if time.monotonic() >= granted.until:
+            return  # `deliver` offers it anew
+        peer, end = self._peer(endpoint), rows * (len(payload) // len(embedding))
+        granted.used = True
+        for frames in await self._write(peer, granted, payload, end, timeout_s):
+            try:
+                await self._send(peer, frames)
+            except BaseException:
+                self._withdraw(peer, granted.message)
+                raise
+        granted.sent, granted.used = end, False
+
     async def deliver(
         self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
     ) -> str:
@@ -222,10 +260,7 @@ class Sender:
             UnavailableError: the transfer engine could not write.
         """
         grant = granted.message
-        payload = tensor_frame(embedding)
-        if granted.nbytes not in (None, payload.nbytes):
-            # The bytes beside it in the receiver's memory belong to another item.
-            raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
+        payload = _payload(granted, embedding)
         peer = self._peer(endpoint)
         try:
             async with asyncio.timeout(timeout_s):
@@ -233,8 +268,7 @@ class Sender:
                 if time.monotonic() >= granted.until:
                     self._withdraw(peer, grant)
                     raise GrantLostError
-                peer.grants[_name(grant)] = _writes_on
-                how, frames = await self._write(peer, grant, payload, timeout_s)
+                frames = await self._write(peer, granted, payload, len(payload), timeout_s)
                 answer = await self._say_written(peer, grant, frames)
         except TimeoutError:
             raise DeadlineError("the language server did not answer in time") from None
@@ -242,7 +276,7 @@ class Sender:
             raise GrantLostError
         if answer.error:
             raise EncodeError(f"the language server dropped the payload: {answer.error}")
-        return how
+        return granted.way
 
     async def close(self) -> None:
         self._closed = True
@@ -262,43 +296,54 @@ class Sender:
         await asyncio.get_running_loop().run_in_executor(self._sharing, self._shared.forget_gone)
 
     async def _write(
-        self,
-        peer: _Peer,
-        grant: wire.Grant,
-        payload: memoryview,
-        timeout_s: float,
-    ) -> tuple[str, Iterator[_Frames]]:
-        """Write a payload where it was granted.
+        self, peer: _Peer, granted: Granted, payload: memoryview, end: int, timeout_s: float
+    ) -> Iterator[_Frames]:
+        """Write a payload up to its byte `end`, from where it was written up to, where it was
+        granted.
 
         Returns:
-            The way it went, and the messages to send for it.
+            The messages to send for it.
         """
-        done: _Frames = [wire.encode_message(wire.Payload(*_name(grant)))]
-        raw = np.frombuffer(payload, dtype=np.uint8)
+        grant, last = granted.message, end == len(payload)
+        peer.grants[_name(grant)] = _writes_on
+        told: _Frames = [wire.encode_message(wire.Payload(*_name(grant), 0 if last else end, last))]
+        raw = np.frombuffer(payload, dtype=np.uint8)[granted.sent : end]
         landing = grant.landing
         if isinstance(landing, wire.Remote):
             if self._remote is None:
                 self._withdraw(peer, grant)
                 raise EncodeError("a grant that this encoder did not offer to use")
             remote = self._remote
+            place = msgspec.structs.replace(landing, address=landing.address + granted.sent)
             await self._in_thread(
-                peer, grant, self._writing, lambda: remote.write(landing, raw, timeout_s)
+                peer, grant, self._writing, lambda: remote.write(place, raw, timeout_s)
             )
-            return "remote", iter([done])
-        if isinstance(landing, wire.Shared) and peer.shares:
+            granted.way = "remote"
+            return iter([told])
+        if isinstance(landing, wire.Shared) and peer.shares and granted.way != "inline":
+            there = msgspec.structs.replace(landing, offset=landing.offset + granted.sent)
             try:
                 if len(raw) < _SMALL_BYTES:
-                    self._shared.write(landing, raw)
+                    self._shared.write(there, raw)
                 else:
                     await self._in_thread(
-                        peer, grant, self._sharing, lambda: self._shared.write(landing, raw)
+                        peer, grant, self._sharing, lambda: self._shared.write(there, raw)
                     )
             except (OSError, ProtocolError) as error:
                 peer.shares = False
                 logger.warning("Embeddings go over the socket: no shared memory (%s)", error)
             else:
-                return "shared", iter([done])
-        return "inline", _chunks(grant, payload)
+                granted.way = "shared"
+                return iter([told])
+        if granted.way == "shared":
+            granted.sent = 0  # none of it has come over the socket
+        elif granted.sent and granted.socket is not peer.socket:
+            # Frames may have been lost with the connection that broke.
+            self._withdraw(peer, grant)
+            raise GrantLostError
+        granted.way, granted.socket = "inline", peer.socket
+        frames = _chunks(grant, payload, granted.sent, end)
+        return frames if last else itertools.chain(frames, [told])
 
     async def _say_written(
         self, peer: _Peer, grant: wire.Grant, messages: Iterator[_Frames]
@@ -527,9 +572,22 @@ class Sender:
                 ack.set_exception(error)
 
 
-def _chunks(grant: wire.Grant, payload: memoryview) -> Iterator[_Frames]:
-    for begin in range(0, len(payload), wire.MAX_CHUNK_BYTES):
-        end = min(begin + wire.MAX_CHUNK_BYTES, len(payload))
+def _payload(granted: Granted, embedding: torch.Tensor) -> memoryview:
+    """An embedding's bytes.
+
+    Raises:
+        EncodeError: they are not as many as were offered.
+    """
+    payload = tensor_frame(embedding)
+    if granted.nbytes not in (None, payload.nbytes):
+        # The bytes beside it in the receiver's memory belong to another item.
+        raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
+    return payload
+
+
+def _chunks(grant: wire.Grant, payload: memoryview, first: int, limit: int) -> Iterator[_Frames]:
+    for begin in range(first, limit, wire.MAX_CHUNK_BYTES):
+        end = min(begin + wire.MAX_CHUNK_BYTES, limit)
         last = end == len(payload)
         part = wire.Payload(*_name(grant), begin, last)
         yield [wire.encode_message(part), payload[begin:end]]

@@ -217,7 +217,8 @@ class Payload(Message, frozen=True, tag="payload"):
 
     Attributes:
         offset: where the one frame that follows belongs in the payload; frames come in
-            order. None follows where the grant's landing was memory.
+            order. None follows where the grant's landing was memory. Without a frame, and where
+            more is to come: so many bytes are there.
         last: nothing more comes.
     """
 
@@ -308,21 +309,32 @@ class Claim(Message, frozen=True, tag="claim"):
 
 
 class Arrived(Message, frozen=True, tag="arrived"):
-    """Receiver: an item of an early claim is here, and others are not."""
+    """Receiver: an item of an early claim is here, or its first rows are; others are not.
+
+    Attributes:
+        tokens: that are here.
+        whole: whether these are all of it.
+    """
 
     claim: str
     item: int
     tokens: int
+    whole: bool = True
 
 
 class TakePart(Message, frozen=True, tag="take_part"):
     """The asker of a claim wants some of its items before the others are here. A Settled with
-    the given name answers; the claim stays, and will have all of its items."""
+    the given name answers; the claim stays, and will have all of its items.
+
+    Attributes:
+        begun: one of them, of which the first rows will do; -1 for none.
+    """
 
     ticket: str
     claim: str
     name: str
     items: tuple[int, ...]
+    begun: int = -1
 
 
 class AskPrefix(Message, frozen=True, tag="laid"):
@@ -350,6 +362,7 @@ class Landed(msgspec.Struct, frozen=True):
     """An item that is there.
 
     Attributes:
+        nbytes: of it; of a part of a prompt that ends within it, of its first rows.
         slot: where readers say that they are done with it.
         offset: where its embedding begins in the shared memory, in bytes.
     """

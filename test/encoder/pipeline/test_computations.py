@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from encoder.towers import ROW_BYTES, key_of, settle, states, until, value
 from media.samples import encoded, picture
@@ -47,6 +48,29 @@ async def test_many_askers_of_one_key_share_one_preparation_and_one_forward(towe
     assert (tower.preparations, tower.batches) == ([b"x"], [[b"x"]])
     assert count("lookups_total", source="computed") == 1
     assert count("lookups_total", source="coalesced") == 24
+
+
+async def test_askers_hear_of_rows_before_all_are_made(tower, ask):
+    tower.rows[b"x"] = 3
+    tower.hold(forward=True)
+    first = ask(b"x")
+    waiting = asyncio.create_task(first.beginning(0))
+    await until(lambda: tower.running)
+    made = torch.zeros(3, 4)
+    tower.tell(made, 1)
+    assert await waiting == (made, 1)
+    late = ask(b"x", "late")
+    assert await late.beginning(0) == (made, 1), "at once"
+    waiting = [asyncio.create_task(hold.beginning(1)) for hold in (first, late)]
+    await settle()
+    assert not any(one.done() for one in waiting)
+    tower.tell(made, 2)
+    assert await asyncio.gather(*waiting) == [(made, 2)] * 2
+    last = asyncio.create_task(late.beginning(2))
+    await settle()
+    tower.go_on()
+    assert await last is None, "all are there"
+    assert (await first.embedding()).shape == (3, 4)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["others want it", "nobody wants it"])

@@ -70,17 +70,20 @@ class CopyOut:
             output = output.clone() if self._reuses_output else output.contiguous()
             return Launched(output, self.stream.record_event())
 
-    def land(self, launched: Launched, rows: list[int]) -> list[torch.Tensor]:
-        """Wait for a pass; its output by item, each in memory of its own.
+    def land(
+        self, launched: Launched, rows: list[int], places: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Wait for a pass; its output by item.
 
         Args:
             rows: of each item.
+            places: where they go; each into memory of its own unless given.
 
         Raises:
             RuntimeError: the pass failed on the device.
         """
         output, made = launched
-        parts = [_fresh((count, *output.shape[1:]), output.dtype) for count in rows]
+        parts = places or [fresh((count, *output.shape[1:]), output.dtype) for count in rows]
         for part in parts:
             # New pages take longer than the copy into them: they are had while the pass runs.
             part.view(-1).view(torch.uint8)[::_PAGE_BYTES] = 0
@@ -107,7 +110,7 @@ class CopyOut:
                 )
 
 
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Host memory by numpy, which asks the system for huge pages: to fill 67 MB for the first
     time took 11 ms instead of 31."""
     return torch.from_numpy(np.empty(shape, f"u{dtype.itemsize}")).view(dtype)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +31,14 @@ from sglang_epd.emulated import accelerator
 from sglang_epd.encoder.breakage import STUCK_S, Breakage
 from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
-from sglang_epd.encoder.model.copyout import CopyOut
+from sglang_epd.encoder.model.copyout import CopyOut, fresh
 from sglang_epd.encoder.model.features import mark, take
 from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import without_language_model
+from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
-from sglang_epd.encoder.tower import Prepared, ProfileRequest
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, Tell
 from sglang_epd.errors import ConfigError, EncodeError, ProtocolError
 from sglang_epd.families import Family, family_of
 from sglang_epd.families.adapter import load_processor
@@ -93,6 +96,7 @@ class Engine:
         server_args: SGLang's, resolved.
         limits: bounds on one item's decoding.
         decode_bytes: for all that is decoded at a time.
+        patches: of one pass over a long video, where the tower can take it in several.
         rank: of this process among the tower's; all are to be asked the same.
         gpu_id: accelerator; `--base-gpu-id` plus the rank by default.
         rendezvous: where the tower's ranks meet, tcp://host:port; a free port by default.
@@ -104,6 +108,7 @@ class Engine:
         server_args: Any,
         limits: MediaLimits,
         decode_bytes: int,
+        patches: int = 16_384,
         *,
         rank: int = 0,
         gpu_id: int | None = None,
@@ -142,6 +147,7 @@ class Engine:
                 server_args, dist_init_method=rendezvous, rank=rank, gpu_id=gpu_id
             )
         self._target = getattr(self._encoder.model, "thinker", self._encoder.model)
+        self._most = patches if within_steps(self._target) else None
         self.weights_bytes = held_bytes(self._encoder.model)
         logger.info("Holds the tower alone: %.1f MiB", self.weights_bytes / 2**20)
         self._device = device_of(self._encoder.device, self._encoder.gpu_id)
@@ -217,8 +223,47 @@ class Engine:
         # tower's thread, where the next pass queues.
         return 1 if self._copies is None and accelerator() is None else 2
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(
+        self, batch: Sequence[Prepared], tell: Tell | None = None
+    ) -> list[torch.Tensor]:
+        if self._most is not None and len(batch) == 1:
+            passes = in_passes(batch[0], self._most)
+            if len(passes) > 1:
+                long = self._forward_long(batch[0].layout.embedding, passes, tell)
+                return [await self._breakage.watch(long, STUCK_S)]
         return await self._breakage.watch(self._forward_once(batch), STUCK_S)
+
+    async def _forward_long(
+        self, spec: TensorSpec, passes: list[Prepared], tell: Tell | None
+    ) -> torch.Tensor:
+        """One embedding, made by one pass after the other."""
+        loop = asyncio.get_running_loop()
+        made = fresh(spec.shape, getattr(torch, spec.dtype))
+        places = made.split([one.layout.tokens for one in passes])
+        rows = itertools.accumulate(map(len, places))
+        landings: list[asyncio.Future[Any]] = []
+        landing: asyncio.Future[Any]
+        try:
+            for one, place in zip(passes, places, strict=True):
+                run = partial(self._run, [one])
+                if self._copies is None:
+                    landing = loop.run_in_executor(self._tower, _into, place, run)
+                else:
+                    launched = await loop.run_in_executor(self._tower, self._copies.launch, run)
+                    land = partial(self._copies.land, launched, [len(place)], [place])
+                    landing = loop.run_in_executor(self._lander, land)
+                landings.append(landing)
+                if len(landings) > 1:
+                    await landings[-2]  # beside this pass
+                    if tell is not None:
+                        tell(made, next(rows))
+            await landings[-1]
+        except BaseException:
+            # Not waited for: a device that is stuck lands nothing.
+            for landing in landings:
+                landing.cancel()
+            raise
+        return made
 
     async def _forward_once(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         loop = asyncio.get_running_loop()
@@ -338,3 +383,7 @@ class Engine:
             )
         self._count_steps(len(batch))
         return together
+
+
+def _into(place: torch.Tensor, run: Callable[[], torch.Tensor]) -> None:
+    place.copy_(run())

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -323,7 +324,7 @@ class Computations:
             self._begin_again(work)
 
     def _begin_again(self, work: Work) -> None:
-        work.prepared, work.lane = None, None
+        work.prepared, work.lane, work.partly = None, None, None
         work.enter(WorkState.WAITING)
         self._let_wait(work)
 
@@ -526,7 +527,9 @@ class Computations:
         batch = [work.prepared for work in works]
         began = time.monotonic()
         try:
-            embeddings = await lane.tower.forward([one for one in batch if one is not None])
+            embeddings = await lane.tower.forward(
+                [one for one in batch if one is not None], partial(_tell, works[0])
+            )
         except (TowerLostError, TowerBrokenError):
             raise
         except Exception as error:
@@ -651,6 +654,13 @@ class Computations:
                 if work.state in UNDER_WAY:
                     self._fail(work, EncodeError("the encoder failed on this item"))
         self._pump_soon()
+
+
+def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
+    """Of the one item of a batch some rows are there."""
+    work.partly = embedding, rows
+    for hold in work.holds:
+        hold.notice()
 
 
 def _said(error: Exception, work: Work) -> EpdError:

@@ -87,6 +87,7 @@ class Work(Job):
         data: the encoded media; None while the store is asked for askers without media.
         pixels: that its media claim, since they are here.
         stages: that are over.
+        partly: its embedding while that is being made, and how many rows are there.
     """
 
     key: bytes
@@ -100,6 +101,7 @@ class Work(Job):
     preparation: asyncio.Future[Prepared] | None = None
     prepared: Prepared | None = None
     losses: int = 0
+    partly: tuple[torch.Tensor, int] | None = None
     stages: list[Stage] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
 
@@ -297,6 +299,7 @@ class Hold:
     source: str = "computed"
     began: float = field(default_factory=time.perf_counter)
     _layout: asyncio.Future[Layout] = field(default_factory=_future)
+    _more: asyncio.Future[None] = field(default_factory=_future)
     _stages: list[list[Stage]] = field(default_factory=list)
     _over: bool = False
 
@@ -334,6 +337,19 @@ class Hold:
         await asyncio.shield(self.made)
         assert self.entry is not None
         return self.entry.embedding
+
+    async def beginning(self, known: int) -> tuple[torch.Tensor, int] | None:
+        """Wait for more rows of an embedding that is being made than so many.
+
+        Returns:
+            The embedding and how many of its rows are there; None when all are, or will not be.
+        """
+        while not self.made.done():
+            partly = None if self.work is None else self.work.partly
+            if partly is not None and partly[1] > known:
+                return partly
+            await asyncio.wait((self.made, self._more), return_when=asyncio.FIRST_COMPLETED)
+        return None
 
     def want(self, wanted: bool) -> None:
         """Say whether the embedding is of use now.
@@ -373,6 +389,11 @@ class Hold:
         """The layout is known."""
         if not self._layout.done():
             self._layout.set_result(layout)
+
+    def notice(self) -> None:
+        """There are more rows."""
+        self._more.set_result(None)
+        self._more = _future()
 
     def give(self, entry: Entry) -> None:
         """The embedding is there, and pinned for this hold."""

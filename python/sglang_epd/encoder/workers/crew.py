@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_epd.encoder.tower import Prepared, ProfileRequest, TowerLostError
+from sglang_epd.encoder.tower import Prepared, ProfileRequest, Tell, TowerLostError
 from sglang_epd.encoder.workers.channel import (
     TO_FRONT,
     Discard,
@@ -177,7 +177,9 @@ class WorkerTower:
         finally:
             os.close(fd)
 
-    async def forward(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def forward(
+        self, batch: Sequence[Prepared], tell: Tell | None = None
+    ) -> list[torch.Tensor]:
         crew = self._living()
         handles = [prepared.content for prepared in batch]
         if any(handle.crew is not crew for handle in handles):

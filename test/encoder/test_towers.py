@@ -81,7 +81,7 @@ def test_the_way_through_an_accelerator(start):
 @pytest.mark.parametrize(
     "checkpoint",
     [
-        "tiny-qwen2-vl",
+        pytest.param("tiny-qwen2-vl", marks=pytest.mark.extended),
         "tiny-qwen3-vl",
         pytest.param("tiny-qwen3-vl-moe", marks=pytest.mark.extended),
     ],
@@ -98,6 +98,7 @@ def test_a_long_video_in_several_passes_is_what_it_is_in_one(start, checkpoint):
 
 
 @pytest.mark.servers
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_a_video_whose_steps_attend_to_each_other_is_run_in_one_pass(start):
     made, said = start(script="long_videos.py")

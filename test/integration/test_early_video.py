@@ -13,12 +13,14 @@ from integration.client import text_part, until, user, video_part
 from integration.counters import delivered, held, status, total
 from integration.topology import START_TIMEOUT_S, Machine, Topology
 
+# Servers of their own, of which some are not forked, and passes that take a second.
+pytestmark = pytest.mark.extended
+
 TOKENS = 8
 ENCODERS = ("encoder", "encoder@inline")
-QWEN2 = pytest.param("long_videos_qwen2", marks=pytest.mark.extended)
 
 
-@pytest.fixture(scope="module", params=["long_videos", QWEN2])
+@pytest.fixture(scope="module", params=["long_videos", "long_videos_qwen2"])
 def started(machine: Machine, request: pytest.FixtureRequest) -> Topology:
     return machine.use(request.param)
 

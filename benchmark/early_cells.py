@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ PROFILES = Path(__file__).with_name("reproduce") / "profiles"
 # Tokens of a request's text, of an answer whose first token is waited for, and of a text beside.
 TEXT_TOKENS, ANSWER_TOKENS = 24, 2
 SIDE = 448
-CLIP = Clip(frames=64, rate=2.0, width=448, height=224)
+# As large as the checkpoints' processors leave it: they bound the pixels of all frames.
+CLIP = Clip(frames=64, rate=2.0, width=160, height=96)
 # Two frames of a video are one step of its patches.
 _FRAMES_A_STEP = 2
 LOADS = {
@@ -47,6 +49,9 @@ class Machine(msgspec.Struct, frozen=True):
 MACHINES = {
     "h100": Machine("H100, Qwen2.5-VL-7B", "h100-qwen2_5-vl-7b", "tiny-qwen2_5-vl", 10764 / 1024),
     "h20": Machine("H20, Qwen3-VL-8B", "h20-qwen3-vl-8b", "tiny-qwen3-vl", 8160 / 784, True),
+    "h20x4": Machine(
+        "H20, Qwen3-VL-235B of TP 4", "h20-qwen3-vl-235b", "tiny-qwen3-vl", 8160 / 784, True
+    ),
 }
 # The arms of `reproduce/arms/` for each topology: this package, and those beside it.
 TOPOLOGIES = {
@@ -108,7 +113,8 @@ class Cell(msgspec.Struct, frozen=True):
                 CLIP.frames // _FRAMES_A_STEP,
             )
             fit = max(1, self.profile.encoder.tower.batch_patches // step)
-            each = fit if MACHINES[self.machine].in_passes else steps
+            least = math.ceil(steps / fit) if MACHINES[self.machine].in_passes else 1
+            each = math.ceil(steps / least)
             return [[step] * min(each, steps - first) for first in range(0, steps, each)]
         return [[(SIDE // patch) ** 2]] * int(self.sent)
 

@@ -36,9 +36,9 @@ def video(steps: int, modality: str = "VIDEO") -> Prepared:
 
 @pytest.mark.parametrize(
     ("patches", "steps"),
-    [(1, [1] * 5), (8, [1] * 5), (23, [2, 2, 1]), (39, [4, 1]), (40, [5]), (1000, [5])],
+    [(1, [1] * 5), (8, [1] * 5), (23, [2, 2, 1]), (39, [3, 2]), (40, [5]), (1000, [5])],
 )
-def test_a_pass_has_as_many_whole_steps_as_fit(patches, steps):
+def test_a_video_has_as_few_passes_of_whole_steps_as_have_room(patches, steps):
     whole = video(5)
     passes = in_passes(whole, patches)
     assert [one.layout.grid for one in passes] == [[[count, *STEP]] for count in steps]

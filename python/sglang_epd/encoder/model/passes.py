@@ -12,6 +12,7 @@ bounding attention by the steps of `video_grid_thw`.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ def within_steps(model: Any) -> bool:
 
 
 def in_passes(prepared: Prepared, patches: int) -> list[Prepared]:
-    """A video as one item a pass, each of as many whole steps as a pass has room for; any other
+    """A video as one item a pass, of as few passes of whole steps as have room for it; any other
     item as it is.
 
     Args:
@@ -49,7 +50,8 @@ def in_passes(prepared: Prepared, patches: int) -> list[Prepared]:
         return [prepared]
     (item,), ((steps, height, width),) = items, layout.grid
     size, rows = height * width, layout.tokens // steps
-    each = max(1, patches // size)
+    # Of one size, so that the first has not nearly all of it.
+    each = math.ceil(steps / math.ceil(steps / max(1, patches // size)))
     passes = []
     for begin in range(0, steps, each):
         end = min(begin + each, steps)

@@ -263,7 +263,7 @@ def test_a_known_key_waits_longer_than_a_new_one_but_not_for_ever():
 def alone(affinity=None):
     """A policy that has been answered that no encoder had any of its keys."""
     affinity = affinity or Affinity()
-    for item in works(6, begin=1_000_000):
+    for item in works(29, begin=1_000_000):
         affinity([item], idle("a", "b", "c", "d"), rng())
         affinity.heard(item.key, "computed")
     return affinity

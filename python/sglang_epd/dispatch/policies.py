@@ -116,9 +116,9 @@ _KNOWN_SLACK = 8.0
 _KEYS = 32_768
 # Where at least this share of new keys is known to their first encoder, other servers send it
 # the same items. The share before anything is known, and the weight of each key that is heard of:
-# a server takes itself for alone after six new keys in a row that no encoder had.
+# a server takes itself for alone after 29 new keys in a row that no encoder had.
 _SHARED = 0.1
-_SHARED_AT_FIRST = 0.12
+_SHARED_AT_FIRST = 0.25
 _WEIGHT = 1 / 32
 
 

@@ -258,7 +258,7 @@ class _Tokenizer:
             )
             yield
             # Encoders' answers come after the scheduler's.
-            while len(self._frontend):  # noqa: ASYNC110  it signals its end to nobody
+            while len(self._frontend):  # noqa: ASYNC110  the frontend has no event for it
                 await asyncio.sleep(0.01)
         reading.cancel()
         control.close()

@@ -639,7 +639,7 @@ worst. A request's time is until its last image is there.
                 for one in outcomes
                 if (one.clients, one.servers, one.case) == (clients, servers, case)
             ]
-            title = f"{clients} clients" + (f", {case}" if case else "")
+            title = f"{clients} client{'s' * (clients > 1)}" + (f", {case}" if case else "")
             if servers > 1:
                 title += f", behind {servers} language servers that know nothing of each other"
             parts.append(f"### {title}\n\n{report(chosen)}\n")

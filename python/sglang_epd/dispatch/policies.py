@@ -208,8 +208,8 @@ class Affinity(Policy):
 
     def heard(self, key: bytes, source: str) -> None:
         home = self._homes.get(key)
-        # A shared store tells nothing of other servers' choices, and who was first of several
-        # simultaneous requests may have been this one.
+        # An embedding from a shared store says nothing of other servers' choices. One that
+        # several requests share may have been begun for one of this server's.
         if home is not None and home.tells and source in ("computed", "cached"):
             self._homes[key] = home._replace(tells=False)
             self._shared += _WEIGHT * ((source == "cached") - self._shared)

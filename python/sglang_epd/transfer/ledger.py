@@ -650,7 +650,7 @@ class Ledger:
         return wire.Landed(key, layout, nbytes, block.slot, block.offset)
 
     def _tell_arrived(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> None:
-        """Tell of what has landed since the last time."""
+        """Tell a claimant of items and rows that have landed since it was last told."""
         peer, name = claimant
         for number, item in enumerate(entry.items):
             if number in claim.covered or not (item.here or item.begun):

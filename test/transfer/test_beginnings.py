@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, SlowWriter, soon
 from transfer.links import Link
+from transfer.test_mooncake import started
 
 ROWS = len(EMBEDDING)
 OFFER = wire.Offer("t", 0, b"k" * 32, LAYOUT, EMBEDDING.nbytes)
@@ -37,18 +39,45 @@ class Copying:
         ctypes.memmove(address, source, nbytes)
 
 
+@pytest.fixture(scope="module")
+def mooncake() -> MooncakeEngine:
+    """One that writes to itself: ending an engine takes a second."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MC_LOG_LEVEL", "ERROR")
+        patch.setenv("MC_FORCE_TCP", "1")
+        return started()
+
+
 @pytest.fixture
-def receiver(start_receiver) -> Receiver:
-    return start_receiver(engine=Copying())
+def engine() -> Copying | MooncakeEngine:
+    return Copying()
+
+
+@pytest.fixture
+def receiver(start_receiver, engine: Copying | MooncakeEngine) -> Receiver:
+    return start_receiver(engine=engine)
 
 
 @pytest.fixture(params=["inline", "shared", "remote"])
-async def sender(request: pytest.FixtureRequest) -> AsyncIterator[Sender]:
-    remote = RemoteWriter(Copying()) if request.param == "remote" else None
+async def sender(
+    request: pytest.FixtureRequest, engine: Copying | MooncakeEngine
+) -> AsyncIterator[Sender]:
+    remote = RemoteWriter(engine) if request.param == "remote" else None
     sender = Sender(remote, share_memory=request.param == "shared")
     sender.way = request.param  # type: ignore[attr-defined]
     yield sender
     await sender.close()
+
+
+class TestByMooncake:
+    @pytest.fixture
+    def engine(self, mooncake: MooncakeEngine) -> MooncakeEngine:
+        return mooncake
+
+    @pytest.mark.parametrize("sender", ["remote"], indirect=True)
+    async def test_the_first_row_is_read_before_the_second_is_made(self, receiver, sender, early):
+        await two_rows(receiver, sender, early)
 
 
 @pytest.fixture
@@ -81,6 +110,10 @@ def made_so_far() -> torch.Tensor:
 
 
 async def test_the_first_row_is_read_before_the_second_is_made(receiver, sender, early):
+    await two_rows(receiver, sender, early)
+
+
+async def two_rows(receiver: Receiver, sender: Sender, early: Scheduler) -> None:
     made = made_so_far()
     async with sender.offer(receiver.endpoint, OFFER) as offered:
         decision = await grant(offered)
@@ -89,7 +122,7 @@ async def test_the_first_row_is_read_before_the_second_is_made(receiver, sender,
         assert torch.equal(row, EMBEDDING[:1])
         made[1] = EMBEDDING[1]
         way = await sender.deliver(receiver.endpoint, decision, made, PATIENCE_S)
-    assert way == sender.way
+    assert way == sender.way  # type: ignore[attr-defined]
     (whole,) = await asyncio.to_thread(early.tensors)
     assert torch.equal(whole, EMBEDDING)
     assert torch.equal(row, EMBEDDING[:1])

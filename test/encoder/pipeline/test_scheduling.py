@@ -364,6 +364,22 @@ def test_what_runs_together(jobs, bounds, batches):
     assert not len(queue)
 
 
+@pytest.mark.parametrize(
+    ("owners", "cost", "idle", "first"),
+    [
+        ("aaaa", 4, True, 1),
+        ("aaaa", 4, False, 2),  # the tower is busy anyhow
+        ("abaa", 4, True, 2),  # others wait too
+        ("aaaa", 3, True, 3),  # three fit: a pass of one is as slow as one of three
+        ("a", 4, True, 1),
+    ],
+)
+def test_an_idle_tower_begins_with_one_large_item_of_a_request(owners, cost, idle, first):
+    queue = filled(*(job(owner, cost, place=place) for place, owner in enumerate(owners)))
+    bounds = BatchBounds(patches=9, items=9)
+    assert len(queue.take(0.0, bounds, NO_RATE, math.inf, idle=idle)) == first
+
+
 def test_memory_bounds_a_batch_and_nobody_smaller_overtakes():
     jobs = [job(nbytes=4), job(nbytes=4), job(nbytes=1)]
     queue = filled(*jobs)

@@ -488,7 +488,15 @@ class Computations:
         in_use = self._in_use()
         room = self._staged_bytes - in_use if in_use > 0 else float("inf")
         ahead_s = lane.ahead_s(self._batch, ready=True)
-        works = lane.ready.take(now, self._batch, lane.rate, room, ahead_s=ahead_s, without=hasty)
+        works = lane.ready.take(
+            now,
+            self._batch,
+            lane.rate,
+            room,
+            ahead_s=ahead_s,
+            without=hasty,
+            idle=not lane.batches,
+        )
         if not works:
             return False
         for work in works:

@@ -233,6 +233,7 @@ class FairQueue(Generic[_J]):
         *,
         ahead_s: float = 0.0,
         without: Collection[_J] = (),
+        idle: bool = False,
     ) -> list[_J]:
         """Take out the jobs to run next, together: all of one group.
 
@@ -242,11 +243,14 @@ class FairQueue(Generic[_J]):
             room_bytes: memory for the batch's embeddings.
             ahead_s: until a job is done that is taken now, beside its own cost.
             without: jobs that are not to be taken yet.
+            idle: nothing runs, and if only one owner waits, a first job of which no batch has
+                more than two is taken alone: it ends sooner, and what follows it not much later.
 
         Returns:
             Nothing if no job may run now. Expired jobs stay until `take_expired`.
         """
         in_time, late = self._order(now, rate, ahead_s)
+        enough = bounds.patches / 3 if idle and len(self._waiting) == 1 else math.inf
         batch: list[_J] = []
         cost, nbytes = 0.0, 0
         for job in in_time or late:
@@ -263,7 +267,7 @@ class FairQueue(Generic[_J]):
             batch.append(job)
             cost += job.cost
             nbytes += job.nbytes
-            if job.alone or len(batch) == bounds.items:
+            if job.alone or len(batch) == bounds.items or batch[0].cost > enough:
                 break
         self.begin(batch)
         return batch

@@ -74,6 +74,8 @@ _TIMEOUT_S = 60.0
 _HEAD_START_S = 0.1
 # Of a text beside: so many times as long as a request takes whose prefill waits.
 _BESIDE = 1.3
+# New images after which `affinity` takes a server for alone (dispatch/policies.py), and one more.
+_KNOWN_IMAGES = 30
 # Requests of an arm's turn under load.
 _TURN = 6
 replace = msgspec.structs.replace
@@ -155,24 +157,31 @@ class Turns:
     """One cell on all arms, in turns.
 
     Args:
-        made: the requests with media; all arms get the same.
+        made: the requests with media; all arms get the same. The first `warm` are not counted.
         texts: of those beside, without an end.
     """
 
     def __init__(
-        self, one: Cell, ups: list[Up], dilation: float, made: list[Request], texts: Iterator[str]
+        self,
+        one: Cell,
+        ups: list[Up],
+        dilation: float,
+        made: list[Request],
+        texts: Iterator[str],
+        warm: int,
     ) -> None:
-        self._cell, self._ups, self._by = one, ups, dilation
+        self._cell, self._ups, self._by, self._warm = one, ups, dilation, warm
         self._bodies = [body(request.turns[0], request.answer_tokens) for request in made]
         self._texts = texts
 
     async def measure(self) -> list[Measured]:
-        """All requests but the first, which warms servers up and tells the prompt's length."""
+        """All requests but the first ones, which warm servers up and tell the prompt's length."""
         async with session() as http:
-            prompts = {await self._warm_up(http, up) for up in self._ups}
+            first = self._bodies[: self._warm]
+            prompts = {await self._warm_up(http, up, sent) for sent in first for up in self._ups}
             prompt = max(prompts)
             before = [await asyncio.to_thread(up.spent) for up in self._ups]
-            bodies = self._bodies[1:]
+            bodies = self._bodies[self._warm :]
             if self._cell.load == "half":
                 for number, first in enumerate(range(0, len(bodies), _TURN)):
                     for up in self._ups:
@@ -187,8 +196,8 @@ class Turns:
             for up, then, now in zip(self._ups, before, after, strict=True)
         ]
 
-    async def _warm_up(self, http: aiohttp.ClientSession, up: Up) -> int:
-        plain = json.loads(self._bodies[0]) | {"stream": False}
+    async def _warm_up(self, http: aiohttp.ClientSession, up: Up, sent: bytes) -> int:
+        plain = json.loads(sent) | {"stream": False}
         url = f"{up.servers.url}/v1/chat/completions"
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S * self._by)
         async with http.post(url, json=plain, timeout=timeout) as response:
@@ -274,10 +283,12 @@ def measure(one: Cell, ups: list[Up], options: argparse.Namespace) -> list[Measu
 
     # Cells of one machine have the same pictures otherwise, and servers keep their KV.
     seed = (one.name, options.seed)
-    made = list(islice(requests(one.workload(), "small", seed, count), options.requests + 1))
+    # A server that knows of more new images spreads those of a request over several encoders.
+    warm = 1 if one.encoders == 1 else math.ceil(_KNOWN_IMAGES / len(one.items()))
+    made = list(islice(requests(one.workload(), "small", seed, count), options.requests + warm))
     draw = random.Random(repr(seed))
     texts = (text(TEXT_TOKENS, draw, count) for _ in itertools.count())
-    return asyncio.run(Turns(one, ups, options.dilate, made, texts).measure())
+    return asyncio.run(Turns(one, ups, options.dilate, made, texts, warm).measure())
 
 
 def begin(out: Path, add: bool) -> Results:

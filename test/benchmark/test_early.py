@@ -180,13 +180,14 @@ async def test_arms_have_their_turns(load: str, monkeypatch: pytest.MonkeyPatch)
         roles = {"language": [url]}
         running = SimpleNamespace(url=url, urls=lambda role, roles=roles: roles.get(role, []))
         ups.append(early.Up(arm, running))
-    made = list(islice(requests(one.workload(), "small", 1, lambda said: len(said.split())), 5))
-    measured = await early.Turns(one, ups, 0.01, made, iter("abcdefgh" * 100)).measure()
+    made = list(islice(requests(one.workload(), "small", 1, lambda said: len(said.split())), 6))
+    turns = early.Turns(one, ups, 0.01, made, iter("abcdefgh" * 100), warm=2)
+    measured = await turns.measure()
     for server in servers:
         await server.close()
     media = [line.split()[0] for line in asked if line.endswith("media")]
-    turns = ["on", "on", "off", "off"] * 2 if load == "half" else ["on", "off"] * 4
-    assert media == ["on", "off", *turns]
+    expected = ["on", "on", "off", "off"] * 2 if load == "half" else ["on", "off"] * 4
+    assert media == ["on", "off"] * 2 + expected
     assert any(line.endswith("text") for line in asked) == (load != "alone")
     on, off = measured
     assert (on.arm, off.arm) == (cells.ON, cells.OFF)
@@ -194,8 +195,8 @@ async def test_arms_have_their_turns(load: str, monkeypatch: pytest.MonkeyPatch)
     assert (len(off.ttfts_ms), off.failures) == (3, ["HTTP 503: busy"])
     assert bool(on.tpots_ms) == bool(off.tpots_ms) == (load != "alone")
     assert (on.early_tokens, on.prompt) == (400.0, 1100)
-    # Both count what all have been asked, of which the first was before.
-    assert on.accelerator_s == pytest.approx(100 * 2.0 * (len(asked) - 2))
+    # Both count what all have been asked, of which the first two were before.
+    assert on.accelerator_s == pytest.approx(100 * 2.0 * (len(asked) - 4))
     assert on.overrun_s == pytest.approx(on.accelerator_s / 4)
 
 

@@ -383,6 +383,8 @@ encoder/model/graphs: models.internvl InternVisionEncoder
 encoder/model/graphs: multimodal.vit_cuda_graph_runner ViTCudaGraphRunner
     with self._capture_context(), torch.cuda.graph(graph):
     out = self.block_output[graph_key]
+encoder/model/graphs: multimodal.kimi_k3_vit_cuda_graph_runner KimiK3ViTCudaGraphRunner.__init__
+    self.capacity = capacity
 encoder/model/loading: utils.common make_layers
     assert not pp_size or num_hidden_layers >= pp_size
 # Requests have a place before the receiver is made, which `attach` looks for.

@@ -168,13 +168,7 @@ class Engine:
         self._preparing = self._threads_of("epd-prepare", self._threads + _WAITING)
         # One forward at a time: the tower uses the whole device.
         self._tower = self._threads_of("epd-tower", 1)
-        self._copies: CopyOut | None = None
-        self._has_graphs = self._device.queues and envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
-        if self._has_graphs:
-            capture_beside_other_threads()
-        if self._device.queues:
-            self._copies = CopyOut(self._device, reuses_output=self._has_graphs)
-            self._lander = self._threads_of("epd-land", 1)
+        self._queue_passes()
         # Weights are loaded on another stream than passes run on.
         self._device.synchronize()
         self._alone = server_args.tp_size == 1
@@ -330,6 +324,18 @@ class Engine:
         await asyncio.to_thread(self._device.synchronize)
         if IMAGE in self.modalities:
             await self._run_own_picture()
+
+    def _queue_passes(self) -> None:
+        """Have passes, and copies of what they make, on streams where the device has any."""
+        from sglang.srt.environ import envs
+
+        self._copies: CopyOut | None = None
+        self._has_graphs = self._device.queues and envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
+        if self._has_graphs:
+            capture_beside_other_threads()
+        if self._device.queues:
+            self._copies = CopyOut(self._device, reuses_output=self._has_graphs)
+            self._lander = self._threads_of("epd-land", 1)
 
     def _threads_of(self, name: str, count: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(count, name, initializer=self._device.bind)

@@ -5,7 +5,8 @@ its memory. Here a tower keeps no more than some, and forgets all when it has as
 
 Leans on the attributes under which `multimodal.vit_cuda_graph_runner.ViTCudaGraphRunner` and
 `multimodal.internvl_vit_cuda_graph_runner.InternViTCudaGraphRunner` lie in their towers, on
-their being made of the tower alone, and on the names of their graphs.
+their being made of the tower alone, and on the names of their graphs; on `capacity` of
+`multimodal.kimi_k3_vit_cuda_graph_runner.KimiK3ViTCudaGraphRunner`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def forget(model: nn.Module, device: Device, most: int = _MOST) -> None:
     for tower in model.modules():
         for name in _RUNNERS:
             runner: Any = getattr(tower, name, None)
+            if hasattr(runner, "capacity"):  # Kimi-K3's has a bound of its own
+                continue
             held = max((len(getattr(runner, graphs, ())) for graphs in _GRAPHS), default=0)
             if held >= most:
                 logger.warning(

@@ -1,0 +1,97 @@
+"""The engine without SGLang's model, on a device whose memory is short."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from devices.late import LateDevice
+from encoder.towers import key_of
+from sglang_epd.cache import EmbeddingCache
+from sglang_epd.encoder.breakage import Breakage
+from sglang_epd.encoder.model.copyout import CopyOut
+from sglang_epd.encoder.model.engine import Engine
+from sglang_epd.encoder.model.features import mark
+from sglang_epd.encoder.pipeline.computations import Computations
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
+from sglang_epd.encoder.tower import Prepared
+from sglang_epd.observability.encoder import EncoderMetrics
+from sglang_epd.wire.messages import Layout, TensorSpec
+
+ROWS, WIDTH = 4, 8
+NBYTES = 4 * ROWS * WIDTH
+ITEMS = 4
+
+
+class Apart(Engine):
+    """An item is named by a digit; a pass holds its patches and twice those on the device."""
+
+    preparers = ITEMS
+    modalities = ()
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._copies = CopyOut(device)
+        self._most = self._patches = None
+        self._has_graphs = self._moves_features = False
+        self._alone = True
+        self._encoder = SimpleNamespace(profiler=SimpleNamespace(step=lambda: None))
+        self._target = SimpleNamespace(get_image_feature=self._twice)
+        self._breakage = Breakage(self._probe, pause_s=0.01)
+        self._tower = self._threads_of("epd-tower", 1)
+        self._lander = self._threads_of("epd-land", 1)
+        self.dtype = "float32"
+        self.batches: list[int] = []
+
+    @property
+    def pools(self) -> tuple[ThreadPoolExecutor, ...]:
+        return self._tower, self._lander
+
+    async def prepare(
+        self,
+        modality: str,
+        data: bytes,
+        deadline: float = math.inf,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prepared:
+        item = SimpleNamespace(
+            feature=torch.full((ROWS, WIDTH), float(data)), model_specific_data={}
+        )
+        layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
+        content = (SimpleNamespace(name="IMAGE"), [item])
+        return mark(Prepared(layout, ROWS, "IMAGE", content), self._device)
+
+    def _twice(self, items: list[Any]) -> torch.Tensor:
+        self.batches.append(len(items))
+        there = self._device.empty((ROWS * len(items), WIDTH), torch.float32)
+        for place, item in zip(there.split(ROWS), items, strict=True):
+            place.copy_(item.feature, non_blocking=True)
+        return there * 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_batch_without_memory_gives_the_cache_back_and_is_run_in_halves(seed: int) -> None:
+    device = LateDevice(seed, capacity_bytes=6 * NBYTES)
+    engine = Apart(device)
+    bounds = BatchBounds(patches=ITEMS * ROWS, items=ITEMS)
+    computations = Computations([engine], EmbeddingCache(0), EncoderMetrics(), batch=bounds)
+    holds = [
+        computations.hold(key_of(name), "IMAGE", name, "r", time.monotonic() + 60)
+        for name in (b"%d" % number for number in range(1, 2 * ITEMS + 1))
+    ]
+    for number, hold in enumerate(holds, 1):
+        assert bool((await hold.embedding() == 2 * number).all())
+        hold.release()
+    await computations.close()
+    assert sum(engine.batches) > 2 * ITEMS, "all had memory"
+    assert device.emptied
+    assert engine.alive
+    for pool in engine.pools:
+        pool.shutdown()

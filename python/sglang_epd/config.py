@@ -146,7 +146,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         media_max_video_pixels: Pixels of one frame of a video.
         media_max_video_total_pixels: Pixels of all frames that the model is shown, before they are
             made smaller.
-        media_max_audio_s: How long a sound may last.
+        media_max_audio_s: How long an audio clip may last.
         media_timeout_s: One fetch: names, TLS, redirects and the body.
         media_allowed_domains: Hosts that may be asked, each with its subdomains; all unless given.
             Where it is not set, `--allowed-media-domains` counts, whose hosts are exact. Opens no

@@ -158,8 +158,16 @@ def folder(tmp_path: Path) -> Path:
     ("change", "verdict"),
     [
         (lambda at: None, Verdict.OK),
-        # Saved by torch.
+        # Saved by torch: `--load-format npcache` reads the first, `pt` the second.
         (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), Verdict.OK),
+        (lambda at: (at / "model.safetensors").rename(at / "model.pt"), Verdict.OK),
+        # As `--load-format sharded_state` has it.
+        (
+            lambda at: (at / "model.safetensors").rename(at / "model-rank-0-part-0.safetensors"),
+            Verdict.OK,
+        ),
+        # For `--load-format dummy` alone.
+        (lambda at: (at / "model.safetensors").unlink(), Verdict.WARN),
         # Not on SGLang's list.
         (
             lambda at: (at / "config.json").write_text(
@@ -181,7 +189,6 @@ def test_a_checkpoint_that_will_do(folder, change, verdict):
         (lambda at: (at / "config.json").write_text("{"), "not JSON"),
         (lambda at: (at / "config.json").write_text("[]"), "no JSON object"),
         (lambda at: (at / "config.json").write_text("{}"), "no architecture"),
-        (lambda at: (at / "model.safetensors").unlink(), "no safetensors"),
         (lambda at: safetensors(at / "model.safetensors", cut=1), "bytes of"),
         (lambda at: (at / "model.safetensors").write_bytes(b"\xff" * 9), "header"),
         (lambda at: (at / "model.safetensors").write_bytes(b""), "header"),
@@ -189,9 +196,10 @@ def test_a_checkpoint_that_will_do(folder, change, verdict):
         (lambda at: (at / "preprocessor_config.json").unlink(), "preprocessor_config"),
         (
             lambda at: (at / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"w": "model-00001.safetensors"}}'
+                '{"weight_map": {"v": "model.safetensors", "w": "model-1.safetensors",'
+                ' "x": "model-2.safetensors"}}'
             ),
-            "model-00001.safetensors",
+            "2 of 3 files of weights are missing, model-1.safetensors first",
         ),
         (
             lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"w": 1}}'),
@@ -241,6 +249,19 @@ def test_a_model_of_the_hubs_cache(tmp_path, folder):
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("c" * 40)
     assert {found["verdict"] for found in of_hub("acme/tiny", tmp_path / "hub", "1")} == {"ok"}
+
+
+@pytest.mark.parametrize(("offline", "verdict"), [("0", "note"), ("1", "fail")])
+def test_a_model_whose_configuration_alone_was_downloaded(tmp_path, folder, offline, verdict):
+    snapshot = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    shutil.copy(folder / "config.json", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("c" * 40)
+    with serving(Hub({"acme/tiny": {"main": folder}})) as hub:
+        (found,) = of_hub("acme/tiny", tmp_path / "hub", offline, hub.url)
+    assert (found["verdict"], found["mend"]) == (verdict, "hf download acme/tiny")
+    assert "only in part in the cache of the hub" in found["found"]
 
 
 def of_hub(model: str, cache: Path, offline: str, hub: str = "") -> list[dict[str, str]]:
@@ -422,15 +443,10 @@ def encoder(token: str, date: str = "") -> type[QuietHandler]:
 
     class Encoder(QuietHandler):
         def do_GET(self) -> None:
-            body = json.dumps(status).encode() if self.path == "/v1/status" else b""
-            self.answer(200, body)
-
-        def do_POST(self) -> None:
             right = self.headers.get("Authorization", "") == (f"Bearer {token}" if token else "")
-            self.answer(400 if right else 401, b"")
-
-        def answer(self, code: int, body: bytes) -> None:
-            self.send_response(code)
+            shown = status | ({"recent": []} if right else {})
+            body = json.dumps(shown).encode() if self.path == "/v1/status" else b""
+            self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

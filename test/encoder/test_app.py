@@ -148,7 +148,9 @@ async def test_a_doctor_finds_the_token_that_one_side_lacks(serve, http, asking)
         return [f"{one.verdict}: {one.found}" for one in found if one.subject == "token"]
 
     url = await serve("secret")
-    assert await look(url, "secret") == [f"ok: {url} takes it"]
+    assert await look(url, "wrong") == [f"fail: {url} does not take this shell's"]
+    assert await look(url, "") == [f"fail: {url} wants one, and this shell has none"]
+    assert await look(url, "secret") == [f"ok: {url} takes it"], "a look is no refusal"
     # As a language server without it asks.
     assert (await post(http, url, encode_body(asking(b"x"))))[0] == 401
     lacks = f"warn: {url} has refused 1 requests that lacked its token"

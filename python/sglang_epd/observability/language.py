@@ -36,7 +36,7 @@ class DispatchMetrics(Metrics):
     moves = counter("Encoders that came into a state", "state")
     failures = counter("Requests whose media were not delivered, by error class", "reason")
     request_items = histogram(
-        "Images, videos or sounds in a request that has any", "modality", buckets=_FEW
+        "Images, videos or audio clips in a request that has any", "modality", buckets=_FEW
     )
     request_encoders = histogram(
         "Encoders that a request was sent to, retries included", buckets=_FEW

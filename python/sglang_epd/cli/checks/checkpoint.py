@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang_epd.checkpoint import header
-from sglang_epd.cli.checks import Finding, fail, note, ok
+from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.families import IN_TREE
 from sglang_epd.machine import share_mb
 from sglang_epd.namespace import LANGUAGE_CONFIGS
 
 _HUB_TIMEOUT_S = 10.0
+# SGLang's loader takes the files of the first of these that it finds.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def checkpoint(model: str, budget_mb: int | None = None) -> Iterator[Finding]:
@@ -25,30 +27,38 @@ def checkpoint(model: str, budget_mb: int | None = None) -> Iterator[Finding]:
         budget_mb: the receive budget; this machine's share where None.
     """
     subject = "checkpoint"
-    folder = Path(model)
+    folder, again = Path(model), "download the checkpoint again"
     if not folder.is_dir():
         found = _cached(model)
         if isinstance(found, Finding):
             yield found
             return
-        folder = found
+        folder, again = found, f"hf download {model}"
     config = _object(folder / "config.json")
     if isinstance(config, str):
-        yield fail(subject, config, "download the checkpoint again")
+        yield fail(subject, config, again)
         return
     yield from _architecture(config)
     yield from _budget(config, folder, budget_mb or share_mb())
-    problems = [*_weights(folder), *_processor(folder)]
+    files = _files(folder)
+    problems = [*_weights(folder, files), *_processor(folder)]
     for problem in problems:
-        yield fail(subject, problem, "download the checkpoint again")
-    if not problems:
-        files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+        yield fail(subject, problem, again)
+    if not problems and not files:
+        none = f"has no weights ({', '.join(_WEIGHTS)}): only --load-format dummy serves it"
+        yield warn(subject, none, again)
+    elif not problems:
         gib = sum(file.stat().st_size for file in files) / (1 << 30)
-        yield ok(subject, f"{len(files)} {files[0].suffix[1:]} files, {gib:.1f} GiB, whole")
+        yield ok(subject, f"whole; its weights ({files[0].suffix[1:]}) have {gib:.1f} GiB")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with weights; empty where there are none."""
+    return next(filter(None, (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)), [])
 
 
 def _cached(model: str) -> Path | Finding:
-    """The folder of a model's newest files in the hub's cache."""
+    """The folder of a model's newest files in the hub's cache, weights among them."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -58,9 +68,10 @@ def _cached(model: str) -> Path | Finding:
     except HFValidationError as error:
         found = f"{model} is neither a folder nor a name on a hub: {error}"
         return fail(subject, found, "give a folder, or a name such as Qwen/Qwen2.5-VL-7B-Instruct")
-    if isinstance(found, str):
+    if isinstance(found, str) and _files(Path(found).parent):
         return Path(found).parent
-    missing = f"{model} is neither a folder nor in the cache of the hub"
+    part = "only in part" if isinstance(found, str) else "not"
+    missing = f"{model} is no folder, and {part} in the cache of the hub"
     if constants.HF_HUB_OFFLINE:
         return fail(subject, f"{missing}, and HF_HUB_OFFLINE is set", f"hf download {model}")
     return _on_hub(model, missing)
@@ -135,7 +146,7 @@ def _architecture(config: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _weights(folder: Path) -> Iterator[str]:
+def _weights(folder: Path, files: list[Path]) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         told = _object(index)
@@ -147,13 +158,11 @@ def _weights(folder: Path) -> Iterator[str]:
         if not named or not all(isinstance(name, str) for name in named):
             yield f"{index.name} names no files"
             return
-        files = [folder / name for name in sorted(named)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files and not any(folder.glob("*.bin")):
-            yield "there is no safetensors file, and no *.bin"
+        if missing := sorted(name for name in named if not (folder / name).exists()):
+            yield f"{len(missing)} of {len(named)} files of weights are missing, {missing[0]} first"
+        files = [folder / name for name in sorted(named - {*missing})]
     for file in files:
-        if problem := _truncated(file):
+        if file.suffix == ".safetensors" and (problem := _truncated(file)):
             yield f"{file.name}: {problem}"
 
 

@@ -25,7 +25,10 @@ def media(url: str, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     except ConfigError:
         return  # listed with the settings
     except MediaForbiddenError as error:
-        mend = "SGLANG_EPD_MEDIA_ALLOWED_NETWORKS (or ..._DOMAINS, ..._LOCAL_ROOT) on encoders"
+        mend = (
+            "on encoders, set SGLANG_EPD_MEDIA_ALLOWED_NETWORKS to its network, 10.0.0.0/8 say"
+            " (or ..._DOMAINS, ..._LOCAL_ROOT)"
+        )
         yield fail("media", error.message, mend)
     except EpdError as error:
         yield fail("media", error.message, "look at it from the encoders' hosts with curl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -14,9 +15,10 @@ from sglang_epd.cli.probes import ServerView, Target, ask
 from sglang_epd.errors import EpdError
 from sglang_epd.trust import Trust
 from sglang_epd.wire import rpc
-from sglang_epd.wire.http import open_session
+from sglang_epd.wire.http import open_session, read_body
 
 _TIMEOUT_S = 5.0
+_MOST_STATUS_BYTES = 1 << 20
 # Requests carry the seconds that are left, not a time; shared stores do compare times.
 _SKEW_S = 5.0
 
@@ -38,11 +40,12 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
     yield from _tokens(views, token)
     encoders = [view.url for view in views if view.role == "encoder"]
     tokenless = {view.url for view in views if view.tokenless}
-    for url, status, skew_s in asyncio.run(_knock(encoders, token, ca_certs)):
-        if status == 401:
+    for url, admitted, skew_s in asyncio.run(_knock(encoders, token, ca_certs)):
+        if admitted is False:
             mend = "give this shell the encoder's SGLANG_EPD_TOKEN (or --api-key)"
-            yield fail("token", f"{url} does not take it", mend)
-        elif status is not None and not (token and url in tokenless):
+            found = "does not take this shell's" if token else "wants one, and this shell has none"
+            yield fail("token", f"{url} {found}", mend)
+        elif admitted and not (token and url in tokenless):
             yield ok("token", f"{url} takes {'it' if token else 'requests without one'}")
         if skew_s is not None and abs(skew_s) > _SKEW_S:
             found = f"{url} is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
@@ -72,33 +75,36 @@ def _namespaces(found: dict[str, str]) -> Iterator[Finding]:
 
 async def _knock(
     urls: Sequence[str], token: str, ca_certs: str
-) -> list[tuple[str, int | None, float | None]]:
-    """Of each encoder: the status of an empty encode request, and its clock against ours."""
+) -> list[tuple[str, bool | None, float | None]]:
+    """Of each encoder: whether it would take requests from here, and its clock against ours."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     tls = Trust(ca_certs=ca_certs).client_ssl()
     async with open_session(headers, ssl=tls) as session:
 
-        async def knock(url: str) -> tuple[str, int | None, float | None]:
+        async def knock(url: str) -> tuple[str, bool | None, float | None]:
             if url.startswith(rpc.SCHEME):
                 return url, await _knock_by_rpc(url, headers), None
             try:
+                # Not an encode request: it would count among those that were refused.
                 async with (
                     asyncio.timeout(_TIMEOUT_S),
-                    session.post(f"{url}/v1/encode", data=b"", allow_redirects=False) as answer,
+                    session.get(f"{url}/v1/status", allow_redirects=False) as answer,
                 ):
-                    return url, answer.status, _skew_s(answer.headers.get("Date", ""))
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                    told = json.loads(await read_body(answer, _MOST_STATUS_BYTES))
+                    # It shows its recent items to those that it takes requests of.
+                    return url, "recent" in told, _skew_s(answer.headers.get("Date", ""))
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError):
                 return url, None, None  # reported above
 
         return list(await asyncio.gather(*map(knock, urls)))
 
 
-async def _knock_by_rpc(url: str, headers: Mapping[str, str]) -> int | None:
+async def _knock_by_rpc(url: str, headers: Mapping[str, str]) -> bool | None:
     from sglang_epd.dispatch.rpc import Rpc
 
     channels = Rpc()
     try:
-        return (await channels.post(url, [b""], headers, _TIMEOUT_S)).status
+        return (await channels.post(url, [b""], headers, _TIMEOUT_S)).status != 401
     except EpdError:
         return None  # reported above
     finally:

@@ -101,18 +101,18 @@ def hooks(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     if not others:
         return  # nothing but SGLang's own version can differ
     named = ", ".join(sorted(others))
+    mend = f"SGLANG_PLUGINS=sglang_epd,sglang_epd_cpu leaves the others out: {named}"
     try:
         tried = _tried(_HOLD, _PLUGINS_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        mend = "leave others out by SGLANG_PLUGINS=sglang_epd,sglang_epd_cpu"
         yield fail("hooks", f"{named}: do not load in {_PLUGINS_TIMEOUT_S:.0f} s", mend)
         return
     told = tried.stdout.rpartition(_SAYS)[2].strip()
     if tried.returncode or _SAYS not in tried.stdout:
         last = tried.stderr.strip().rpartition("\n")[2] or f"status {tried.returncode}"
-        yield fail("hooks", f"plug-ins do not load: {last}", f"look at {named}")
+        yield fail("hooks", f"plug-ins do not load: {last}", mend)
     elif told:
-        yield fail("hooks", told, f"leave {named} out by SGLANG_PLUGINS, where that will do")
+        yield fail("hooks", told, mend)
     else:
         yield ok("hooks", f"hold beside {named}")
 

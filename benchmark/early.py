@@ -168,6 +168,7 @@ class Turns:
         dilation: float,
         made: list[Request],
         texts: Iterator[str],
+        *,
         warm: int,
     ) -> None:
         self._cell, self._ups, self._by, self._warm = one, ups, dilation, warm
@@ -177,8 +178,8 @@ class Turns:
     async def measure(self) -> list[Measured]:
         """All requests but the first ones, which warm servers up and tell the prompt's length."""
         async with session() as http:
-            first = self._bodies[: self._warm]
-            prompts = {await self._warm_up(http, up, sent) for sent in first for up in self._ups}
+            warm = self._bodies[: self._warm]
+            prompts = {await self._warm_up(http, up, sent) for sent in warm for up in self._ups}
             prompt = max(prompts)
             before = [await asyncio.to_thread(up.spent) for up in self._ups]
             bodies = self._bodies[self._warm :]
@@ -288,7 +289,7 @@ def measure(one: Cell, ups: list[Up], options: argparse.Namespace) -> list[Measu
     made = list(islice(requests(one.workload(), "small", seed, count), options.requests + warm))
     draw = random.Random(repr(seed))
     texts = (text(TEXT_TOKENS, draw, count) for _ in itertools.count())
-    return asyncio.run(Turns(one, ups, options.dilate, made, texts, warm).measure())
+    return asyncio.run(Turns(one, ups, options.dilate, made, texts, warm=warm).measure())
 
 
 def begin(out: Path, add: bool) -> Results:

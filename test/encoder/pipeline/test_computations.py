@@ -173,6 +173,31 @@ async def test_a_tower_that_takes_two_batches_has_the_next_in_hand(tower, comput
     assert sorted(ran) == [b"busy", b"x2", b"x3", b"x4"]
 
 
+@bounded(batch=BatchBounds(patches=8, items=4))
+@pytest.mark.parametrize(
+    ("depth", "owner", "expected"),
+    [
+        (2, "r", [[b"x1"], [b"x2", b"x3"]]),
+        (2, "other", [[b"x2", b"x1"], [b"x3"]]),
+        # On a processor, which is between two passes, not idle.
+        (1, "r", [[b"x1", b"x2"], [b"x3"]]),
+    ],
+)
+async def test_an_idle_tower_begins_with_one_large_item_of_a_request(
+    tower, computations, ask, busy, depth, owner, expected
+):
+    names = [b"x1", b"x2", b"x3"]
+    tower.patches |= dict.fromkeys(names, 4)
+    owners = ["r", owner, "r"]
+    holds = [ask(names[place], owners[place], place=place) for place in range(3)]
+    await until(lambda: states(computations).get("ready") == 3)
+    await settle()
+    tower.depth = depth
+    tower.go_on()
+    await asyncio.gather(*map(value, [busy, *holds]))
+    assert tower.batches == [[b"busy"], *expected]
+
+
 @pytest.mark.parametrize("first", ["prepared", "ran"])
 async def test_a_second_batch_waits_for_what_is_being_prepared_while_the_first_runs(
     tower, computations, ask, busy, first

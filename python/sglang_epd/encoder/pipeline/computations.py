@@ -495,7 +495,7 @@ class Computations:
             room,
             ahead_s=ahead_s,
             without=hasty,
-            idle=not lane.batches,
+            idle=lane.tower.depth > 1 and not lane.batches,
         )
         if not works:
             return False

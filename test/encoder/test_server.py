@@ -19,7 +19,9 @@ import uvicorn
 
 import certificates
 from sglang_epd.config import Settings
+from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.server import (
+    _batch,
     _Front,
     _housekeeping,
     _store_url,
@@ -73,6 +75,22 @@ def test_the_setting_of_a_store_counts_before_sglangs_flag(monkeypatch, caplog, 
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     assert _store_url(Settings(store=typed)) == used
     assert caplog.text.count("--enable-mm-global-cache") == flag
+
+
+@pytest.mark.parametrize(
+    ("device", "typed", "expected"),
+    [
+        ("cpu", {}, (2048, 32)),
+        ("cuda", {}, (16_384, 128)),
+        ("cuda", {"encoder_batch_patches": 100}, (100, 128)),
+        ("cuda", {"encoder_batch_items": 3}, (16_384, 3)),
+    ],
+)
+def test_an_accelerator_runs_more_at_once_unless_told(monkeypatch, device, typed, expected):
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_device", lambda: SimpleNamespace(device=device)
+    )
+    assert _batch(Settings(**typed)) == BatchBounds(*expected)
 
 
 @pytest.mark.parametrize(

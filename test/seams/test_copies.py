@@ -247,7 +247,8 @@ async def gather(copies, processor, sglang, tmp_path) -> AsyncIterator[Callable[
         claims = Claims(path)
         arena = claims.connect(PATIENCE_S)
         metrics, cache = EncoderMetrics(), EmbeddingCache(cache_bytes)
-        tower, bounds = Bare(copies, items, device, sender), BatchBounds(items * ROWS, items)
+        # So many patches that an idle accelerator waits for all items.
+        tower, bounds = Bare(copies, items, device, sender), BatchBounds(3 * items * ROWS, items)
         opened.extend((receiver.stop, claims.close))
         async with MediaFetcher(MediaLimits()) as fetcher:
             service = EncoderService(

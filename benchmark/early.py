@@ -285,7 +285,8 @@ def measure(one: Cell, ups: list[Up], options: argparse.Namespace) -> list[Measu
     # Cells of one machine have the same pictures otherwise, and servers keep their KV.
     seed = (one.name, options.seed)
     # A server that knows of more new images spreads those of a request over several encoders.
-    warm = 1 if one.encoders == 1 else math.ceil(_KNOWN_IMAGES / len(one.items()))
+    spread = one.encoders > 1 and one.sent != "video"
+    warm = math.ceil(_KNOWN_IMAGES / len(one.items())) if spread else 1
     made = list(islice(requests(one.workload(), "small", seed, count), options.requests + warm))
     draw = random.Random(repr(seed))
     texts = (text(TEXT_TOKENS, draw, count) for _ in itertools.count())

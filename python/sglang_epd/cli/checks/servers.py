@@ -90,6 +90,8 @@ async def _knock(
                     asyncio.timeout(_TIMEOUT_S),
                     session.get(f"{url}/v1/status", allow_redirects=False) as answer,
                 ):
+                    if answer.status != 200:
+                        return url, None, None  # it came and went
                     told = json.loads(await read_body(answer, _MOST_STATUS_BYTES))
                     # It shows its recent items to those that it takes requests of.
                     return url, "recent" in told, _skew_s(answer.headers.get("Date", ""))

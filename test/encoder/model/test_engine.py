@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping
@@ -31,9 +32,10 @@ ITEMS = 4
 
 
 class Apart(Engine):
-    """An item is named by a digit; a pass holds its patches and twice those on the device."""
+    """An item is named by a digit; a pass holds its patches and twice those on the device. The
+    first items are ready at the same time, so that they are a batch."""
 
-    preparers = ITEMS
+    preparers = ITEMS + 1  # items that do not tell their size leave one free
     modalities = ()
 
     def __init__(self, device: LateDevice) -> None:
@@ -49,6 +51,8 @@ class Apart(Engine):
         self._lander = self._threads_of("epd-land", 1)
         self.dtype = "float32"
         self.batches: list[int] = []
+        self._asked = 0
+        self._begun = asyncio.Event()
 
     @property
     def pools(self) -> tuple[ThreadPoolExecutor, ...]:
@@ -61,6 +65,10 @@ class Apart(Engine):
         deadline: float = math.inf,
         options: Mapping[str, Any] | None = None,
     ) -> Prepared:
+        self._asked += 1
+        if self._asked == ITEMS:
+            self._begun.set()
+        await self._begun.wait()
         item = SimpleNamespace(
             feature=torch.full((ROWS, WIDTH), float(data)), model_specific_data={}
         )
@@ -90,6 +98,7 @@ async def test_a_batch_without_memory_gives_the_cache_back_and_is_run_in_halves(
         assert bool((await hold.embedding() == 2 * number).all())
         hold.release()
     await computations.close()
+    assert ITEMS in engine.batches
     assert sum(engine.batches) > 2 * ITEMS, "all had memory"
     assert device.emptied
     assert engine.alive

@@ -45,6 +45,7 @@ def test_only_a_servers_fault_is_tried_elsewhere():
         "EncoderLostError",
         "NamespaceError",
         "OverloadedError",
+        "TokenError",
         "UnavailableError",
     }
     assert all(kind.status >= 500 for kind in ALL if kind.retry_elsewhere)

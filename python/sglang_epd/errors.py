@@ -10,7 +10,8 @@ EpdError
 ├── DuplicateError      409  the request id is live already
 ├── OverloadedError     503  over a budget; try again later or elsewhere
 ├── UnavailableError    503  the peer is down, draining or out of reach
-│   └── EncoderLostError 503  an encoder went away, or broke, while it had the request
+│   ├── EncoderLostError 503  an encoder went away, or broke, while it had the request
+│   └── TokenError       503  an encoder does not take this server's token
 ├── NamespaceError      503  the two servers do not hold the same encoder
 ├── RequestCancelledError 499  the caller no longer waits for the result
 ├── DeadlineError       504  the request's deadline passed
@@ -126,6 +127,10 @@ class DeadlineError(EpdError):
 
 
 class EncoderLostError(UnavailableError):
+    pass
+
+
+class TokenError(UnavailableError):
     pass
 
 

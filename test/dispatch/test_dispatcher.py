@@ -334,6 +334,28 @@ async def test_only_encoders_of_another_model_are_an_error_that_shows_both(start
         await dispatch([foreign.url], 1)
 
 
+async def test_an_encoder_that_refuses_the_token_is_asked_once(start, run):
+    stranger = await start()
+    stranger.answers(lambda: web.Response(status=401))
+    pool = ready(stranger.url)
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="refused this server's SGLANG_EPD_TOKEN"):
+            await run(pool, patience=Patience(60.0, 5.0), seconds=60.0)
+        pool.heard(stranger.url, Report("ns"))
+    assert len(stranger.requests) == 1
+
+
+async def test_an_encoder_that_is_well_and_fails_all_the_same_is_asked_less_and_less(start, run):
+    behind_a_proxy = await start()
+    behind_a_proxy.answers(lambda: web.Response(status=502))
+    pool = ready(behind_a_proxy.url)
+    loop = asyncio.get_running_loop()
+    pool.listen(lambda url: loop.call_later(0.01, pool.heard, url, Report("ns")))
+    with pytest.raises(UnavailableError, match="answered HTTP 502"):
+        await run(pool, 1, patience=Patience(2.0, 5.0))
+    assert 3 < len(behind_a_proxy.requests) < 20
+
+
 async def test_a_hanging_encoder_ends_the_request_at_its_deadline(two, dispatch):
     hanging, _ = two
     hanging.hangs()

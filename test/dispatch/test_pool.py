@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_epd.dispatch.pool import LEASE, STATIC, Health, Pool, Report, View, usable
-from sglang_epd.errors import NamespaceError, OverloadedError, UnavailableError
+from sglang_epd.errors import NamespaceError, OverloadedError, TokenError, UnavailableError
 
 A, B = "http://a:1", "http://b:1"
 
@@ -69,6 +69,23 @@ def test_another_model_is_refused_with_both_names(pool):
     assert pool.complaint() is None, "that one may be of this model"
     pool.heard(A, Report("ns"))
     assert urls(pool) == [A, B]
+
+
+async def test_one_that_refused_the_token_is_left_alone_for_a_while_however_well_it_is(pool, clock):
+    join(pool, A, B)
+    waiting = asyncio.create_task(pool.changed(60))
+    await asyncio.sleep(0)
+    with pytest.raises(TokenError), pool.attempt(A, 1):
+        raise TokenError("refused")
+    await asyncio.wait_for(waiting, 5)
+    pool.heard(A, Report("ns"))
+    assert urls(pool) == [B] and pool.complaint() is None, "B may take it"
+    pool.remove(B, STATIC)
+    complaint = pool.complaint()
+    assert type(complaint) is TokenError and complaint.message == "refused"
+    clock.now += 5
+    pool.heard(A, Report("ns"))
+    assert urls(pool) == [A] and pool.complaint() is None, "it may have another by now"
 
 
 async def test_load_is_what_it_told_and_what_was_sent_since(pool):

@@ -24,6 +24,7 @@ from sglang_epd.errors import (
     EncoderLostError,
     EpdError,
     ProtocolError,
+    TokenError,
     UnavailableError,
     from_code,
 )
@@ -79,6 +80,7 @@ class EncoderClient:
         Raises:
             UnavailableError: the encoder cannot be reached.
             EncoderLostError: it went away before it had answered.
+            TokenError: it does not take this client's token.
             DeadlineError: no answer within the request's `ttl_s`.
             EpdError: the encoder refused the request as a whole.
         """
@@ -165,7 +167,7 @@ def _refusal(url: str, answer: Answer) -> EpdError:
     except ProtocolError:
         status = answer.status
         if status == HTTPStatus.UNAUTHORIZED:
-            return UnavailableError(f"{url} refused this server's SGLANG_EPD_TOKEN (or --api-key)")
+            return TokenError(f"{url} refused this server's SGLANG_EPD_TOKEN (or --api-key)")
         return UnavailableError(f"{url} answered HTTP {status}: is it a sglang-epd encoder?")
     error = from_code(reply.code, f"encoder {url}: {reply.message}")
     again = answer.again

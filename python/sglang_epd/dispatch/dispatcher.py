@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,6 +56,9 @@ _MOST_ASKER_CHARS = 128
 # encoder: that fills batches, leaves room for others, and is lost where an item is hopeless.
 _MOST_ITEMS = 64
 _AHEAD = 2 * _MOST_ITEMS
+# An encoder that probes find well may fail its requests all the same: after so many returns a
+# pause is not cut short by what is heard of it.
+_HASTY_RETURNS = 3
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 
@@ -278,13 +281,17 @@ class Dispatcher:
             raise complaint or nobody
         self._tally.add("waits")
         progress = [run.progress[item.item] for item in items]
-        seconds = pause(max(one.returns for one in progress), self._rng)
+        returns = max(one.returns for one in progress)
+        wait: Callable[[float], Awaitable[None]] = self._pool.changed
+        seconds = pause(returns, self._rng)
         if reason is not None and reason.retry_after_s:
             seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
         elif not self._candidates(frozenset()):
             seconds = until - now
+        elif returns >= _HASTY_RETURNS and not isinstance(reason, OverloadedError):
+            wait = asyncio.sleep
         with run.span.child("epd_wait_for_encoder", items=len(items)):
-            await self._pool.changed(min(seconds, until - now))
+            await wait(min(seconds, until - now))
         for one in progress:
             one.returns += 1
             one.tried = one.faults

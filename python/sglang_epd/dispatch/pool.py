@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from sglang_epd.errors import EpdError, NamespaceError, OverloadedError, UnavailableError
+from sglang_epd.errors import (
+    EpdError,
+    NamespaceError,
+    OverloadedError,
+    TokenError,
+    UnavailableError,
+    from_code,
+)
 
 
 class Health(enum.Enum):
@@ -46,6 +53,9 @@ _MOVES: dict[Health, frozenset[Health]] = {
 }
 # Where work may go, best first.
 _USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
+# An encoder that refused this server's token is not asked for so long: probes, which go without
+# one, do not tell when it would take it.
+_REFUSED_S = 5.0
 # Owners: what keeps an encoder in the pool.
 STATIC = "static"
 LEASE = "lease"
@@ -107,7 +117,9 @@ class _Encoder:
     owners: set[str] = field(default_factory=set)
     lease_until: float = 0.0
     failures: int = 0
-    mismatch: str = ""
+    # Why it cannot do this server's work, however well it is; and until when its refusal counts.
+    misfit: EpdError | None = None
+    refused_until: float = 0.0
     report: Report | None = None
     busy_until: float = 0.0
     # Patches that this server has sent there and not heard of; and so at the last report.
@@ -232,11 +244,9 @@ class Pool:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
-            mismatch = encoder.mismatch
-            differs = report.namespace != self.namespace
-            encoder.mismatch = _differ(self.namespace, report.namespace) if differs else ""
+            misfit, encoder.misfit = encoder.misfit, self._misfit(encoder, report)
             self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
-            if mismatch and not differs:
+            if misfit and not encoder.misfit:
                 self._tell()
                 self._take_elsewhere()
 
@@ -274,7 +284,7 @@ class Pool:
                     now < one.busy_until,
                 )
                 for one in self._encoders.values()
-                if one.state in _USABLE and not one.mismatch
+                if one.state in _USABLE and one.misfit is None
             ]
             return Snapshot(tuple(views), self._turn)
 
@@ -297,7 +307,7 @@ class Pool:
                 {
                     "url": one.url,
                     "state": one.state.value,
-                    "why": one.mismatch or one.why,
+                    "why": one.misfit.message if one.misfit else one.why,
                     "owners": sorted(one.owners),
                     "lease_s": one.lease_s(now),
                     "patches": round(one.load()),
@@ -310,8 +320,9 @@ class Pool:
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""
         with self._lock:
-            mismatches = [one.mismatch for one in self._encoders.values()]
-        return NamespaceError(mismatches[0]) if mismatches and all(mismatches) else None
+            misfits = [one.misfit for one in self._encoders.values()]
+        first = misfits[0] if misfits and all(misfits) else None
+        return from_code(first.code, first.message) if first else None
 
     # Work for them
 
@@ -346,6 +357,12 @@ class Pool:
             with self._lock:
                 self._waiters.pop(tell, None)
 
+    def _misfit(self, encoder: _Encoder, report: Report) -> EpdError | None:
+        if report.namespace != self.namespace:
+            return NamespaceError(_differ(self.namespace, report.namespace))
+        refused = isinstance(encoder.misfit, TokenError) and self._clock() < encoder.refused_until
+        return encoder.misfit if refused else None
+
     def _join(self, url: str) -> _Encoder:
         url = _clean(url)
         encoder = self._encoders.get(url)
@@ -373,7 +390,7 @@ class Pool:
     def _take_elsewhere(self) -> None:
         """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
         fault is rather this server's, or the network's."""
-        if any(one.state is _S.READY and not one.mismatch for one in self._encoders.values()):
+        if any(one.state is _S.READY and one.misfit is None for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:
                     _lose(one)
@@ -398,8 +415,11 @@ class Pool:
                     tell()
             elif isinstance(error, OverloadedError):
                 encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
-            elif isinstance(error, NamespaceError):
-                encoder.mismatch = error.message
+            elif isinstance(error, NamespaceError | TokenError):
+                # Without its trace.
+                encoder.misfit = from_code(error.code, error.message)
+                encoder.refused_until = self._clock() + _REFUSED_S
+                self._tell()
                 self.look(url)
             elif isinstance(error, UnavailableError):
                 self.doubt(url, error.message)

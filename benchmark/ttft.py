@@ -197,8 +197,8 @@ def ask(arm: Arm, running: Running, pictures: Sequence[bytes], number: int) -> S
     items: list[dict[str, Any]] = []
     if arm.family == "sglang-epd":
         for url in running.urls("encoder"):
-            status = requests.get(f"{url}/v1/status", timeout=20).json()
-            items += [item for item in status["recent"] if item["began_at"] >= sent_at]
+            recent = requests.get(f"{url}/v1/recent", timeout=20).json()
+            items += [item for item in recent if item["began_at"] >= sent_at]
         if [item["state"] for item in items] != ["delivered"] * len(pictures):
             raise RuntimeError(f"the encoder speaks of other items: {items}")
     apart = bool(running.urls("encoder"))

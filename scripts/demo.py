@@ -214,8 +214,8 @@ def _identity(item: dict) -> tuple[object, object]:
 def _encoded(fleet: Fleet) -> list[dict]:
     """What the encoder did lately, oldest first."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{fleet.encoder_url}/v1/status", timeout=10) as response:
-        return list(json.load(response).get("recent", []))
+    with opener.open(f"{fleet.encoder_url}/v1/recent", timeout=10) as response:
+        return list(json.load(response))
 
 
 def _data_url(name: str) -> str:

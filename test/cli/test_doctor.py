@@ -444,7 +444,7 @@ def encoder(token: str, date: str = "") -> type[QuietHandler]:
     class Encoder(QuietHandler):
         def do_GET(self) -> None:
             right = self.headers.get("Authorization", "") == (f"Bearer {token}" if token else "")
-            shown = status | ({"recent": []} if right else {})
+            shown = status | {"authorised": right}
             body = json.dumps(shown).encode() if self.path == "/v1/status" else b""
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))

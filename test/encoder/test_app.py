@@ -285,9 +285,13 @@ async def test_health_info_status_and_metrics_need_no_token(serve, http, asking)
     _, status = await ask(http, "GET", f"{url}/v1/status")
     assert '"finished":1' in status
     assert "r1" not in status, "whose requests there were is not for everybody"
+    assert '"authorised":false' in status
+    assert await ask(http, "GET", f"{url}/v1/recent") == (401, "")
     _, status = await ask(http, "GET", f"{url}/v1/status", **token)
-    assert '"state":"delivered"' in status and "r1" in status
-    assert "secret" not in status, "neither the token nor a ticket"
+    assert '"authorised":true' in status
+    _, recent = await ask(http, "GET", f"{url}/v1/recent", **token)
+    assert '"state":"delivered"' in recent and "r1" in recent
+    assert "secret" not in status + recent, "neither the token nor a ticket"
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain")

@@ -408,12 +408,13 @@ async def test_an_encoder_without_a_working_tower_does_not_serve(serve, fakes):
     assert (view.state, view.problem) == ("silent", "grpc.health.v1 answers NOT_SERVING")
 
 
-async def test_doctor_shows_the_token_by_grpc(serve, service):
+async def test_doctor_shows_the_token_by_grpc(serve, service, count):
     url = await serve("secret")
     right, wrong = await doctor(url, "secret"), await doctor(url, "wrong")
     assert right[url].found == "encoder, ready"
     assert (right["token"].verdict, wrong["token"].verdict) == (Verdict.OK, Verdict.FAIL)
     assert service.namespace in right["namespace"].found
+    assert not count("requests_total", status="401"), "its look is no encode request"
 
 
 async def test_an_encoder_of_sglangs_tells_its_health_alone():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from PIL import Image
 
 from integration.client import (
@@ -113,7 +114,9 @@ def fill_and_start_anew(case: Case, url: str, **env: str) -> None:
     assert case.metric("lookups_total", source="computed") == 0
     assert case.metric("batch_items_count") == 0, "the tower has run"
     assert case.metric("store_reads_total", outcome="hit") == STORED
-    for item in case.status()["recent"]:
+    recent = requests.get(f"{case.topology.urls['encoder']}/v1/recent", timeout=20).json()
+    assert len(recent) >= STORED
+    for item in recent:
         assert item["source"] == "stored"
         assert item["ms"]["store"] >= 0
         assert "forward" not in item["ms"] and "preprocess" not in item["ms"]

@@ -253,8 +253,8 @@ def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> Server
         hits=int(samples.sum(lookups, "source", _ENCODER_HITS) or 0),
         utilisation=float(told["utilisation"]),
         namespace=_plain(told["namespace"]),
-        # Shown to those that it would take requests of; none was shown a token here.
-        tokenless="recent" in told,
+        # None was shown a token here.
+        tokenless=bool(told["authorised"]),
         refused=int(samples.sum("sglang:epd_encoder_requests_total", "status", ("401",)) or 0),
     )
 

@@ -65,7 +65,7 @@ class Rpc:
                 yield bytes(piece)
 
         length = rpc.LENGTH, str(sum(map(len, body)))
-        metadata = [length, *((name.lower(), value) for name, value in headers.items())]
+        metadata = [length, *_sent(headers)]
         try:
             async with asyncio.timeout(ttl_s), self._connected(url) as channel:
                 call = channel.stream_unary(rpc.ENCODE)(pieces(), metadata=metadata)
@@ -80,7 +80,7 @@ class Rpc:
             raise _stranger(url, "without a status")
         return Answer(int(code), answer, str(told.get(rpc.AGAIN, "")))
 
-    async def status(self, url: str) -> bytes:
+    async def status(self, url: str, headers: Mapping[str, str] = {}) -> bytes:
         """An encoder's answer to `Status`, JSON.
 
         Raises:
@@ -88,7 +88,7 @@ class Rpc:
         """
         try:
             async with self._connected(url) as channel:
-                answer: bytes = await channel.unary_unary(rpc.STATUS)(b"")
+                answer: bytes = await channel.unary_unary(rpc.STATUS)(b"", metadata=_sent(headers))
         except grpc.aio.AioRpcError as error:
             raise _failure(url, error.code()) from None
         return answer
@@ -161,6 +161,10 @@ class Rpc:
         link.over = True
         if self._links.get(url) is link:
             del self._links[url]
+
+
+def _sent(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(name.lower(), value) for name, value in headers.items()]
 
 
 def _is_connected(channel: grpc.aio.Channel) -> bool:

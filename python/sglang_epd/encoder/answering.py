@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -83,6 +83,15 @@ class Answering:
     def authorised(self, headers: Mapping[str, str]) -> bool:
         # The bytes as they came.
         return self.trust.admits(headers.get("authorization", "").encode("latin-1"))
+
+    def status(self, headers: Mapping[str, str]) -> dict[str, Any]:
+        """The encoder's state for anyone, and whether it takes encode requests of this asker."""
+        state = self.service.status()
+        return {
+            **state,
+            "tasks": len(asyncio.all_tasks()),
+            "authorised": self.authorised(headers),
+        }
 
     async def answer(self, exchange: Exchange) -> Response:
         with self.metrics.request_seconds.time():

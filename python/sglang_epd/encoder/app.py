@@ -3,20 +3,20 @@
 POST /v1/encode            encode and deliver (msgpack body, see `wire.http`); a client that leaves
                            cancels its request
 GET /health                200 while the server takes work; 503 while it drains, or no tower works
-GET /v1/status             queues, rates, cache, JSON; with the token the last items too
+GET /v1/status             queues, rates, cache, JSON
+GET /v1/recent             the last items: their requests, outcomes and timings, JSON
 DELETE /v1/cache           drop what is kept of embeddings
 DELETE /v1/urls            forget which content URLs had
 GET /v1/info               model, namespace, modalities, JSON (also /model_info)
 GET /metrics               Prometheus
 /start_profile, /stop_profile: see `encoder.profiling`
 
-Everything under /v1/encode, /v1/cache and /v1/urls, and the profiler, wants the shared token, or
-SGLang's `--api-key`, when one is set.
+Everything under /v1/encode, /v1/recent, /v1/cache and /v1/urls, and the profiler, wants the
+shared token, or SGLang's `--api-key`, when one is set.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -88,10 +88,11 @@ def create_app(
 
     @app.get("/v1/status")
     async def status(request: Request) -> JSONResponse:
-        state = {**service.status(), "tasks": len(asyncio.all_tasks())}
-        if answering.authorised(request.headers):
-            state["recent"] = service.recent()
-        return JSONResponse(state)
+        return JSONResponse(answering.status(request.headers))
+
+    @guarded.get("/v1/recent")
+    async def recent() -> JSONResponse:
+        return JSONResponse(service.recent())
 
     @guarded.delete("/v1/cache")
     async def clear_cache() -> Response:

@@ -41,7 +41,7 @@ class Call:
 
     def __init__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         self._messages = messages
-        self.headers = {name: _text(value) for name, value in context.invocation_metadata() or ()}
+        self.headers = _headers(context)
         self.headers["content-length"] = self.headers.get(rpc.LENGTH, "")
 
     def pieces(self) -> AsyncIterator[bytes]:
@@ -130,10 +130,9 @@ class RpcServer:
         return bytes(response.body)
 
     async def _status(
-        self, _messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
+        self, _messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> bytes:
-        state = self._answering.service.status()
-        return msgspec.json.encode({**state, "tasks": len(asyncio.all_tasks())})
+        return msgspec.json.encode(self._answering.status(_headers(context)))
 
     async def _check(
         self, _messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
@@ -201,6 +200,10 @@ async def _questions(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         if len(message) > _QUESTION_BYTES:
             raise ValueError(f"over {_QUESTION_BYTES} bytes")
         yield reflection_pb2.ServerReflectionRequest.FromString(message)
+
+
+def _headers(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {name: _text(value) for name, value in context.invocation_metadata() or ()}
 
 
 def _text(value: str | bytes) -> str:

@@ -19,6 +19,7 @@ from sglang_epd.wire.http import open_session, read_body
 
 _TIMEOUT_S = 5.0
 _MOST_STATUS_BYTES = 1 << 20
+_UNREADABLE = ValueError, TypeError, KeyError
 # Requests carry the seconds that are left, not a time; shared stores do compare times.
 _SKEW_S = 5.0
 
@@ -93,9 +94,8 @@ async def _knock(
                     if answer.status != 200:
                         return url, None, None  # it came and went
                     told = json.loads(await read_body(answer, _MOST_STATUS_BYTES))
-                    # It shows its recent items to those that it takes requests of.
-                    return url, "recent" in told, _skew_s(answer.headers.get("Date", ""))
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError):
+                    return url, told["authorised"], _skew_s(answer.headers.get("Date", ""))
+            except (aiohttp.ClientError, OSError, TimeoutError, *_UNREADABLE):
                 return url, None, None  # reported above
 
         return list(await asyncio.gather(*map(knock, urls)))
@@ -106,8 +106,9 @@ async def _knock_by_rpc(url: str, headers: Mapping[str, str]) -> bool | None:
 
     channels = Rpc()
     try:
-        return (await channels.post(url, [b""], headers, _TIMEOUT_S)).status != 401
-    except EpdError:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return bool(json.loads(await channels.status(url, headers))["authorised"])
+    except (EpdError, TimeoutError, *_UNREADABLE):
         return None  # reported above
     finally:
         await channels.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_epd.language import early as early_module
 from sglang_epd.language import manifest
 from sglang_epd.language.backend import PART
 from sglang_epd.language.early import Early, Prompt
@@ -50,12 +52,16 @@ class FakeParts:
     def __init__(self) -> None:
         self.in_flight = False
         self.smallest: int | None = 2
+        self.pause = 0.0
 
     def alive(self, rid: str) -> bool:
         return self.in_flight
 
     def least(self) -> int | None:
         return self.smallest
+
+    def pause_s(self) -> float:
+        return self.pause
 
 
 class World:
@@ -245,6 +251,56 @@ def test_a_part_waits_for_more_items_or_for_others_to_end(world):
     world.early.leave("c")
     world.parts.smallest = 1
     assert not world.early.take(), "of a claim that is over"
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(early_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_a_part_waits_a_moment_for_the_last_item_alone(world, clock):
+    world.parts.pause = 3.0
+    world.follow()
+    world.early.take()
+    world.arrive(0)
+    _, carried = world.part()
+    assert carried.items == (0,), "two are missing"
+    world.arrive(2)
+    assert not world.early.take()
+    assert len(world.claims.taken) == 1
+    clock.now += 2
+    assert world.early.due_s() == 1.0
+    clock.now += 1
+    _, carried = world.part()
+    assert carried.items == (0, 2)
+    assert world.early.due_s() == math.inf, "an idle scheduler may sleep"
+
+
+def test_a_part_that_pauses_makes_way_for_the_last_item(world, clock):
+    world.parts.pause = 3.0
+    world.follow((0,), (LAYOUT,) * 3)
+    world.early.take()
+    world.arrive(2)
+    assert not world.early.take()
+    world.arrive(1)
+    clock.now += 3
+    assert not world.early.take()
+    assert not world.claims.taken
+    assert world.early.due_s() == math.inf
+
+
+def test_a_claim_that_ends_while_its_part_pauses_wakes_nobody(world, clock):
+    world.parts.pause = 3.0
+    world.follow((0,), (LAYOUT,) * 3)
+    world.early.take()
+    world.arrive(2)
+    assert not world.early.take()
+    assert world.early.due_s() == 3.0
+    world.early.leave("c")
+    assert not world.early.take()
+    assert world.early.due_s() == math.inf
 
 
 def test_a_part_ends_within_the_item_that_is_landing(world):

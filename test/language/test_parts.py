@@ -215,6 +215,18 @@ def test_a_request_waits_for_a_part_of_it_that_runs(world):
     assert not world.parts.ended(other)
 
 
+def test_a_request_waits_for_a_part_whose_last_chunk_is_of_the_same_batch(world):
+    """SGLang's scheduler has forgotten then that it was in chunks, and runs it only later."""
+    part = world.begin(20)
+    assert world.run(part)
+    world.scheduler.batch = []
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    assert not world.gate.may_run(request, 0, [part])
+    assert request in world.scheduler.queue
+    assert world.gate.may_run(request, 0, [world.come(Request("other", 40))])
+
+
 def test_a_request_does_not_wait_for_a_part_that_is_gone(world):
     part = world.begin(20)
     assert world.run(part)
@@ -324,6 +336,7 @@ def prefill(world, monkeypatch):
 
 
 def test_a_part_has_as_many_tokens_as_the_fastest_prefill_had_time_for(world, prefill):
+    assert world.parts.pause_s() == 0
     assert world.parts.least() == PAGE + 1, "nothing is known yet, and less than a page is lost"
     prefill(10, 2.0)
     assert world.parts.least() == PAGE + 1
@@ -331,6 +344,7 @@ def test_a_part_has_as_many_tokens_as_the_fastest_prefill_had_time_for(world, pr
     prefill(50, 4.0)
     # Two seconds of tokens that take 0.04 each.
     assert world.parts.least() == 50 - 10
+    assert world.parts.pause_s() == 2.0 / 8
     world.scheduler.decoding = True
     assert world.parts.least() == 4 * 40
     assert not world.parts.any, "nothing has to be looked at"
@@ -353,5 +367,6 @@ def test_no_part_is_worth_it_while_others_wait_or_after_one_that_failed_by_surpr
     assert world.parts.least() is None
     always = Parts(world.scheduler, world.scheduler, PAGE, Tally(), always=True)
     assert always.least() == PAGE + 1
+    assert always.pause_s() == 0
     always.broken = True
     assert always.least() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,12 @@ def test_a_prompt_whose_placeholders_are_not_its_items_has_no_parts(request_of):
 )
 def test_what_needs_its_whole_prompt_has_no_parts(request_of, fields):
     assert read(request_of(1, IMAGE, **fields), 1) is None
+
+
+@pytest.mark.parametrize(("due", "slept"), [(math.inf, 1000), (0.0021, 3), (0.0, 0), (3.0, 1000)])
+def test_an_idle_scheduler_sleeps_no_longer_than_a_part_pauses(due, slept):
+    pauses: Any = SimpleNamespace(due_s=lambda: due)
+    assert early.Waking(SimpleNamespace(poll=lambda ms: ms), pauses).poll(1000) == slept
 
 
 def test_log_probabilities_of_the_answer_need_no_prompt(request_of):

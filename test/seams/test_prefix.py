@@ -26,8 +26,8 @@ class FakeGate:
         self.told.append(("admit", request.rid, retracted))
         return self.passes
 
-    def may_run(self, request: Any, prefix_len: int) -> bool:
-        self.told.append(("may_run", request.rid, prefix_len))
+    def may_run(self, request: Any, prefix_len: int, batch: Any) -> bool:
+        self.told.append(("may_run", request.rid, prefix_len, *batch))
         return self.runs
 
     def taken(self, request: Any) -> None:
@@ -55,9 +55,9 @@ def request(rid: str = "r", **more: Any) -> SimpleNamespace:
 def test_a_request_that_lost_its_match_is_passed_over(sglang, gate):
     results = sglang("managers.schedule_policy").AddReqResult
     gate.runs = False
-    adder = SimpleNamespace(can_run_list=[])
+    adder = SimpleNamespace(can_run_list=["another"])
     assert prefix.add_one(None, adder, request()) is results.CONTINUE
-    assert gate.told == [("may_run", "r", 7)]
+    assert gate.told == [("may_run", "r", 7, "another")]
 
 
 @pytest.mark.parametrize("result", ["CONTINUE", "OTHER", "NO_TOKEN"])

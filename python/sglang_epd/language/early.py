@@ -9,7 +9,9 @@ most one part of a request is in flight.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +73,8 @@ class _Followed:
     # Tokens that a part has ended at, whatever became of it.
     done: int = 0
     in_flight: bool = False
+    # When an item landed last; 0 if none has.
+    landed: float = 0.0
     # New tokens that the next part is run for.
     least: int = 1
     # Of the part in flight.
@@ -133,6 +137,8 @@ class Early:
         self._small: dict[str, None] = {}
         # New tokens that a part had to have when they were last looked at.
         self._least = 0
+        # When the next one of them is due that pauses; infinite without one.
+        self._due = math.inf
         # By the name that their items were asked for under: the claim, its request, and how far
         # they reach.
         self._asked: dict[str, tuple[_Followed, _Reach]] = {}
@@ -180,6 +186,7 @@ class Early:
         if isinstance(message, wire.Arrived):
             if (one := self._followed.get(message.claim)) is not None:
                 (one.tokens if message.whole else one.begun)[message.item] = message.tokens
+                one.landed = time.monotonic()
                 self._stirred[one.claim] = None
             return True
         if not isinstance(message, wire.Settled) or message.claim not in self._asked:
@@ -193,11 +200,16 @@ class Early:
 
     def take(self) -> list[Any]:
         """The parts that are to be prefilled from now on, as requests for all ranks."""
+        self._due = math.inf
         # Ranks know nothing yet of a part that is ready: its request would have another one.
         if not self._ready and (self._stirred or self._small):
             self._look()
         ready, self._ready = self._ready, []
         return [self._begin(*part) for part in ready]
+
+    def due_s(self) -> float:
+        """Seconds until a part may be due that pauses now; infinite without one."""
+        return max(0.0, self._due - time.monotonic())
 
     def _look(self) -> None:
         least = self._parts.least()
@@ -227,6 +239,12 @@ class Early:
             del self._stirred[one.claim]  # until another item lands
             self._small[one.claim] = None
             return
+        if reach.count == len(one.prompt.items) - 1:
+            # If the last item lands right behind, a part costs more than it gains.
+            due = one.landed + self._parts.pause_s()
+            if due > time.monotonic():
+                self._due = min(self._due, due)
+                return
         one.least = least
         one.done, one.in_flight = length, True
         needed = tuple(sorted(set(one.prompt.items[: reach.count]) - one.covered))

@@ -19,7 +19,7 @@ for, and it goes on when they are there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -186,13 +186,14 @@ class PrefixGate:
         self._parked[name] = request, retracted
         return False
 
-    def may_run(self, request: Any, prefix_len: int) -> bool:
-        """Before a request is prefilled from `prefix_len` on; False if it has lost its match.
+    def may_run(self, request: Any, prefix_len: int, batch: Sequence[Any] = ()) -> bool:
+        """Before a request is prefilled from `prefix_len` on, with those of a batch; False if it
+        has lost its match.
 
         It is not to be run then, and leaves the queue before the next batch is made. Nor is it
         to be run yet while a part of its prompt is.
         """
-        if self._parts is not None and self._parts.holds_back(request):
+        if self._parts is not None and self._parts.holds_back(request, batch):
             return False
         bare = bare_items(request)
         if all(end(item) <= prefix_len for item, _ in bare):

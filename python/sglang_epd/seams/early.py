@@ -10,6 +10,7 @@ scheduler's `tree_cache`, `is_generation` and `page_size`.
 from __future__ import annotations
 
 import copy
+import math
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,17 @@ def leading(parts: Parts, claims: Claims, processor: Any, secret: bytes) -> Earl
         processor: lays out the model's prompts.
     """
     return Early(claims, parts, read=reader(processor), make=make, secret=secret)
+
+
+class Waking:
+    """A scheduler's poller that wakes it for a part that pauses, too."""
+
+    def __init__(self, poller: Any, early: Early) -> None:
+        self._poller = poller
+        self._early = early
+
+    def poll(self, timeout_ms: float) -> Any:
+        return self._poller.poll(math.ceil(min(timeout_ms, self._early.due_s() * 1e3)))
 
 
 def reader(processor: Any) -> Callable[[Any, Expect], Prompt | None]:

@@ -156,7 +156,7 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         return original(adder, req, *args, **options)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if not gate.may_run(req, req.prefix_len):
+    if not gate.may_run(req, req.prefix_len, adder.can_run_list):
         # As if it had been taken: the next one in the queue is looked at.
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **options)

@@ -215,6 +215,9 @@ def create_backend(
             # SGLang's Rust server brings a sleeper without one, which wakes once a second.
             if hasattr(scheduler.idle_sleeper, "poller"):
                 scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
+                if in_parts is not None:
+                    sleeper = scheduler.idle_sleeper
+                    sleeper.poller = early.Waking(sleeper.poller, in_parts)
     if parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive, parts)
     host = SimpleNamespace(scheduler=scheduler)

@@ -254,7 +254,7 @@ def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> Server
         utilisation=float(told["utilisation"]),
         namespace=_plain(told["namespace"]),
         # None was shown a token here.
-        tokenless=bool(told["authorised"]),
+        tokenless=told.get("authorised") is True,
         refused=int(samples.sum("sglang:epd_encoder_requests_total", "status", ("401",)) or 0),
     )
 

@@ -78,8 +78,8 @@ class World:
         request = SimpleNamespace(rid="r")
         self.early.follow("c", request, expect, covered, prompt=PROMPT, span=OFF)
 
-    def arrive(self, item: int) -> None:
-        assert self.early.hear(Arrived("c", item, ROWS))
+    def arrive(self, item: int, *, elsewhere: bool = False) -> None:
+        assert self.early.hear(Arrived("c", item, ROWS, elsewhere=elsewhere))
 
     def begin(self, item: int, rows: int) -> None:
         assert self.early.hear(Arrived("c", item, rows, whole=False))
@@ -260,14 +260,14 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def test_a_part_waits_a_moment_for_the_last_item_alone(world, clock):
+def test_a_part_waits_a_moment_for_an_item_of_another_encoder(world, clock):
     world.parts.pause = 3.0
     world.follow()
     world.early.take()
     world.arrive(0)
     _, carried = world.part()
-    assert carried.items == (0,), "two are missing"
-    world.arrive(2)
+    assert carried.items == (0,), "the encoder that sent it sends the others"
+    world.arrive(2, elsewhere=True)
     assert not world.early.take()
     assert len(world.claims.taken) == 1
     clock.now += 2
@@ -278,11 +278,25 @@ def test_a_part_waits_a_moment_for_the_last_item_alone(world, clock):
     assert world.early.due_s() == math.inf, "an idle scheduler may sleep"
 
 
+def test_items_that_keep_landing_hold_a_part_up_once(world, clock):
+    world.parts.pause = 3.0
+    world.follow()
+    world.early.take()
+    world.arrive(0, elsewhere=True)
+    assert not world.early.take()
+    clock.now += 2
+    world.arrive(2, elsewhere=True)
+    assert world.early.due_s() == 1.0
+    clock.now += 1
+    _, carried = world.part()
+    assert carried.items == (0, 2)
+
+
 def test_a_part_that_pauses_makes_way_for_the_last_item(world, clock):
     world.parts.pause = 3.0
     world.follow((0,), (LAYOUT,) * 3)
     world.early.take()
-    world.arrive(2)
+    world.arrive(2, elsewhere=True)
     assert not world.early.take()
     world.arrive(1)
     clock.now += 3
@@ -295,7 +309,7 @@ def test_a_claim_that_ends_while_its_part_pauses_wakes_nobody(world, clock):
     world.parts.pause = 3.0
     world.follow((0,), (LAYOUT,) * 3)
     world.early.take()
-    world.arrive(2)
+    world.arrive(2, elsewhere=True)
     assert not world.early.take()
     assert world.early.due_s() == 3.0
     world.early.leave("c")

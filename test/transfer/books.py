@@ -114,9 +114,15 @@ class Books:
         message = wire.Claim(name, expect, 0, READERS, covered, prefix)
         self.ledger.claim(SCHEDULER, message, now)
 
-    def grant(self, *about: Any, landing: str = "inline", **more: Any) -> Block:
-        """The block that an offer gets, of which `offer` has the arguments."""
-        block = self.ledger.offer(offer(*about, **more), 0.0, landing=landing)
+    def grant(
+        self, *about: Any, landing: str = "inline", peer: bytes | None = None, **more: Any
+    ) -> Block:
+        """The block that an offer gets, of which `offer` has the arguments.
+
+        Args:
+            peer: the encoder's connection.
+        """
+        block = self.ledger.offer(offer(*about, **more), 0.0, landing=landing, peer=peer)
         assert isinstance(block, Block), block
         return block
 

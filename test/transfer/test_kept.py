@@ -440,6 +440,18 @@ def test_a_claim_that_follows_another_is_told_of_what_was_here_before_it():
     assert books.outcomes() == [wire.Arrived("d", 0, LAYOUT.tokens)]
 
 
+def test_a_claim_is_told_whether_another_encoder_is_to_send_an_item_of_it():
+    books = Books()
+    expect = books.expect("t", "?????")
+    books.ledger.claim(SCHEDULER, wire.Claim("c", expect, 0, READERS, (3,), early=True), 0.0)
+    peers = (b"one", b"one", b"other", b"third", b"one")
+    blocks = [books.grant("t", item, "abcde"[item], peer=peer) for item, peer in enumerate(peers)]
+    for item, elsewhere in [(0, True), (2, True), (1, False)]:
+        books.fill(blocks[item])
+        told = wire.Arrived("c", item, LAYOUT.tokens, elsewhere=elsewhere)
+        assert books.outcomes() == [told]
+
+
 def test_an_item_that_had_to_make_room_is_told_of_again_when_it_is_back():
     books = keeping()
     serve(books, "before", "a")

@@ -73,8 +73,8 @@ class _Followed:
     # Tokens that a part has ended at, whatever became of it.
     done: int = 0
     in_flight: bool = False
-    # When an item landed last; 0 if none has.
-    landed: float = 0.0
+    # When an item landed that no part has, while another encoder was to send one; 0 if none has.
+    paused: float = 0.0
     # New tokens that the next part is run for.
     least: int = 1
     # Of the part in flight.
@@ -186,7 +186,8 @@ class Early:
         if isinstance(message, wire.Arrived):
             if (one := self._followed.get(message.claim)) is not None:
                 (one.tokens if message.whole else one.begun)[message.item] = message.tokens
-                one.landed = time.monotonic()
+                if message.elsewhere:
+                    one.paused = one.paused or time.monotonic()
                 self._stirred[one.claim] = None
             return True
         if not isinstance(message, wire.Settled) or message.claim not in self._asked:
@@ -239,12 +240,14 @@ class Early:
             del self._stirred[one.claim]  # until another item lands
             self._small[one.claim] = None
             return
-        if reach.count == len(one.prompt.items) - 1:
-            # If the last item lands right behind, a part costs more than it gains.
-            due = one.landed + self._parts.pause_s()
+        if one.paused:
+            # If another encoder's item lands right behind, a part without it costs more than it
+            # gains.
+            due = one.paused + self._parts.pause_s()
             if due > time.monotonic():
                 self._due = min(self._due, due)
                 return
+            one.paused = 0.0
         one.least = least
         one.done, one.in_flight = length, True
         needed = tuple(sorted(set(one.prompt.items[: reach.count]) - one.covered))

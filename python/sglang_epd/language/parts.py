@@ -227,8 +227,8 @@ class Parts:
         return max(self._page + 1, math.ceil(free))
 
     def pause_s(self) -> float:
-        """How long a part waits for its request's last item, which may land right behind: an eighth
-        of a pass that is as short as any."""
+        """How long a part waits for an item of another encoder, which may land right behind: an
+        eighth of a pass that is as short as any."""
         return 0.0 if self._always or self._fastest is None else self._fastest[0] / 8
 
     def _free_tokens(self) -> float:

@@ -652,6 +652,11 @@ class Ledger:
     def _tell_arrived(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> None:
         """Tell a claimant of items and rows that have landed since it was last told."""
         peer, name = claimant
+        awaited = {
+            item.block.peer
+            for number, item in enumerate(entry.items)
+            if item.state is _S.GRANTED and item.block is not None and number not in claim.covered
+        }
         for number, item in enumerate(entry.items):
             if number in claim.covered or not (item.here or item.begun):
                 continue
@@ -661,7 +666,9 @@ class Ledger:
             rows = tokens if item.here else tokens * block.begun // block.nbytes
             if entry.told.get(number) != rows:
                 entry.told[number] = rows
-                self._messages.append((peer, wire.Arrived(name, number, rows, rows == tokens)))
+                elsewhere = item.block is not None and bool(awaited - {item.block.peer})
+                arrived = wire.Arrived(name, number, rows, rows == tokens, elsewhere)
+                self._messages.append((peer, arrived))
 
     def _see(self, key: bytes) -> None:
         """A request with that item goes on; the prefix cache will have it."""

@@ -314,12 +314,14 @@ class Arrived(Message, frozen=True, tag="arrived"):
     Attributes:
         tokens: that are here.
         whole: whether these are all of it.
+        elsewhere: whether another encoder than its own is to send an item of the claim.
     """
 
     claim: str
     item: int
     tokens: int
     whole: bool = True
+    elsewhere: bool = False
 
 
 class TakePart(Message, frozen=True, tag="take_part"):

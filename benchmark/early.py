@@ -49,6 +49,7 @@ from early_cells import (  # noqa: E402
     MACHINES,
     OFF,
     ON,
+    STAGES,
     TEXT_TOKENS,
     TOPOLOGIES,
     Cell,
@@ -82,6 +83,17 @@ replace = msgspec.structs.replace
 Spent = tuple[dict[str, list[Counted]], float]
 
 
+def _staged(arm: Arm, stages: int) -> Arm:
+    """With so many pipeline stages on the servers that prefill."""
+    servers = [
+        server
+        if server.role == "encoder"
+        else replace(server, flags=f"{server.flags} --pp-size {stages}")
+        for server in arm.servers
+    ]
+    return replace(arm, servers=servers)
+
+
 def arms_of(topology: str, chosen: Sequence[str]) -> list[Arm]:
     """This package twice, in-tree EPD, and a server that encodes itself.
 
@@ -89,6 +101,8 @@ def arms_of(topology: str, chosen: Sequence[str]) -> list[Arm]:
         chosen: of `on`, `off`, `in-tree` and `one`.
     """
     ours, *others = read_all(reproduce.HERE / "arms", Arm, list(TOPOLOGIES[topology]))
+    if topology in STAGES:
+        ours, *others = [_staged(arm, STAGES[topology]) for arm in (ours, *others)]
     on, off = _set(ours, "on", ON, "auto"), _set(ours, "off", OFF, "off")
     known = dict(zip(("on", "off", "in-tree", "one"), (on, off, *others), strict=True))
     return [known[name] for name in known if name in chosen]

@@ -58,7 +58,10 @@ TOPOLOGIES = {
     "1E1PD": ("epd-1e1p", "in-tree-1e1p", "one"),
     "2E1PD": ("epd-2e1p", "in-tree-2e1p", "one"),
     "1E1P1D": ("epd-e-p-d", "in-tree-e-p-d", "p-d"),
+    "1E1PD2S": ("epd-1e1p", "in-tree-1e1p", "one"),
 }
+# Pipeline stages of the servers that prefill.
+STAGES = {"1E1PD2S": 2}
 SENT = ("2", "4", "8", "16", "video")
 
 
@@ -81,6 +84,10 @@ class Cell(msgspec.Struct, frozen=True):
     @property
     def encoders(self) -> int:
         return int(self.topology[0])
+
+    @property
+    def stages(self) -> int:
+        return STAGES.get(self.topology, 1)
 
     @property
     def profile(self) -> Profile:
@@ -186,8 +193,8 @@ def passes(one: Cell, prompt: int) -> Passes:
     return Passes(
         encode,
         tower.seconds(items[0]),
-        prefill_s(profile, prompt),
-        prefill_s(profile, prompt, before),
+        prefill_s(profile, prompt, stages=one.stages),
+        prefill_s(profile, prompt, before, stages=one.stages),
     )
 
 
@@ -207,14 +214,17 @@ def _batches(tower: TowerCosts, items: Sequence[list[int]]) -> Iterator[list[flo
         yield batch
 
 
-def prefill_s(profile: Profile, prompt: int, done: int = 0) -> float:
-    """Time of a prompt from a token on, chunk by chunk."""
-    costs, seconds = profile.language, 0.0
+def prefill_s(profile: Profile, prompt: int, done: int = 0, *, stages: int = 1) -> float:
+    """Time of a prompt from a token on, chunk by chunk, each stage with the next chunk."""
+    costs, free_at = profile.language, [0.0] * (stages + 1)
     while done < prompt:
         new = min(costs.chunk_tokens, prompt - done)
-        seconds += costs.prefill_s([(new, done)])
+        share = costs.prefill_s([(new, done)]) / stages
+        for stage in range(1, stages + 1):
+            free_at[stage] = max(free_at[stage], free_at[stage - 1]) + share
+        free_at[0] = free_at[1]
         done += new
-    return seconds
+    return free_at[-1]
 
 
 def half_rate(one: Cell, prompt: int) -> float:

@@ -137,6 +137,8 @@ HOOKS = (
     Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
     # ... schedulers, --pp-size: embeddings stay with the first stage.
     Hook(_STAGES, "SchedulerPPMixin._pp_send_pyobj_to_next_stage", "around", stages.send),
+    # ... and all stages hear of parts of prompts what the first one does.
+    Hook(_SCHEDULER, "Scheduler.process_input_requests", "around", stages.hear),
     # ... schedulers on an accelerator: embeddings go onto it while it computes.
     Hook(_MULTIMODAL, "get_embedding_chunk", "around", staging.take_rows),
     Hook(_KV_POOL, "mm_runtime_reservation_gb", "around", staging.reserve),

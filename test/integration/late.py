@@ -56,8 +56,12 @@ class Late:
         """Prefilled early since this was made."""
         return total(self.url, "early_tokens_total") - self._tokens
 
-    def wait(self) -> None:
-        """Until all before the last picture is prefilled: text, and three pictures of 48 tokens."""
+    def wait(self, picture: int = 48) -> None:
+        """Until all before the last picture is prefilled: text, and three pictures.
+
+        Args:
+            picture: tokens of one; as many as a Qwen2.5-VL has of it.
+        """
         until(lambda: self._path in self._site.asked)
-        until(lambda: self.tokens > 3 * 48, 30.0, "nothing was prefilled early")
+        until(lambda: self.tokens > 3 * picture, 30.0, "nothing was prefilled early")
         self.done = self.tokens

@@ -17,6 +17,7 @@ from PIL import Image
 from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
 from integration.counters import answered, counted
 from integration.hostile import flood_the_payload_port
+from integration.late import Late, question
 from integration.listener import Site
 from integration.test_parity import CASES, TOKENS
 from integration.test_survival import tokenizer_workers
@@ -80,6 +81,65 @@ def test_log_probabilities_equal_one_servers(
 ) -> None:
     topology, client = entry
     machine.check(client, topology.model, case(photographs), TOKENS)
+
+
+# Topology, entry point, the server that prefills, and tokens of a picture.
+STAGES = [
+    ("others", "language@stages", "language@stages", 48),
+    pytest.param(("stages_apart", "router", "prefill", 35), marks=pytest.mark.extended),
+]
+
+
+@pytest.mark.parametrize("stages", STAGES, ids=lambda stages: stages[0])
+def test_stages_prefill_a_prompts_beginning_and_agree(
+    machine: Machine, site: Site, asked: list[dict[str, Any]], stages: tuple[str, str, str, int]
+) -> None:
+    """While its last picture is on its way. Later stages run what the first one does, or none goes
+    on."""
+    topology = machine.use(stages[0])
+    client, url = topology.client(stages[1]), topology.urls[stages[2]]
+    expected = machine.reference(topology.model, asked, TOKENS)
+    late = Late(url, site, asked)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.generation, *late.messages, tokens=TOKENS)
+        late.wait(stages[3])
+        assert not answer.done()
+        site.released.set()
+        answer.result().check(expected)
+    assert late.counted("failed") == 0
+    assert late.tokens < expected.prompt_tokens
+    until(late.gave_back, 10.0, "its items are held")
+    topology.check_alive()
+
+
+@pytest.mark.parametrize("stages", STAGES, ids=lambda stages: stages[0])
+@pytest.mark.parametrize("ends", ["fails", "is aborted"])
+def test_stages_forget_a_beginning_whose_request(
+    machine: Machine,
+    site: Site,
+    photographs: Photographs,
+    stages: tuple[str, str, str, int],
+    ends: str,
+) -> None:
+    # Its prompt has no beginning that another's has.
+    asked = question(f"{stages[0]} {ends}", photographs)
+    topology = machine.use(stages[0])
+    client, url = topology.client(stages[1]), topology.urls[stages[2]]
+    late = Late(url, site, asked)
+    if ends == "fails":
+        site.files.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.chat, *late.messages, rid="an early one")
+        late.wait(stages[3])
+        if ends == "is aborted":
+            requests.post(f"{url}/abort_request", json={"rid": "an early one"}, timeout=20)
+            assert answer.result().status_code >= 400
+        site.released.set()
+        assert answer.result().status_code >= 400
+    until(late.gave_back, 10.0, "its items are held")
+    # What was prefilled is a prefix like any other.
+    machine.check(client, topology.model, asked, TOKENS)
+    topology.check_alive()
 
 
 @pytest.mark.extended

@@ -93,11 +93,12 @@ def test_an_aborted_request_leaves_nothing(
 
 
 @pytest.mark.extended
-def test_on_two_ranks_with_pages_and_memory_for_one_request(
-    machine: Machine, site: Site, asked: list[dict[str, Any]]
+@pytest.mark.parametrize("ranks", ["--tp 2", "--pp-size 2", "--tp 2 --pp-size 2"])
+def test_on_several_ranks_with_pages_and_memory_for_one_request(
+    machine: Machine, site: Site, asked: list[dict[str, Any]], ranks: str
 ) -> None:
     """Parts of one request and another request fight for the KV cache; none waits for ever."""
-    flags = "--tp 2 --page-size 16 --max-total-tokens 512 --enable-metrics"
+    flags = f"{ranks} --page-size 16 --max-total-tokens 512 --enable-metrics"
     wanted = Topology("tiny-qwen2_5-vl", ("encoder", "language"), EARLY, {"language": flags})
     expected = machine.reference(wanted.model, asked, TOKENS)
     with machine.lend(wanted) as topology:

@@ -43,7 +43,7 @@ def topology(started: Topology) -> Iterator[Topology]:
     for server in fallen:
         server.wait_ready(START_TIMEOUT_S)
     yield started
-    for name in ("language", "language@kv"):
+    for name in ("language", "language@kv", "language@stages"):
         check_nothing_held(started.urls[name])
 
 
@@ -111,13 +111,14 @@ def test_a_client_leaves(
     machine.check(topology.client(), topology.model, asked, TOKENS)
 
 
+@pytest.mark.parametrize("entry", ["language@kv", "language@stages"])
 def test_prompts_in_parts_do_not_fit_into_the_kv_cache_together(
-    machine: Machine, topology: Topology, site: Site, photographs: list[Image.Image]
+    machine: Machine, topology: Topology, site: Site, photographs: list[Image.Image], entry: str
 ) -> None:
     """Each has room alone; parts of one evict those of another, and make room for an answer."""
-    asked = [question(f"crowd {number}", photographs) for number in range(CROWD)]
+    asked = [question(f"crowd {entry} {number}", photographs) for number in range(CROWD)]
     expected = [machine.reference(topology.model, one, TOKENS) for one in asked]
-    client = topology.client("language@kv")
+    client = topology.client(entry)
     lates = [Late(client.url, site, one) for one in asked]
     with ThreadPoolExecutor(CROWD + 1) as pool:
         answers = [pool.submit(client.generation, *one.messages, tokens=TOKENS) for one in lates]

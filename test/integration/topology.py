@@ -386,9 +386,10 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "encoder": "--encoder-transfer-backend mooncake",
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
             "language@mooncake": "--encoder-transfer-backend mooncake",
-            "language@stages": _PP2,
+            "language@stages": f"{_PP2} --enable-metrics",
             "language@ranks": _TP2,
         },
+        own_env={"language@stages": EARLY},
     ),
     "zmq_to_tokenizer_apart": lambda: Topology(_TINY, _APART, flags=_backend("zmq_to_tokenizer")),
     "mooncake_apart": lambda: Topology("tiny-qwen3-vl", _APART, flags=_backend("mooncake")),
@@ -480,7 +481,8 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         _APART,
         {"SGLANG_PP_LAYER_PARTITION": "2,1"},
         # SGLang answers otherwise behind a decode server with one stage, without encoders too.
-        {"prefill": _PP2, "decode": _PP2},
+        {"prefill": f"{_PP2} --enable-metrics", "decode": _PP2},
+        {"prefill": EARLY},
     ),
     "hosts": lambda: Topology(
         _TINY,
@@ -657,14 +659,15 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "tiny-qwen3-vl, bfloat16, one server": lambda: Topology(
         "tiny-qwen3-vl", ("colocated",), flags={"colocated": _BFLOAT16}
     ),
-    # The server of parts whose KV has room for little more than two prompts.
+    # Two servers of parts whose KV has room for little more than two prompts.
     "early": lambda: Topology(
         _TINY,
-        ("encoder", "encoder@2", "language", "language@kv"),
+        ("encoder", "encoder@2", "language", "language@kv", "language@stages"),
         {"SGLANG_EPD_DISPATCH_POLICY": "round_robin", **_NOTHING_KEPT, **EARLY},
         {
             "language": "--enable-metrics",
             "language@kv": "--page-size 16 --max-total-tokens 512",
+            "language@stages": f"{_PP2} --page-size 16 --max-total-tokens 512 --enable-metrics",
         },
     ),
     "long_videos": lambda: _long_videos("tiny-qwen3-vl"),
@@ -711,7 +714,7 @@ def _family(family: Family) -> dict[str, Callable[[], Topology]]:
 for _one in FAMILIES.values():
     TOPOLOGIES |= _family(_one)
 
-for _model in (_TINY, "tiny-qwen2-vl", "tiny-qwen3-vl", "tiny-qwen2-audio"):
+for _model in (_TINY, "tiny-qwen2-vl", "tiny-qwen3-vl", "tiny-qwen2-audio", "tiny-glm4v"):
     TOPOLOGIES[f"{_model}, one server"] = lambda model=_model: Topology(  # type: ignore[misc]
         model, ("colocated",), flags={"colocated": _STORED}
     )

@@ -4,6 +4,9 @@ waits for more than the part that runs."""
 from __future__ import annotations
 
 import math
+import pickle
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,9 +94,9 @@ class Scheduler:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, *, stages: bool = False) -> None:
         self.scheduler, self.tally = Scheduler(), Tally()
-        self.parts = Parts(self.scheduler, self.scheduler, PAGE, self.tally)
+        self.parts = Parts(self.scheduler, self.scheduler, PAGE, self.tally, stages=stages)
         self.gate = PrefixGate(self.scheduler, self.scheduler, None, lambda _: [], self.parts)
 
     def begin(self, tokens: int, rid: str = "r.early-1") -> Request:
@@ -370,3 +373,118 @@ def test_no_part_is_worth_it_while_others_wait_or_after_one_that_failed_by_surpr
     assert always.pause_s() == 0
     always.broken = True
     assert always.least() is None
+
+
+class Stages:
+    """Two pipeline stages, which take the same requests in and run the same batches."""
+
+    def __init__(self) -> None:
+        self.first, self.later = self.both = World(stages=True), World()
+        self.known: list[tuple[Request, ...]] = []
+
+    def hear(self, name: str, *arguments: Any) -> None:
+        getattr(self.first.parts, name)(*arguments)
+
+    def tell(self) -> None:
+        heard, self.first.parts.heard = self.first.parts.heard, []
+        self.later.parts.told(pickle.loads(pickle.dumps(heard)))
+
+    def come(self, rid: str, tokens: int) -> None:
+        self.known.append(tuple(world.come(Request(rid, tokens)) for world in self.both))
+
+    def run(self, choice: int) -> None:
+        """One of those that wait, if the gates let it."""
+        first = self.first.scheduler
+        if first.queue and not first.batch:
+            ours = first.queue[choice % len(first.queue)]
+            (pair,) = (pair for pair in self.known if pair[0] is ours)
+            ran = [world.run(one) for world, one in zip(self.both, pair, strict=True)]
+            assert ran[0] == ran[1]
+
+    def end(self) -> None:
+        for world in self.both:
+            for one in world.scheduler.batch:
+                one.finished_reason = Ended("length")
+                world.parts.ended(one)
+                world.scheduler.cached = max(world.scheduler.cached, len(one.origin_input_ids))
+            world.scheduler.batch = []
+
+    def give_way(self, choice: int) -> None:
+        """Memory is short for one of them."""
+        first = self.first.scheduler
+        if not first.queue:
+            return
+        ours = first.queue[choice % len(first.queue)]
+        (pair,) = (pair for pair in self.known if pair[0] is ours)
+        gave = [world.gate.gives_way(one) for world, one in zip(self.both, pair, strict=True)]
+        assert gave[0] == gave[1]
+        for world in self.both:
+            world.gate.tidy()
+
+    def go_on(self, name: str, number: int, tokens: int, what: str) -> list[tuple[str, int]]:
+        """Something happens to a request that waits; the requests that come of it."""
+        rid = f"{name}.early-{number}"
+        if what in ("lands", "fails"):
+            self.hear("settle", name)
+            if what == "lands":
+                return [(name, tokens + PAGE)]
+            self.hear("forget", name)
+        elif what != "nothing" and not self.first.parts.alive(name):
+            self.hear("expect", rid, name, LEAST)
+            if what == "part":
+                return [(rid, tokens)]
+            self.hear("fail", rid)
+        return []
+
+    def check(self) -> None:
+        seen = []
+        for world in self.both:
+            one = world.scheduler
+            queued, batch = [each.rid for each in one.queue], [each.rid for each in one.batch]
+            books = len(world.parts._courses), len(world.parts._awaited)
+            seen.append((queued, batch, one.discarded, one.cached, books))
+        assert seen[0] == seen[1]
+
+
+def play(seed: int) -> Any:
+    """Requests come, with parts or without, and end or fail, at any time; outcomes of parts."""
+    draw, stages = random.Random(seed), Stages()
+    waiting: dict[str, int] = {}
+    for number in range(120):
+        came = []
+        for name in list(waiting):
+            what = draw.choice(["part", "part", "nothing", "lands", "fails", "surprise"])
+            waiting[name] += draw.randrange(3 * PAGE)
+            came += stages.go_on(name, number, waiting[name], what)
+            if what in ("lands", "fails"):
+                del waiting[name]
+        waiting[f"r{number}"] = draw.randrange(8, 60)
+        stages.tell()
+        for request in came:
+            stages.come(*request)
+        stages.check()
+        for step in draw.sample(["run", "end", "give way"], draw.randrange(4)):
+            if step == "end":
+                stages.end()
+            else:
+                (stages.run if step == "run" else stages.give_way)(draw.randrange(9))
+            stages.check()
+        for world in stages.both if number % 10 == 0 else ():
+            world.scheduler.cached = 0  # evicted
+    return stages.first.tally.counts
+
+
+def test_a_later_stage_queues_and_runs_what_the_first_one_does():
+    seen = sum((play(seed) for seed in range(40)), Counter())
+    assert all(seen["parts", one] for one in ("done", "withdrawn", "covered", "failed"))
+
+
+def test_what_the_first_stage_hears_is_kept_for_later_ones_alone():
+    alone, first = World(), World(stages=True)
+    for world in (alone, first):
+        world.begin(20)
+        world.parts.settle("r")
+        world.parts.settle("another, without parts")
+        world.parts.forget("r")
+    assert alone.parts.heard == []
+    assert [name for name, *_ in first.parts.heard] == ["expect", "settle", "forget"]

@@ -127,7 +127,15 @@ def device():
 
 
 @pytest.fixture
-def scheduler(device):
+def stages():
+    """Pipeline stages of the server."""
+    return 1
+
+
+@pytest.fixture
+def scheduler(device, stages, monkeypatch):
+    parallel = SimpleNamespace(pp_size=stages)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     module: Any = ModuleType("scheduler")
     module.Scheduler = type("Hooked", (Scheduler,), {})
     emulation._hook_scheduler(device, module)
@@ -148,6 +156,12 @@ STEP = {"reqs": requests(100)}
 def test_without_overlap_a_batch_returns_when_it_is_done(scheduler, device):
     scheduler.run_batch(batch("decode", **STEP))
     assert device.now == pytest.approx(2 * COSTS.step_s(1, 100))
+
+
+@pytest.mark.parametrize("stages", [4])
+def test_a_pipeline_stage_takes_its_part_of_the_time(scheduler, device):
+    scheduler.run_batch(batch("decode", **STEP))
+    assert device.now == pytest.approx(2 * COSTS.step_s(1, 100) / 4)
 
 
 def test_with_overlap_its_event_is_waited_for(scheduler, device):

@@ -106,18 +106,48 @@ def test_a_part_of_a_prefill_servers_request_is_sent_to_no_decode_server(request
     assert (whole.bootstrap_host, whole.bootstrap_room) == ("there", 7)
 
 
+@pytest.fixture
+def parts_of(flags, monkeypatch):
+    """The parts on a rank of a server with these flags."""
+
+    def parts_of(
+        asked: str = "on", elsewhere: range = range(0), switches: bool = False, **parallel: Any
+    ) -> Any:
+        monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", asked)
+        flags(
+            disagg={"enable_pd_role_switch": switches},
+            memory={"disable_radix_cache": False},
+            observability={"enable_metrics": False},
+            parallel={"pp_size": 1, "pp_rank": 0, "attn_dp_enabled": False, **parallel},
+            schedule={"max_queued_requests": None},
+        )
+        tree = SimpleNamespace(
+            disable=False, supports_mamba=lambda: False, supports_swa=lambda: False
+        )
+        scheduler: Any = SimpleNamespace(tree_cache=tree, is_generation=True, page_size=1)
+        ranks: Any = SimpleNamespace(elsewhere=elsewhere, leads=True)
+        return early.parts(scheduler, ranks)
+
+    return parts_of
+
+
 @pytest.mark.parametrize("switches", [False, True])
-def test_a_server_that_may_come_to_decode_prefills_no_parts(flags, monkeypatch, switches):
-    monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", "on")
-    flags(
-        disagg={"enable_pd_role_switch": switches},
-        memory={"disable_radix_cache": False},
-        observability={"enable_metrics": False},
-        parallel={"pp_size": 1},
-        schedule={"max_queued_requests": None},
-    )
-    tree = SimpleNamespace(disable=False, supports_mamba=lambda: False, supports_swa=lambda: False)
-    scheduler = SimpleNamespace(tree_cache=tree, is_generation=True, page_size=1)
-    ranks = SimpleNamespace(elsewhere=range(0), leads=True)
-    made = early.parts(scheduler, ranks)  # type: ignore[arg-type]
-    assert (made is None) == switches
+def test_a_server_that_may_come_to_decode_prefills_no_parts(parts_of, switches):
+    assert (parts_of(switches=switches) is None) == switches
+
+
+@pytest.mark.parametrize("off", [{"attn_dp_enabled": True}, {"elsewhere": range(2, 4)}], ids=str)
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_all_stages_prefill_parts_or_none(parts_of, off, pp_rank):
+    assert parts_of(pp_size=2, pp_rank=pp_rank) is not None
+    assert parts_of(pp_size=2, pp_rank=pp_rank, **off) is None
+
+
+def test_the_first_stage_alone_decides_and_tells_the_others(parts_of):
+    """A host of a later one may be set otherwise."""
+    first, later = parts_of(pp_size=2), parts_of(pp_size=2, pp_rank=1, asked="off")
+    for one in (first, later):
+        one.expect("r.early-1", "r", 1)
+    assert (len(first.heard), len(later.heard)) == (1, 0)
+    assert parts_of(pp_size=2, asked="off") is None
+    assert parts_of().heard == []

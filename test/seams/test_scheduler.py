@@ -104,16 +104,55 @@ def test_a_later_stage_takes_part_in_nothing(flags, groups, monkeypatch):
     monkeypatch.setattr(receiving, "start", lambda _readers: pytest.fail("a second receiver"))
     monkeypatch.setattr(scheduler.rundir, "secret", lambda: pytest.fail("a claim"))
     flags(disagg={"disaggregation_mode": "null"}, device={"watchdog_timeout": 300})
+    flags(memory={"disable_radix_cache": True})
     for sizes, made in (
         ({"pp_size": 2, "tp_size": 2}, []),
         ({"pp_size": 2, "tp_size": 4, "nnodes": 4}, [[0, 2, 3]]),
     ):
         flags(parallel=place(pp_rank=1, **sizes))
-        seam = create_backend(None, scheduler=SimpleNamespace())
+        seam = create_backend(None, SimpleNamespace(tree_cache=None, is_generation=True))
         assert groups == made
         assert seam.waiting_list == []
         seam.abort_waiting_requests(SimpleNamespace(rid="r", abort_all=True))
         assert pull(seam, pulled := [request("w")]) is pulled
+
+
+class Gate:
+    """Notes when it is tidied."""
+
+    def __init__(self, order: list[str], *, untidy: bool) -> None:
+        self.untidy = untidy
+        self.tidy = lambda: order.append("tidy")
+
+
+@pytest.mark.parametrize(
+    ("heard", "untidy", "told"),
+    [([("settle", "r")], False, True), ([], True, True), ([], False, False)],
+)
+def test_later_stages_are_told_of_parts_ahead_of_a_ticks_requests(heard, untidy, told):
+    order: list[str] = []
+    text, failure = request("t", None), (request("f"), "error", 500)
+    first = SchedulerSeam(
+        SimpleNamespace(sort_out=lambda requests: (requests, [failure])),
+        gate=Gate(order, untidy=untidy),
+        parts=(parts := SimpleNamespace(heard=heard)),
+    )
+    (*before, last), failed = first.process_waiting_requests([text])
+    assert (last, failed, parts.heard) == (text, [failure], [])
+    assert [one.calls for one in before] == ([heard] if told else [])
+    later = SchedulerSeam(
+        gate=Gate(order, untidy=False),
+        parts=SimpleNamespace(told=lambda calls: order.append(f"told {calls}")),
+    )
+    for one in before:
+        first.hear(one)
+        later.hear(one)
+    assert order == ["tidy", *(["tidy", f"told {heard}"] if told else [])]
+
+
+def test_with_one_stage_nothing_is_told(leader):
+    seam = SchedulerSeam(SimpleNamespace(sort_out=lambda all: (all, [])), leader)
+    assert seam.process_waiting_requests([text := request("t", None)]) == ([text], [])
 
 
 @pytest.mark.parametrize(("elsewhere", "member"), [(range(2, 4), True), (range(4, 8), False)])

@@ -106,6 +106,18 @@ def test_rows_that_an_item_would_be_named_by_are_sent(send, item, request_of):
     assert len(sent.mm_inputs.mm_items[0].precomputed_embeddings) == ROWS
 
 
+def test_what_the_first_stage_heard_goes_to_the_next_and_is_no_request(send):
+    """The list that a stage has taken in is what it sends on."""
+    text, heard = SimpleNamespace(rid="r", mm_inputs=None), stages.Heard([("settle", "r")])
+    taken, order = [heard, text], []
+    scheduler = SimpleNamespace(
+        mm_receiver=SimpleNamespace(hear=lambda one: order.append(("heard", one.calls)))
+    )
+    stages.hear(lambda _, requests: order.append(("queued", requests)), scheduler, taken)
+    assert order == [("heard", [("settle", "r")]), ("queued", [text])]
+    assert send(taken)[0] == [heard, text]
+
+
 def test_another_server_sends_what_it_sent(send, item, request_of):
     (sent,), _ = send([request_of(item())], language_only=False)
     assert len(sent.mm_inputs.mm_items[0].precomputed_embeddings) == ROWS

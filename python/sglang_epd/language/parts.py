@@ -8,7 +8,8 @@ waits as it always does; then a part that is still queued is withdrawn, and a pa
 waited for, or both would compute the same.
 
 Every rank decides by itself, and alike: by its tree, its queue and its batches. Clocks say on the
-rank that leads when a part is worth it, and nothing else.
+rank that leads when a part is worth it, and nothing else. Later pipeline stages, which get requests
+without what they carried, are told what the first one heard of them.
 """
 
 from __future__ import annotations
@@ -54,15 +55,26 @@ class Parts:
         page: tokens of a page of KV.
         tally: counts parts, on the rank that leads.
         always: whether every part is worth it.
+        stages: whether there are later pipeline stages to be told.
 
     Attributes:
         broken: whether a part's prompt could not be laid out; there are no more then.
+        heard: what later stages have not been told of yet: methods of theirs, and arguments.
     """
 
     def __init__(
-        self, tree: Tree, queue: Queue, page: int, tally: Tally, *, always: bool = False
+        self,
+        tree: Tree,
+        queue: Queue,
+        page: int,
+        tally: Tally,
+        *,
+        always: bool = False,
+        stages: bool = False,
     ) -> None:
         self._always = always
+        self._stages = stages
+        self.heard: list[tuple[Any, ...]] = []
         self._tree = tree
         self._queue = queue
         self._page = page
@@ -94,12 +106,14 @@ class Parts:
 
     def expect(self, rid: str, of: str, least: int) -> None:
         """A part is about to be queued, to be run for so many new tokens at least."""
+        self._hear("expect", rid, of, least)
         course = self._courses.setdefault(of, _Course())
         course.part, course.over = None, False
         self._awaited[rid] = of, least
 
     def fail(self, rid: str) -> None:
         """A part that was expected will not come."""
+        self._hear("fail", rid)
         of, _ = self._awaited.pop(rid)
         course = self._courses.get(of)
         self._tally.add("parts", "failed")
@@ -186,6 +200,7 @@ class Parts:
         course = self._courses.get(name)
         if course is None:
             return
+        self._hear("settle", name)
         course.settled = True
         if course.part is not None and self._queue.remove(course.part):
             self._drop(course.part, course, "withdrawn")
@@ -195,7 +210,13 @@ class Parts:
 
     def forget(self, name: str) -> None:
         """A request has failed: another of that name has nothing of its parts."""
-        self._courses.pop(name, None)
+        if self._courses.pop(name, None) is not None:
+            self._hear("forget", name)
+
+    def told(self, heard: Sequence[tuple[Any, ...]]) -> None:
+        """Hear what the first stage has heard."""
+        for name, *arguments in heard:
+            getattr(self, name)(*arguments)
 
     def alive(self, name: str) -> bool:
         """Whether a part of a request waits or runs."""
@@ -245,6 +266,10 @@ class Parts:
             took_of_token = took / max(tokens, 1)
             self._fastest = min(self._fastest or (took, tokens), (took, tokens))
             self._token_s = min(self._token_s or took_of_token, took_of_token)
+
+    def _hear(self, *call: Any) -> None:
+        if self._stages:
+            self.heard.append(call)
 
     def _whole(self, request: Any) -> int:
         """Tokens of a part whose KV will be kept."""

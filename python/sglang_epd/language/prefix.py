@@ -222,6 +222,11 @@ class PrefixGate:
         for name in list(self._locks):
             self._unlock(name)
 
+    @property
+    def untidy(self) -> bool:
+        """Whether requests are to leave the queue, which have lost their match or gave way."""
+        return bool(self._lost)
+
     def tidy(self) -> None:
         """Once a tick: requests that have lost their match wait here, and matches of
         requests that wait nowhere any more are let go."""

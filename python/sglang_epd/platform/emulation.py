@@ -82,6 +82,8 @@ class PassDone:
 
 
 def _hook_scheduler(device: EmulatedAccelerator, module: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
     scheduler = module.Scheduler
     run_batch, internal_state = scheduler.run_batch, scheduler.get_internal_state
 
@@ -92,9 +94,11 @@ def _hook_scheduler(device: EmulatedAccelerator, module: Any) -> None:
         if mode.is_prebuilt() or mode.is_idle():
             return run_batch(self, batch, *args, **options)
         _count(device)
+        # Each has its part of the layers.
+        stages = get_parallel().pp_size
         with device.launch() as launched:
             for kind, seconds in batch_seconds(batch, device.profile.language).items():
-                launched.add(kind, seconds)
+                launched.add(kind, seconds / stages)
             result = run_batch(self, batch, *args, **options)
         if getattr(result, "copy_done", None) is None:
             device.wait(launched)

@@ -94,6 +94,7 @@ managers.scheduler
     seams/prefix: Scheduler._release_aborted_request(self req)
     seams/prefix: Scheduler.collect_inflight_reqs(self)
     seams/prefix: Scheduler.flush_cache(self empty_cache)
+    seams/stages: Scheduler.process_input_requests(self recv_reqs)
 managers.scheduler_components.output_streamer
     seams/prefix: SchedulerOutputStreamer._stream_output_embedding(self reqs)
     seams/prefix: SchedulerOutputStreamer.stream_output(self reqs return_logprob skip_req)

@@ -55,11 +55,15 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
     )
 
     asked, tree = Settings.from_env().prefill_early, scheduler.tree_cache
+    parallel = get_parallel()
+    staged = parallel.pp_size > 1
     if (
-        asked == "off"
+        # Later stages may be on a host that is set otherwise, and do as the first one does.
+        (asked == "off" and parallel.pp_rank == 0)
         or not scheduler.is_generation
-        or get_parallel().pp_size > 1
         or ranks.elsewhere
+        # What a stage hears goes to all of its ranks, and each replica has requests of its own.
+        or (staged and parallel.attn_dp_enabled)
         or get_memory().disable_radix_cache
         or tree.disable
         or tree.supports_mamba()
@@ -77,7 +81,14 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
 
         tally = PrometheusTally(EarlyMetrics())
     queue, page = SchedulerQueue(scheduler), scheduler.page_size
-    return Parts(RadixTree(tree), queue, page, tally, always=asked == "on")
+    return Parts(
+        RadixTree(tree),
+        queue,
+        page,
+        tally,
+        always=asked == "on",
+        stages=staged and parallel.pp_rank == 0,
+    )
 
 
 def leading(parts: Parts, claims: Claims, processor: Any, secret: bytes) -> Early:

@@ -36,7 +36,7 @@ class Installed:
 
     Attributes:
         gate: before its queues; None where it is no language server's, and with several
-            pipeline stages.
+            pipeline stages that prefill no parts.
         parts: parts of prompts that it prefills early; None where it does not.
         releases: whether it gives embeddings back as soon as SGLang is done with them.
     """
@@ -132,7 +132,8 @@ class SchedulerQueue:
         scheduler = self._scheduler
         waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
         # Those that have ended leave it in the next tick, and an idle scheduler makes none.
-        running = scheduler.running_batch.reqs
+        batches = getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
+        running = [one for batch in batches for one in batch.reqs]
         return waiting, any(not one.finished() and not one.is_prefill_only for one in running)
 
     def discard(self, request: Any) -> None:

@@ -28,6 +28,7 @@ from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare, lay_out_some
 from sglang_epd.language.backend import Backend, Failure, Leader
+from sglang_epd.language.parts import Parts
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.relay import Receive, Relay
 from sglang_epd.language.uploads import Stager
@@ -37,6 +38,7 @@ from sglang_epd.seams import (
     prefix,
     receiving,
     rundir,
+    stages,
     staging,
     tracing,
 )
@@ -61,6 +63,7 @@ class SchedulerSeam:
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
         stager: on a device, copies embeddings to it.
+        parts: of prompts, of which later pipeline stages hear what the first does.
     """
 
     # For the CPU platform: no need to poll for embeddings.
@@ -72,7 +75,9 @@ class SchedulerSeam:
         leader: Leader | None = None,
         gate: PrefixGate | None = None,
         stager: Stager | None = None,
+        parts: Parts | None = None,
     ) -> None:
+        self._parts = parts
         self._backend = backend
         self._leader = leader
         self._gate = gate
@@ -88,6 +93,7 @@ class SchedulerSeam:
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:
         """On every rank: the requests that can go on, and those that failed."""
+        untidy = self._gate is not None and self._gate.untidy
         if self._gate is not None:
             self._gate.tidy()
         if self._stager is not None:
@@ -97,7 +103,16 @@ class SchedulerSeam:
         for request, *_ in failed:
             # SGLang sends this along where the model makes embeddings, and cannot send None.
             request.embedding = []
+        if self._parts is not None and (self._parts.heard or untidy):
+            heard, self._parts.heard = stages.Heard(self._parts.heard), []
+            return [heard, *ready], failed
         return ready, failed
+
+    def hear(self, heard: stages.Heard) -> None:
+        """On every rank, before a tick's requests are queued: do as the first stage did."""
+        if self._backend is None and self._gate is not None and self._parts is not None:
+            self._gate.tidy()
+            self._parts.told(heard.calls)
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
         """Give up the requests that an `AbortReq` names (all whose id starts with its)."""
@@ -184,7 +199,7 @@ def create_backend(
     ranks = receiving.ranks(parallel)
     relay = _relay(ranks.elsewhere)
     if parallel.pp_rank:
-        return SchedulerSeam()
+        return _later_stage(scheduler, ranks)
     registered = load_processor(server_args, scheduler.model_config)
     processor = lays_out(registered, hf_config.architectures[0])
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
@@ -218,7 +233,7 @@ def create_backend(
                 if in_parts is not None:
                     sleeper = scheduler.idle_sleeper
                     sleeper.poller = early.Waking(sleeper.poller, in_parts)
-    if parallel.pp_size == 1:
+    if parts is not None or parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive, parts)
     host = SimpleNamespace(scheduler=scheduler)
 
@@ -240,4 +255,13 @@ def create_backend(
         parts=parts,
         lay_out_part=inputs.make_part,
     )
-    return SchedulerSeam(backend, leader, gate, staging.connect(arena))
+    return SchedulerSeam(backend, leader, gate, staging.connect(arena), parts)
+
+
+def _later_stage(scheduler: Any, ranks: receiving.Ranks) -> SchedulerSeam:
+    """Of a stage that gets its requests from the one before, and no rows."""
+    parts = early.parts(scheduler, ranks)
+    if parts is None:
+        return SchedulerSeam()
+    gate = prefix.install(scheduler, None, lambda settled: [], parts)
+    return SchedulerSeam(gate=gate, parts=parts)

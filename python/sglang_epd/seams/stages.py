@@ -1,17 +1,43 @@
-"""Requests on their way to the next pipeline stage, without their embeddings.
+"""Requests on their way to the next pipeline stage, without their embeddings, and what the first
+stage has heard of parts of prompts.
 
 Leans on `managers.scheduler_pp_mixin.SchedulerPPMixin._pp_send_pyobj_to_next_stage(data)`, by
 which a stage pickles the requests that it has taken in to the next one, and on
 `managers.mm_utils.prepare_mm_inputs`, which looks at embeddings in the first stage only. The
-others need an item's place in the prompt, its identity and its positions.
+others need an item's place in the prompt, its identity and its positions. On
+`managers.scheduler.Scheduler.process_input_requests(recv_reqs)`, which each stage calls with a
+tick's requests, the very list that it sends to the next one.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the first stage has heard of parts of prompts in a tick, ahead of its requests.
+
+    Attributes:
+        calls: methods of `Parts`, each with its arguments.
+    """
+
+    calls: list[tuple[Any, ...]]
+
+
+def hear(original: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
+    """Around `process_input_requests`."""
+    requests = []
+    for one in recv_reqs:
+        if isinstance(one, Heard):
+            scheduler.mm_receiver.hear(one)
+        else:
+            requests.append(one)
+    original(scheduler, requests)
 
 
 def send(original: Any, scheduler: Any, data: list[Any], *args: Any, **options: Any) -> Any:

@@ -31,6 +31,8 @@ from host_queues import HOST, TTL_S, Tower
 from pictures import jpeg
 
 PROCESSES = ("tokenizer", "encoder", "receiver and scheduler")
+# Patches of a picture, as a processor of Qwen3-VL cuts it.
+GRIDS = {"448": (28, 28), "1080p": (68, 120)}
 _NAMESPACE = "hollow"
 _SECRET = bytes(32)
 _WARM_S = 0.5
@@ -52,14 +54,20 @@ class Own(msgspec.Struct, frozen=True):
     cpu_ms: list[float]
 
 
-def own_work(width: int, *, rounds: int, seconds: float) -> list[Own]:
-    """What a picture of 448 px costs, alone and with three others in a request."""
+def own_work(width: int, size: str, *, rounds: int, seconds: float) -> list[Own]:
+    """What a picture costs, alone and with three others in a request.
+
+    Args:
+        size: of GRIDS.
+    """
     import uvloop
 
     with tempfile.TemporaryDirectory(prefix="sglang-epd-host-") as folder:
-        children = [Child(_encoder, width), Child(_scheduler, folder)]
+        children = [Child(_encoder, width, size), Child(_scheduler, folder)]
         try:
-            measuring = _measure(Path(folder), children, width, rounds=rounds, seconds=seconds)
+            measuring = _measure(
+                Path(folder), children, width, size, rounds=rounds, seconds=seconds
+            )
             return uvloop.run(measuring)
         finally:
             for child in children:
@@ -82,14 +90,14 @@ def _spent_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _encoder(pipe: Connection, width: int) -> None:
+def _encoder(pipe: Connection, width: int, size: str) -> None:
     """Sends its URL, then processor seconds when asked."""
     import uvloop
 
-    uvloop.run(_serve(pipe, width))
+    uvloop.run(_serve(pipe, width, size))
 
 
-async def _serve(pipe: Connection, width: int) -> None:
+async def _serve(pipe: Connection, width: int, size: str) -> None:
     import uvicorn
 
     from sglang_epd.cache import EmbeddingCache, UrlMemory
@@ -109,7 +117,9 @@ async def _serve(pipe: Connection, width: int) -> None:
 
     metrics, cache = EncoderMetrics(), EmbeddingCache(256 << 20)
     service = EncoderService(
-        computations=Computations([Tower(width)], cache, metrics, batch=BatchBounds(16_384, 32)),
+        computations=Computations(
+            [Tower(width, GRIDS[size])], cache, metrics, batch=BatchBounds(16_384, 32)
+        ),
         # It is not begun: media come inline.
         urls=UrlReader(FetchingProcess(MediaLimits()), UrlMemory(1), metrics),
         sender=Sender(),
@@ -192,9 +202,9 @@ def _scheduler(pipe: Connection, folder: str) -> None:
 
 
 async def _measure(
-    folder: Path, children: Sequence[Child], width: int, *, rounds: int, seconds: float
+    folder: Path, children: Sequence[Child], width: int, size: str, *, rounds: int, seconds: float
 ) -> list[Own]:
-    found, tokenizer = [], _Tokenizer(folder)
+    found, tokenizer = [], _Tokenizer(folder, size)
     url, _ = [child.get() for child in children]
     async with tokenizer.asking(url):
         for _, pictures, clients in itertools.product(range(rounds), (1, 4), (1, 8)):
@@ -206,18 +216,19 @@ async def _measure(
             after = [await asyncio.to_thread(child.ask) for child in children]
             spent = [mine, *(b - a for a, b in zip(before, after, strict=True))]
             each = [1e3 * one / images for one in spent]
-            found.append(Own("448", pictures, width, clients, images / took, each))
+            found.append(Own(size, pictures, width, clients, images / took, each))
     return found
 
 
 class _Tokenizer:
     """What a tokenizer process does with requests, and a socket to the scheduler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, size: str) -> None:
         import zmq
         import zmq.asyncio
 
         self._folder = folder
+        self._size = size
         self._context = zmq.asyncio.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.connect(f"ipc://{folder}/requests")
@@ -272,7 +283,7 @@ class _Tokenizer:
             nonlocal asked, making_s
             while time.monotonic() < until:
                 begin = time.thread_time()
-                new = [_new() for _ in range(pictures)]
+                new = [_new(self._size) for _ in range(pictures)]
                 making_s += time.thread_time() - begin
                 await self._ask(new)
                 asked += pictures
@@ -298,12 +309,12 @@ class _Tokenizer:
 
 
 @cache
-def _picture() -> bytes:
-    return jpeg("448", 0)
+def _picture(size: str) -> bytes:
+    return jpeg(size, 0)
 
 
-def _new() -> str:
+def _new(size: str) -> str:
     """A picture that no cache has, as a data URL."""
-    data, note = _picture(), secrets.token_bytes(16)
+    data, note = _picture(size), secrets.token_bytes(16)
     data = data[:2] + b"\xff\xfe" + (2 + len(note)).to_bytes(2) + note + data[2:]
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"

@@ -104,10 +104,10 @@ class Tower:
     read of other memory costs a page fault for each 4 KiB.
     """
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 128, grid: tuple[int, int] = (28, 28)) -> None:
         import torch
 
-        self._layout = _layout(width)
+        self._layout = _layout(width, grid)
         self._embedding = torch.zeros(self._layout.embedding.shape, dtype=torch.bfloat16)
 
     alive, preparers, depth, weights_bytes = True, 4, 2, 0
@@ -132,10 +132,12 @@ class Tower:
     async def close(self) -> None: ...
 
 
-def _layout(width: int = 128) -> Any:
+def _layout(width: int = 128, grid: tuple[int, int] = (28, 28)) -> Any:
+    """Of a picture of so many patches, four of which are a token."""
     from sglang_epd.wire.messages import Layout, TensorSpec
 
-    return Layout("IMAGE", TensorSpec("bfloat16", (196, width)), [[1, 28, 28]])
+    tokens = grid[0] * grid[1] // 4
+    return Layout("IMAGE", TensorSpec("bfloat16", (tokens, width)), [[1, *grid]])
 
 
 async def _encode(waiting: int, of_a_request: int = 1) -> float:

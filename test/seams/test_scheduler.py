@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from sglang_epd.plugin import _pull_and_pass_on
 from sglang_epd.seams import receiving, scheduler
@@ -115,6 +116,35 @@ def test_a_later_stage_takes_part_in_nothing(flags, groups, monkeypatch):
         assert seam.waiting_list == []
         seam.abort_waiting_requests(SimpleNamespace(rid="r", abort_all=True))
         assert pull(seam, pulled := [request("w")]) is pulled
+
+
+class Poller(zmq.Poller):
+    """Notes how long it would sleep."""
+
+    def poll(self, timeout=None):
+        self.timeout = timeout
+        return super().poll(0)
+
+
+@pytest.mark.parametrize(("due_s", "slept_ms"), [(None, 1000), (0.05, 50)])
+def test_an_idle_scheduler_wakes_for_the_receiver_and_for_a_part_that_pauses(due_s, slept_ms):
+    context = zmq.Context()
+    with context.socket(zmq.PAIR) as claims, context.socket(zmq.PAIR) as receiver:
+        claims.bind("inproc://claims")
+        receiver.connect("inproc://claims")
+        sleeper = SimpleNamespace(poller=(poller := Poller()))
+        in_parts = None if due_s is None else SimpleNamespace(due_s=lambda: due_s)
+        scheduler._wake(sleeper, claims, in_parts)
+        assert sleeper.poller.poll(1000) == []
+        assert poller.timeout == slept_ms
+        receiver.send(b"an item has landed")
+        assert claims.poll(10_000)
+        assert sleeper.poller.poll(1000) == [(claims, zmq.POLLIN)]
+    context.term()
+
+
+def test_a_sleeper_without_a_poller_is_left_alone():
+    scheduler._wake(SimpleNamespace(), None, SimpleNamespace())  # type: ignore[arg-type]
 
 
 class Gate:

@@ -28,6 +28,7 @@ from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare, lay_out_some
 from sglang_epd.language.backend import Backend, Failure, Leader
+from sglang_epd.language.early import Early
 from sglang_epd.language.parts import Parts
 from sglang_epd.language.prefix import PrefixGate, Resting, mark
 from sglang_epd.language.relay import Receive, Relay
@@ -63,7 +64,7 @@ class SchedulerSeam:
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
         stager: on a device, copies embeddings to it.
-        parts: of prompts, of which later pipeline stages hear what the first does.
+        parts: of prompts, with several pipeline stages: later ones hear what the first does.
     """
 
     # For the CPU platform: no need to poll for embeddings.
@@ -77,11 +78,11 @@ class SchedulerSeam:
         stager: Stager | None = None,
         parts: Parts | None = None,
     ) -> None:
-        self._parts = parts
         self._backend = backend
         self._leader = leader
         self._gate = gate
         self._stager = stager
+        self._parts = parts
 
     @property
     def waiting_list(self) -> list[Any]:
@@ -227,12 +228,7 @@ def create_backend(
             if parts is not None:
                 in_parts = early.leading(parts, claims, processor, secret)
             leader = Leader(claims, secret, prefix=asks, resume=tracing.resume, early=in_parts)
-            # SGLang's Rust server brings a sleeper without one, which wakes once a second.
-            if hasattr(scheduler.idle_sleeper, "poller"):
-                scheduler.idle_sleeper.poller.register(claims.socket, zmq.POLLIN)
-                if in_parts is not None:
-                    sleeper = scheduler.idle_sleeper
-                    sleeper.poller = early.Waking(sleeper.poller, in_parts)
+            _wake(scheduler.idle_sleeper, claims.socket, in_parts)
     if parts is not None or parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive, parts)
     host = SimpleNamespace(scheduler=scheduler)
@@ -255,7 +251,18 @@ def create_backend(
         parts=parts,
         lay_out_part=inputs.make_part,
     )
-    return SchedulerSeam(backend, leader, gate, staging.connect(arena), parts)
+    told = parts if parallel.pp_size > 1 else None
+    return SchedulerSeam(backend, leader, gate, staging.connect(arena), told)
+
+
+def _wake(sleeper: Any, claims: zmq.Socket[bytes], in_parts: Early | None) -> None:
+    """Have an idle scheduler woken by what the receiver says, and by a part that pauses."""
+    # SGLang's Rust server brings a sleeper without a poller, which wakes once a second.
+    if not hasattr(sleeper, "poller"):
+        return
+    sleeper.poller.register(claims, zmq.POLLIN)
+    if in_parts is not None:
+        sleeper.poller = early.Waking(sleeper.poller, in_parts)
 
 
 def _later_stage(scheduler: Any, ranks: receiving.Ranks) -> SchedulerSeam:

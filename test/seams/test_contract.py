@@ -20,7 +20,7 @@ import pytest
 import sglang_epd
 from sglang_epd.families import IN_TREE
 from sglang_epd.plugin import HOOKS
-from sglang_epd.seams import server_args
+from sglang_epd.seams import contract, server_args
 from sglang_epd.seams.contract import SIGNATURES, read, violations
 from sglang_epd.seams.identities import REQUEST_OPTIONS, name_items
 
@@ -635,6 +635,66 @@ def test_what_was_typed_is_plain_and_makes_the_same_arguments_again(sglang):
     packed = msgspec.msgpack.encode(typed)
     again = cls(**msgspec.msgpack.decode(packed))
     assert msgspec.msgpack.encode(msgspec.structs.asdict(again)) == packed
+
+
+_MODULE = """
+from sglang.srt.elsewhere import handed_on
+from sglang.srt.elsewhere import Base
+
+def plain(a, b=1, *more, c, **rest): ...
+
+async def waits(a): ...
+
+async def yields(a):
+    yield a
+
+class Own:
+    def __init__(self, a): ...
+
+    @classmethod
+    def made(cls, a, *, b): ...
+
+    async def asked(self, a): ...
+
+class Derived(Base):
+    def asked(self): ...
+"""
+_ELSEWHERE = """
+def handed_on(a): ...
+
+class Base:
+    def __init__(self, b): ...
+
+    def inherited(self, c): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("plain", "a b more c rest"),
+        ("waits", "async a"),
+        ("yields", "async a"),
+        ("Own", "a"),
+        ("Own.made", "a b"),
+        ("Own.asked", "async self a"),
+        ("Derived.asked", "self"),
+        ("Derived", "b"),
+        ("Derived.inherited", "self c"),
+        ("handed_on", "a"),
+    ],
+)
+def test_the_check_without_imports_knows_all_kinds_of_definitions(
+    tmp_path, monkeypatch, path, parameters
+):
+    (tmp_path / "module.py").write_text(_MODULE)
+    (tmp_path / "elsewhere.py").write_text(_ELSEWHERE)
+    monkeypatch.setattr(contract, "SIGNATURES", {("ours", "module", path): parameters})
+    assert violations(tmp_path) == []
+    monkeypatch.setattr(contract, "SIGNATURES", {("ours", "module", path): "other"})
+    assert violations(tmp_path) == [
+        f"ours leans on sglang.srt.module.{path}(other), which takes ({parameters})"
+    ]
 
 
 def test_the_check_without_imports_sees_what_the_tests_above_see(tmp_path):

@@ -93,8 +93,7 @@ def require() -> None:
 
 
 def misfit(*, sources: bool = False) -> str:
-    """Why this package does not fit the SGLang that is installed; empty where it does. To read
-    its sources takes a second."""
+    """Why this package does not fit the SGLang that is installed; empty where it does."""
     installed, wanted = contract.versions()
     found = [] if installed == wanted else ["the versions differ"]
     found += _violations() if sources else ()

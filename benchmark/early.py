@@ -46,10 +46,10 @@ from comparison.files import read_all  # noqa: E402
 from comparison.results import machine, versions  # noqa: E402
 from comparison.workloads import Request, requests, text  # noqa: E402
 from early_cells import (  # noqa: E402
+    FLAGS,
     MACHINES,
     OFF,
     ON,
-    STAGES,
     TEXT_TOKENS,
     TOPOLOGIES,
     Cell,
@@ -83,12 +83,10 @@ replace = msgspec.structs.replace
 Spent = tuple[dict[str, list[Counted]], float]
 
 
-def _staged(arm: Arm, stages: int) -> Arm:
-    """With so many pipeline stages on the servers that prefill."""
+def _flagged(arm: Arm, flags: str) -> Arm:
+    """With more flags on the servers that prefill."""
     servers = [
-        server
-        if server.role == "encoder"
-        else replace(server, flags=f"{server.flags} --pp-size {stages}")
+        server if server.role == "encoder" else replace(server, flags=f"{server.flags} {flags}")
         for server in arm.servers
     ]
     return replace(arm, servers=servers)
@@ -101,8 +99,8 @@ def arms_of(topology: str, chosen: Sequence[str]) -> list[Arm]:
         chosen: of `on`, `off`, `in-tree` and `one`.
     """
     ours, *others = read_all(reproduce.HERE / "arms", Arm, list(TOPOLOGIES[topology]))
-    if topology in STAGES:
-        ours, *others = [_staged(arm, STAGES[topology]) for arm in (ours, *others)]
+    if topology in FLAGS:
+        ours, *others = [_flagged(arm, FLAGS[topology]) for arm in (ours, *others)]
     on, off = _set(ours, "on", ON, "auto"), _set(ours, "off", OFF, "off")
     known = dict(zip(("on", "off", "in-tree", "one"), (on, off, *others), strict=True))
     return [known[name] for name in known if name in chosen]

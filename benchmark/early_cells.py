@@ -59,9 +59,12 @@ TOPOLOGIES = {
     "2E1PD": ("epd-2e1p", "in-tree-2e1p", "one"),
     "1E1P1D": ("epd-e-p-d", "in-tree-e-p-d", "p-d"),
     "1E1PD2S": ("epd-1e1p", "in-tree-1e1p", "one"),
+    "1E1PDA": ("epd-1e1p", "in-tree-1e1p", "one"),
 }
 # Pipeline stages of the servers that prefill.
 STAGES = {"1E1PD2S": 2}
+# Flags of the servers that prefill.
+FLAGS = {"1E1PD2S": "--pp-size 2", "1E1PDA": "--enable-adaptive-dispatch-to-encoder"}
 SENT = ("2", "4", "8", "16", "video")
 
 

@@ -8,14 +8,16 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
 from PIL import Image
 
-from integration.client import TOLERANCE, Client, data_url, image_part, text_part, user
+from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
 from integration.counters import delivered, samples
+from integration.late import Late
 from integration.listener import Site
 from integration.test_parity import TOKENS, Messages
 from integration.topology import Machine, Topology
@@ -154,6 +156,39 @@ def _check_urls(client: Client, site: Site, picture: bytes) -> None:
     ):
         assert bad.status_code == status, bad.text
         assert said in bad.text
+
+
+def test_what_is_sent_is_prefilled_early(
+    machine: Machine, topology: Topology, site: Site, asked: Messages
+) -> None:
+    """The scheduler has the request when its first picture has landed."""
+    expected = machine.reference(topology.model, asked, TOKENS)
+    late, before = Late(topology.urls["language"], site, asked), decisions(topology)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(topology.client().generation, *late.messages, tokens=TOKENS)
+        late.wait()
+        assert not answer.done()
+        site.released.set()
+        answer.result().check(expected)
+    after = decisions(topology)
+    assert after["remote", "items"] == before["remote", "items"] + 1
+    assert late.counted("failed") == 0
+
+
+def test_a_late_picture_that_fails_is_not_tried_here(
+    topology: Topology, site: Site, asked: Messages, few: Messages
+) -> None:
+    late, before = Late(topology.urls["language"], site, asked), decisions(topology)
+    site.files.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(topology.client().chat, *late.messages)
+        late.wait()
+        site.released.set()
+        assert answer.result().status_code == 400
+    until(late.gave_back, 10.0, "its items are held")
+    after = decisions(topology)
+    assert after.get(("local", "failed"), 0) == before.get(("local", "failed"), 0)
+    topology.client().answer(*few)
 
 
 def test_what_is_set_and_not_read_is_named_once(topology: Topology) -> None:

@@ -243,7 +243,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
 
     def start(rid: str) -> None:
         frontend.start(rid, ITEMS, 1)
-        frontend.ended(rid).add_done_callback(
+        frontend.underway(rid).add_done_callback(
             lambda ended: ends.append((rid, ended.result().code if ended.result() else ""))
         )
 
@@ -265,7 +265,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
     frontend.cancel("cancelled later")
     await idle(frontend)
     await asyncio.sleep(0)
-    assert frontend.ended("cancelled later") is None
+    assert frontend.underway("cancelled later") is None
     assert ends == [
         ("delivered", ""),
         ("failed", "UnavailableError"),
@@ -277,7 +277,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
 
 async def test_a_listener_that_is_cancelled_takes_nothing_along(frontend, dispatcher, control):
     expect = frontend.start("rid", ITEMS, 1)
-    frontend.ended("rid").cancel()
+    frontend.underway("rid").cancel()
     dispatcher.go_on.set()
     await idle(frontend)
     assert control.told == [("expect", expect)]
@@ -318,7 +318,7 @@ async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control,
     frontend = asking()
     dispatcher.layouts = {2: layout_of(MIXED[2])}
     expect = frontend.start("rid", MIXED, 1)
-    ended = frontend.ended("rid")
+    ended = frontend.underway("rid")
     assert expect.keys == (b"a" * 32, b"b" * 32, b"", b"")
     await dispatcher.started.wait()
     assert dispatcher.runs[0][1] == MIXED[2:], "these cannot be here"
@@ -334,6 +334,23 @@ async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control,
     control.needs(expect.ticket, over=True)
     await idle(frontend)
     assert dispatcher.runs[-1][1] == MIXED[:1]
+
+
+async def test_a_request_is_under_way_with_its_first_item(asking, dispatcher, control):
+    frontend = asking(first_item=True)
+    expect = frontend.start("rid", MIXED, 1)
+    underway = frontend.underway("rid")
+    assert expect.waits
+    await dispatcher.started.wait()
+    assert not underway.done()
+    control.needs(expect.ticket, begun=True)
+    assert await asyncio.wait_for(underway, 5) is None
+    assert [run[1] for run in dispatcher.runs] == [MIXED[2:]], "it says nothing of the others"
+    control.needs(expect.ticket, 0, 1)
+    dispatcher.go_on.set()
+    control.needs(expect.ticket, over=True)
+    await idle(frontend)
+    assert [run[1] for run in dispatcher.runs] == [MIXED[2:], MIXED[:2]]
 
 
 async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(

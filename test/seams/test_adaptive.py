@@ -76,7 +76,7 @@ class FakeFrontend:
         gone = RequestCancelledError("the request was cancelled")
         asyncio.get_running_loop().call_soon(self.end, rid, gone)
 
-    def ended(self, rid: str) -> asyncio.Future | None:
+    def underway(self, rid: str) -> asyncio.Future | None:
         return self.live.get(rid)
 
     def end(self, rid: str, error: Exception | None) -> None:

@@ -90,15 +90,17 @@ class Books:
         ttl_s: float = 10.0,
         *,
         laid: bool = False,
+        waits: bool = False,
     ) -> wire.Expect:
         """Announce a request; "?" is an item whose key is not known.
 
         Args:
             laid: whether the layouts of its items are told.
+            waits: whether the tokenizer keeps it until an item has landed.
         """
         keys = tuple(b"" if letter == "?" else key(letter) for letter in letters)
         layouts = (LAYOUT,) * len(keys) if laid else ()
-        message = wire.Expect(ticket, len(keys), consumers, ttl_s, keys, layouts)
+        message = wire.Expect(ticket, len(keys), consumers, ttl_s, keys, layouts, waits=waits)
         self.ledger.expect(message, 0.0, watcher=TOKENIZER)
         return message
 

@@ -759,6 +759,18 @@ def test_only_requests_that_miss_something_count_as_expired(books):
     assert books.tally.counts["expired_requests", ""] == 1
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tokenizer_that_keeps_its_request_is_told_of_the_first_item(books, waits):
+    expect = books.expect(letters="??", waits=waits)
+    assert not books.needed()
+    books.deliver(item=1)
+    assert books.needed() == [wire.Needed("t", begun=True)] * waits
+    books.claim(expect)
+    books.deliver(item=0)
+    assert [needed.over for needed in books.needed()] == [True]
+    assert books.settled()
+
+
 def test_a_claimant_asks_once(books):
     expect = books.expect(consumers=2)
     books.claim(expect)

@@ -64,7 +64,7 @@ class _Request:
         unheard: whether the receiver's answer is missing yet.
         over: whether it needs nothing any more.
         task: what serves it.
-        ended: has its error, or None when all was delivered.
+        underway: has its error, or None when all was delivered, or as much as is waited for.
     """
 
     rid: str
@@ -82,7 +82,7 @@ class _Request:
     sources: dict[int, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[dict[int, ItemLayout]]] = field(default_factory=set)
     task: asyncio.Task[EpdError | None] = field(init=False)
-    ended: asyncio.Future[EpdError | None] = field(
+    underway: asyncio.Future[EpdError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -97,6 +97,8 @@ class Frontend:
         key: the key of an item; empty where it has none yet.
         known: layouts that encoders have sent.
         ask_prefix: whether schedulers look into the prefix cache before anything is sent.
+        first_item: whether a request is under way when its first item has landed, rather than
+            all of them.
         tally: counts where items come from.
     """
 
@@ -109,6 +111,7 @@ class Frontend:
         known: LayoutCache | None = None,
         *,
         ask_prefix: bool = False,
+        first_item: bool = False,
         tally: Tally | None = None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -117,6 +120,7 @@ class Frontend:
         self._key = key
         self._known = LayoutCache() if known is None else known
         self._ask_prefix = ask_prefix
+        self._first_item = first_item
         self._tally = tally or Tally()
         self._accounts: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._live: dict[str, _Request] = {}
@@ -191,6 +195,7 @@ class Frontend:
             self._timeout_s,
             announcer=self._control.name,
             trace=span.headers.get("traceparent", ""),
+            waits=self._first_item,
         )
         if not layouts:
             return expect
@@ -218,10 +223,11 @@ class Frontend:
         None until all have come, and when it is forgotten."""
         return self._accounts.get(rid)
 
-    def ended(self, rid: str) -> asyncio.Future[EpdError | None] | None:
-        """Has a live request's error when it ends, or None when all is delivered."""
+    def underway(self, rid: str) -> asyncio.Future[EpdError | None] | None:
+        """Has None when a live request's items are delivered, or with `first_item` one of them,
+        and its error if it ends before."""
         live = self._live.get(rid)
-        return None if live is None else live.ended
+        return None if live is None else live.underway
 
     def encoded_here(self, items: int) -> None:
         """So many items of a request went to no encoder: this server's tower has them."""
@@ -247,8 +253,8 @@ class Frontend:
             if request.slot is not None:
                 request.slot.failed(error)
         request.span.end()
-        if not request.ended.done():
-            request.ended.set_result(error)
+        if not request.underway.done():
+            request.underway.set_result(error)
 
     def cancel_all(self) -> None:
         """Every request is over."""
@@ -320,10 +326,13 @@ class Frontend:
                     self._learn(request, task.result())
                 if word in done:
                     message = word.result()
+                    word = asyncio.create_task(news.get())
+                    if message.begun:
+                        _go_on(request)
+                        continue
                     request.unheard, request.over = False, message.over
                     last = message
                     self._send(request, reply_to, message.items)
-                    word = asyncio.create_task(news.get())
                 elif not done and request.unheard:
                     logger.warning("The receiver does not say what %s needs", request.rid)
                     request.unheard = False
@@ -377,8 +386,7 @@ class Frontend:
             "Delivered %d items of %s in %.1f ms, %d by encoders",
             *(total, request.rid, elapsed_ms, request.sent),
         )
-        if not request.ended.done():  # as it is when its listener was cancelled
-            request.ended.set_result(None)
+        _go_on(request)
 
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""
@@ -391,3 +399,8 @@ class Frontend:
         self._accounts[request.rid] = dict(counts)
         while len(self._accounts) > _MAX_ACCOUNTS:
             self._accounts.popitem(last=False)
+
+
+def _go_on(request: _Request) -> None:
+    if not request.underway.done():  # as it is when its listener was cancelled
+        request.underway.set_result(None)

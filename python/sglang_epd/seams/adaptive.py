@@ -4,8 +4,9 @@ Under `--enable-adaptive-dispatch-to-encoder` SGLang asks for each request wheth
 are to have it, and processes the others as one server would. SGLang's rule is that those of
 fewer items than `SGLANG_ENCODER_DISPATCH_MIN_ITEMS` stay. Here they stay only while no other
 request waits for its first token, because that one would wait for the tower as well. Images
-that stay are read by the rules of encoders (`language/local_images.py`). A request that was
-sent, but that no encoder took, is taken back before a scheduler has seen it.
+that stay are read by the rules of encoders (`language/local_images.py`). A scheduler sees a
+request of images that was sent when the first of them has landed. Until then, if no encoder takes
+it, it is taken back.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
 `_init_req_state(obj, request)` with the HTTP request (None of one that did not come over
@@ -62,20 +63,19 @@ _LOOKS_WITHOUT = 2
 
 
 @dataclass
-class _Sent:
-    """The items of one prompt that were sent to encoders."""
-
-    items: list[EncodeItem]
-    ended: asyncio.Future[EpdError | None] | None = None
-
-
-@dataclass
 class _Request:
-    """One request, in the task that serves it; its deadline is on `time.monotonic`."""
+    """One request, in the task that serves it.
+
+    Attributes:
+        deadline: on `time.monotonic`.
+        items: of each prompt, by id.
+        sent: of each prompt whose items go to encoders, what is told of them; None where nothing
+            has been sent yet (zmq_to_tokenizer), and an exception tells.
+    """
 
     deadline: float
-    items: dict[str, list[EncodeItem]] = field(default_factory=dict)
-    sent: dict[str, _Sent] = field(default_factory=dict)
+    items: dict[str, list[EncodeItem]]
+    sent: dict[str, asyncio.Future[EpdError | None] | None] = field(default_factory=dict)
 
 
 _current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", default=None)
@@ -141,7 +141,7 @@ class Adaptive:
         request = _Request(time.monotonic() + self._timeout_s, items)
         _current.set(request)
         if where == "remote":
-            request.sent = {rid: _Sent(planned) for rid, planned in items.items()}
+            request.sent = dict.fromkeys(items)
             return True
         for prompt in prompts:
             # SGLang does not copy the request's own to the prompts of a batch.
@@ -154,21 +154,19 @@ class Adaptive:
         return None if request is None else request.items.get(rid)
 
     def handle(self, original: Any, manager: Any, obj: Any) -> None:
-        """Around `_handle_epd_disaggregation_encode_request`: see how dispatches end."""
+        """Around `_handle_epd_disaggregation_encode_request`: see how dispatches go."""
         _current.set(None)
         original(manager, obj)
         request = _current.get()
         if request is None:
             return
         for prompt in _prompts(obj):
-            sent = request.sent.get(prompt.rid)
-            if sent is not None:
-                # With zmq_to_tokenizer nothing has been sent yet, and its end is an exception.
-                sent.ended = self._frontend.ended(prompt.rid)
+            if prompt.rid in request.sent:
+                request.sent[prompt.rid] = self._frontend.underway(prompt.rid)
 
     async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
-        """Around `_tokenize_one_request`: a prompt's media are encoded here, or have been
-        encoded elsewhere when it returns.
+        """Around `_tokenize_one_request`: a prompt's images are encoded here, or elsewhere, where
+        one of them has been when it returns.
 
         Raises:
             fastapi.HTTPException: with the status and message for the user.
@@ -177,10 +175,12 @@ class Adaptive:
         items = request.items.get(prompt.rid) if request is not None else None
         if request is None or items is None:
             return await original(manager, prompt)
-        sent = request.sent.get(prompt.rid)
-        if sent is None:
+        if prompt.rid not in request.sent:
             return await self._here(original, manager, prompt, items, request.deadline)
-        tokenized, reason = await self._elsewhere(original, manager, prompt, sent)
+        if not _local(items):
+            return await original(manager, prompt)
+        underway = request.sent[prompt.rid]
+        tokenized, reason = await self._elsewhere(original, manager, prompt, underway)
         if not reason:
             return tokenized
         logger.warning("Encoding %s here: %s", prompt.rid, reason)
@@ -222,12 +222,15 @@ class Adaptive:
         return tokenized
 
     async def _elsewhere(
-        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+        self,
+        original: Any,
+        manager: Any,
+        prompt: Any,
+        underway: asyncio.Future[EpdError | None] | None,
     ) -> tuple[Any, str]:
-        """The tokenized prompt once its items are encoded, or why they are not and the tower
+        """The tokenized prompt once its images are under way, or why they are not and the tower
         here may have them."""
-        may_return = _local(sent.items)
-        work = asyncio.ensure_future(self._outcome(original, manager, prompt, sent))
+        work = asyncio.ensure_future(self._outcome(original, manager, prompt, underway))
         # SGLang looks after clients that leave only when the scheduler has the request.
         http = None if getattr(prompt, "background", False) else _http.get()
         without = 0
@@ -236,7 +239,7 @@ class Adaptive:
                 if http is not None and await http.is_disconnected():
                     raise ValueError(f"the client of {prompt.rid} has left")
                 ready = any(view.state is Health.READY for view in self._snapshot().encoders)
-                without = 0 if ready or not may_return else without + 1
+                without = 0 if ready else without + 1
                 if without == _LOOKS_WITHOUT:
                     return None, "no encoder is ready"
             tokenized, failure = work.result()
@@ -247,13 +250,17 @@ class Adaptive:
                 await asyncio.gather(work, return_exceptions=True)
         # An image that ends encoders is not to end this server as well.
         lost = isinstance(failure, EncoderLostError)
-        if isinstance(failure, _CURABLE) and not lost and may_return:
+        if isinstance(failure, _CURABLE) and not lost:
             return None, failure.message
         # Any other has reached the scheduler, too, which ends the request.
         return tokenized, ""
 
     async def _outcome(
-        self, original: Any, manager: Any, prompt: Any, sent: _Sent
+        self,
+        original: Any,
+        manager: Any,
+        prompt: Any,
+        underway: asyncio.Future[EpdError | None] | None,
     ) -> tuple[Any, EpdError | None]:
         from fastapi import HTTPException
 
@@ -261,10 +268,10 @@ class Adaptive:
             tokenized = await original(manager, prompt)
         except HTTPException as error:
             # zmq_to_tokenizer: this curable error, and no other.
-            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not _local(sent.items):
+            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return None, UnavailableError(str(error.detail))
-        return tokenized, None if sent.ended is None else await sent.ended
+        return tokenized, None if underway is None else await underway
 
     def _decide(self, items: Sequence[EncodeItem]) -> tuple[str, str]:
         """Where a request's items are to be encoded, and why.

@@ -379,8 +379,8 @@ def create_frontend(
         receiving.start(readers=1, receivers=workers)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
-    # Where the tokenizer receives, and where a prompt may be encoded here, the scheduler
-    # hears of a request when its items are there.
+    # Where the tokenizer receives, the scheduler hears of a request when its items are there;
+    # where a prompt may be encoded here, when one of them is.
     to_scheduler = get_disagg().encoder_transfer_backend != "zmq_to_tokenizer"
     adapts = get_disagg().enable_adaptive_dispatch_to_encoder
     asks_prefix = receiving.asks_prefix(get_parallel(), get_memory().disable_radix_cache)
@@ -390,6 +390,7 @@ def create_frontend(
         timeout_s,
         key=lambda item: content_key(item, identity),
         ask_prefix=to_scheduler and not adapts and asks_prefix,
+        first_item=to_scheduler and adapts and settings.prefill_early != "off",
         tally=tally,
     )
     architecture = hf_config.architectures[0]

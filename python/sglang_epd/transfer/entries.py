@@ -104,6 +104,8 @@ class RequestEntry:
     error: EpdError | None = None
     # The tokenizer that announced it.
     watcher: bytes | None = None
+    # Whether that one is to be told when the first item has landed.
+    kept: bool = False
     plan: Plan = Plan.OPEN
     # Until when an offer waits for a plan that is gathering or asking.
     patient_until: float = 0.0

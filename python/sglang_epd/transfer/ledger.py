@@ -136,6 +136,7 @@ class Ledger:
                 consumers=message.consumers,
                 deadline=now + message.ttl_s,
                 plan=Plan.UNDECIDED if message.layouts else plan,
+                kept=message.waits,
             )
             self._next_age += 1
             for number, item in enumerate(entry.items):
@@ -287,6 +288,10 @@ class Ledger:
             self._stirred.add(item.block.offer.key)
         self._stirred.add((message.ticket, message.item))
         self._tally.add("received_bytes", amount=item.block.nbytes)
+        entry = self._entries[message.ticket]
+        if entry.kept:
+            entry.kept = False
+            self._notify(entry.watcher, wire.Needed(message.ticket, begun=True))
         self._settle(message.ticket, now)
         return True
 

@@ -275,6 +275,7 @@ class Expect(Message, frozen=True, tag="expect"):
         announcer: the tokenizer process that announced it, to receive `Again` should its items be
             needed after all.
         trace: W3C's `traceparent` of the media's span; empty for none.
+        waits: whether the tokenizer keeps the request until an item has landed, and is told then.
     """
 
     ticket: str
@@ -285,6 +286,7 @@ class Expect(Message, frozen=True, tag="expect"):
     layouts: tuple[Layout, ...] = ()
     announcer: str = ""
     trace: str = ""
+    waits: bool = False
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -414,6 +416,8 @@ class Needed(Message, frozen=True, tag="needed"):
     room before it was used.
 
     Attributes:
+        begun: the first item has landed of a request that its tokenizer keeps, and nothing else
+            is said.
         over: the request needs nothing any more.
         covered, cached: of a request that is over, how many items its first claim had in
             the prefix cache, and how many were here for another's sake.
@@ -421,6 +425,7 @@ class Needed(Message, frozen=True, tag="needed"):
 
     ticket: str
     items: tuple[int, ...] = ()
+    begun: bool = False
     over: bool = False
     covered: int = 0
     cached: int = 0

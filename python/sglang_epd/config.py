@@ -139,7 +139,7 @@ class Settings(Struct, frozen=True, kw_only=True):
             divide the measured times by it.
         media_max_mb: Largest encoded media of an item, also after a Content-Encoding is undone.
             Where it is not set, `--media-url-max-file-size-mb` counts for media behind URLs (0: no
-            limit).
+            limit), and where it is larger for inline media too.
         media_max_pixels: Width times height that an image's header may claim; JPEG 2000 may claim
             25000000 at most.
         media_max_video_frames: Frames in a video file, read or not.

@@ -43,6 +43,8 @@ _OUTPUTS = "sglang.srt.managers.scheduler_components.output_streamer"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _MULTIMODAL = "sglang.srt.managers.mm_schedule"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.base"
+_ROLE_SWITCH = "sglang.srt.disaggregation.role_switch"
 _KV_POOL = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -134,7 +136,10 @@ HOOKS = (
     Hook(_SCHEDULER, "Scheduler._add_request_to_queue", "around", prefix.add_request),
     Hook(_SCHEDULER, "Scheduler.flush_cache", "around", prefix.flush),
     Hook(_POLICY, "PrefillAdder.add_one_req", "around", prefix.add_one),
-    Hook(_BATCH, "ScheduleBatch.check_decode_mem", "around", prefix.check_memory),
+    Hook(
+        _ALLOCATOR, "BaseTokenToKVPoolAllocator.evict_to_free_tokens", "around", prefix.free_tokens
+    ),
+    Hook(_ROLE_SWITCH, "_reject_reason", "around", prefix.refuse_switch),
     # ... schedulers, --pp-size: embeddings stay with the first stage.
     Hook(_STAGES, "SchedulerPPMixin._pp_send_pyobj_to_next_stage", "around", stages.send),
     # ... and all stages hear of parts of prompts what the first one does.

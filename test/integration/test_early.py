@@ -78,6 +78,15 @@ def test_a_late_picture_that_fails_fails_the_request_alone(
     until(late.gave_back, 10.0, "its items are held")
 
 
+def test_a_prefill_server_refuses_a_request_that_no_decode_server_waits_for(
+    machine: Machine, qwen2_5: Topology, asked: list[dict[str, Any]]
+) -> None:
+    refused = qwen2_5.client("prefill").chat(*asked)
+    assert refused.status_code == 400, refused.text
+    assert "without bootstrap room id" in refused.text
+    machine.check(qwen2_5.client("router"), qwen2_5.model, asked, TOKENS)
+
+
 def test_an_aborted_request_leaves_nothing(
     machine: Machine, qwen2_5: Topology, site: Site, asked: list[dict[str, Any]]
 ) -> None:

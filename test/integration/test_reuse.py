@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -210,6 +211,38 @@ def test_answers_stay_right_while_the_kv_cache_is_fought_over(
         for one in noise:
             one.result()
     server.topology.check_alive()
+
+
+def test_a_long_prompt_has_the_memory_that_requests_lock_which_wait(
+    machine: Machine, photographs: Photographs
+) -> None:
+    """SGLang counts on it when it begins the prompt, and ends where a chunk finds none."""
+    client = machine.use("reuse").client("language@kv")
+
+    def said(name: str, words: int) -> Any:
+        return text_part(" ".join(f"{name}{word % 97}" for word in range(words)))
+
+    def ask(*parts: Any) -> dict[str, Any]:
+        answer = client.chat(user(*parts), max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        usage: dict[str, Any] = answer.json()["usage"]
+        return usage
+
+    shown = pictures([photo.resize((224, 224)) for photo in photographs], 6, turn=5)
+    begun = [(shown[index], said(f"c0x{index}", 150)) for index in range(3)]
+    # Their layouts are known then, and their embeddings are nowhere.
+    for picture in shown[3:]:
+        ask(picture)
+    for parts in begun:
+        ask(*parts)
+    with ThreadPoolExecutor(4) as pool:
+        long = pool.submit(ask, said("L0y", 680))
+        time.sleep(0.15)  # some of its chunks have run
+        more = zip(begun, shown[3:], strict=True)
+        waiting = [pool.submit(ask, *parts, picture) for parts, picture in more]
+        assert long.result()["prompt_tokens"] > 3900
+        for one in waiting:
+            one.result()
 
 
 def test_many_ask_about_one_picture_at_once(server: Server, photographs: Photographs) -> None:

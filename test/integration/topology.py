@@ -536,9 +536,9 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     "adaptive": lambda: Topology(
         _TINY,
         _TOGETHER,
-        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "3", **_NOTHING_KEPT},
+        {"SGLANG_ENCODER_DISPATCH_MIN_ITEMS": "3", **_NOTHING_KEPT, **EARLY},
         flags={
-            "language": f"--enable-adaptive-dispatch-to-encoder --enable-metrics {_NO_PREFIXES} "
+            "language": "--enable-adaptive-dispatch-to-encoder --enable-metrics "
             "--allowed-media-domains 127.0.0.1 --media-url-max-file-size-mb 1"
         },
         own_env={
@@ -625,7 +625,7 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
         {"SGLANG_EPD_SHARED_MEMORY": "off"},
         {
             "language": "--enable-metrics --enable-cache-report",
-            "language@kv": "--page-size 16 --chunked-prefill-size 512 --max-total-tokens 4096",
+            "language@kv": "--page-size 16 --chunked-prefill-size 128 --max-total-tokens 4096",
         },
         own_env={
             "language@kv": _NOTHING_KEPT,

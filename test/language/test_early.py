@@ -112,6 +112,17 @@ def world() -> World:
     return World()
 
 
+def test_the_part_of_a_claim_that_gave_way_is_waited_for(world):
+    """A request asks anew when all of its layouts have become known."""
+    world.parts.in_flight = True
+    world.follow()
+    world.arrive(0)
+    assert not world.early.take()
+    assert not world.claims.taken
+    world.parts.in_flight = False
+    assert world.part()[1].items == (0,)
+
+
 @pytest.mark.parametrize(("count", "end"), [(0, 2), (1, 6), (2, 10)], ids=["none", "one", "two"])
 def test_a_part_ends_before_what_may_open_its_first_missing_item(count, end):
     """Models lay a prompt out by its opening marks, and look for the item behind each."""

@@ -279,12 +279,34 @@ def test_covered_items_have_to_be_in_the_tree(world):
     assert world.count("failed") == 1
 
 
-def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
-    part = Request("r.early-1", 40)
+def covered(rid: str) -> Request:
+    """Of 40 tokens, with an item without rows in the first ten."""
+    request = Request(rid, 40)
     item = type("Item", (), {"offsets": [(2, 9)], "precomputed_embeddings": torch.empty(0, 4)})
-    part.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
+    request.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
     expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
-    mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
+    mark(request.multimodal_inputs, [Rows(0, 0, 8)], Resting(request, expect))
+    return request
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_request_that_turns_out_to_be_covered_has_nothing_to_wait_for(world, runs):
+    """Its layouts became known when a part of it had been begun, and nothing is sent for."""
+    part = world.begin(20)
+    if runs:
+        assert world.run(part)
+    world.scheduler.cached = 12
+    request = world.come(covered("r"))
+    assert not world.parts._courses
+    assert world.count("withdrawn") == (not runs)
+    assert world.run(request) is not runs, "it waits for a part that runs"
+    if runs:
+        world.end(part)
+        assert world.run(request)
+
+
+def test_a_part_that_loses_the_match_of_its_covered_items_is_dropped(world):
+    part = covered("r.early-1")
     world.scheduler.cached = 12
     world.parts.expect(part.rid, "r", LEAST)
     assert world.come(part) in world.scheduler.queue

@@ -43,8 +43,8 @@ def request_of(sglang):
     return make
 
 
-def read(request: Any, items: int) -> Any:
-    return early.reader(PROCESSOR)(request, Expect("ticket", items, 1, 60.0))
+def read(request: Any, items: int, *, apart: bool = False) -> Any:
+    return early.reader(PROCESSOR, apart=apart)(request, Expect("ticket", items, 1, 60.0))
 
 
 def test_items_are_numbered_by_modality_and_found_by_place(request_of):
@@ -81,6 +81,16 @@ def test_an_idle_scheduler_sleeps_no_longer_than_a_part_pauses(due, slept):
     assert early.Waking(SimpleNamespace(poll=lambda ms: ms), pauses).poll(1000) == slept
 
 
+@pytest.mark.parametrize(
+    ("apart", "room", "has"), [(True, None, 0), (True, 7, 1), (False, None, 1)]
+)
+def test_a_prefill_server_prefills_no_part_of_what_it_will_refuse(request_of, apart, room, has):
+    """SGLang refuses a request without a room by what the tokenizer knows of it, which a part
+    lacks."""
+    whole = request_of(1, IMAGE, bootstrap_room=room)
+    assert (read(whole, 1, apart=apart) is not None) == bool(has)
+
+
 def test_log_probabilities_of_the_answer_need_no_prompt(request_of):
     assert read(request_of(1, IMAGE, return_logprob=True), 1) is not None
 
@@ -111,7 +121,11 @@ def parts_of(flags, monkeypatch):
     """The parts on a rank of a server with these flags."""
 
     def parts_of(
-        asked: str = "on", elsewhere: range = range(0), switches: bool = False, **parallel: Any
+        asked: str = "on",
+        elsewhere: range = range(0),
+        switches: bool = False,
+        preempts: bool = False,
+        **parallel: Any,
     ) -> Any:
         monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", asked)
         flags(
@@ -124,7 +138,12 @@ def parts_of(flags, monkeypatch):
         tree = SimpleNamespace(
             disable=False, supports_mamba=lambda: False, supports_swa=lambda: False
         )
-        scheduler: Any = SimpleNamespace(tree_cache=tree, is_generation=True, page_size=1)
+        scheduler: Any = SimpleNamespace(
+            tree_cache=tree,
+            is_generation=True,
+            page_size=1,
+            enable_priority_preemption=preempts,
+        )
         ranks: Any = SimpleNamespace(elsewhere=elsewhere, leads=True)
         return early.parts(scheduler, ranks)
 
@@ -134,6 +153,11 @@ def parts_of(flags, monkeypatch):
 @pytest.mark.parametrize("switches", [False, True])
 def test_a_server_that_may_come_to_decode_prefills_no_parts(parts_of, switches):
     assert (parts_of(switches=switches) is None) == switches
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_no_part_throws_others_out_of_their_batch(parts_of, preempts):
+    assert (parts_of(preempts=preempts) is None) == preempts
 
 
 @pytest.mark.parametrize("off", [{"attn_dp_enabled": True}, {"elsewhere": range(2, 4)}], ids=str)

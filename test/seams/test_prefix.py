@@ -115,21 +115,32 @@ def test_a_part_is_not_streamed(monkeypatch):
     assert len(streamed) == 1, "there is nothing to send"
 
 
-@pytest.mark.parametrize(
-    ("answers", "locks", "asked", "enough"),
-    [([True], 1, 1, True), ([False], 0, 1, False), ([False, True], 1, 2, True)],
-)
-def test_nobody_is_retracted_for_the_sake_of_a_lock(gate, answers, locks, asked, enough):
-    gate.locks = locks
-    calls = []
+@pytest.mark.parametrize(("needed", "let_go"), [(2, False), (4, True)])
+def test_a_batch_finds_the_memory_that_a_lock_held(sglang, monkeypatch, tree, needed, let_go):
+    """Where SGLang finds none it ends, or retracts a request that decodes."""
+    base = sglang("mem_cache.allocator.base").BaseTokenToKVPoolAllocator
+    allocators = sglang("mem_cache.allocator.token")
+    allocator = allocators.TokenToKVPoolAllocator(8, torch.float32, "cpu", None, need_sort=False)
+    cache = tree(eagle=False, allocator=allocator)
+    ids = array("q", [*range(1, 7), 9])
+    one = prompt(origin_input_ids=ids, output_ids=array("q"), cache_salt=None)
+    length, node = RadixTree(cache).match(one)
+    assert (length, allocator.available_size()) == (6, 2)
+    gate = FakeGate()
+    lock = RadixTree(cache).lock(node)
+    monkeypatch.setattr(gate, "let_go", lambda: RadixTree(cache).unlock(lock))
+    monkeypatch.setattr(prefix.Installed, "gate", gate)
+    prefix.free_tokens(base.evict_to_free_tokens, allocator, cache, needed)
+    assert allocator.alloc(needed) is not None
+    assert cache.protected_size() == (0 if let_go else 6)
 
-    def original(batch: Any, selected_indices: Any = None) -> bool:
-        calls.append(selected_indices)
-        return answers[len(calls) - 1]
 
-    assert prefix.check_memory(original, "batch", selected_indices=[1]) is enough
-    assert calls == [[1]] * asked
-    assert (("let_go",) in gate.told) == (asked == 2)
+@pytest.mark.parametrize(("reason", "parked"), [(None, 0), (None, 1), (("in progress", False), 1)])
+def test_a_server_with_requests_that_wait_takes_no_other_role(monkeypatch, reason, parked):
+    monkeypatch.setattr(prefix.Installed, "gate", [None] * parked)
+    told = prefix.refuse_switch(lambda _scheduler, _role: reason, "scheduler", "decode")
+    waits = ("instance is not idle: requests wait for their media", True)
+    assert told == (reason or (waits if parked else None))
 
 
 class FakeCache:
@@ -202,11 +213,11 @@ def tree(sglang):
     base = sglang("mem_cache.base_prefix_cache")
     full = sglang("mem_cache.unified_cache.components").ComponentType.FULL
 
-    def make(*, eagle: bool) -> Any:
+    def make(*, eagle: bool, allocator: Any = None) -> Any:
         parameters = sglang("mem_cache.cache_init_params").CacheInitParams(
             disable=False,
             req_to_token_pool=None,
-            token_to_kv_pool_allocator=SimpleNamespace(device="cpu"),
+            token_to_kv_pool_allocator=allocator or SimpleNamespace(device="cpu"),
             page_size=1,
             is_eagle=eagle,
             tree_components=(full,),
@@ -214,7 +225,8 @@ def tree(sglang):
         tree = module.UnifiedRadixCache(parameters)
         ids = array("q", range(1, 7))
         key = sglang("mem_cache.radix_cache").RadixKey(token_ids=ids, extra_key="lora")
-        tree.insert(base.InsertParams(key=key, value=torch.arange(6)))
+        value = torch.arange(6) if allocator is None else allocator.alloc(6)
+        tree.insert(base.InsertParams(key=key, value=value))
         return tree
 
     return make
@@ -289,3 +301,12 @@ def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):
     assert queue.remove(one)
     assert scheduler.waiting_queue[0] is twin
     assert not queue.remove(one)
+
+
+def test_a_request_is_taken_out_of_a_prefill_servers_first_queue(scheduler, queue):
+    """There it waits for its decode server, or for a buffer."""
+    one, other = request("one"), request("other")
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[other, one])
+    assert queue.remove(one)
+    assert scheduler.disagg_prefill_bootstrap_queue.queue == [other]
+    assert set(queue.waiting()) == {"other"}

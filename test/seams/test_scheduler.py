@@ -151,8 +151,11 @@ class Gate:
     """Notes when it is tidied."""
 
     def __init__(self, order: list[str], *, untidy: bool) -> None:
-        self.untidy = untidy
-        self.tidy = lambda: order.append("tidy")
+        self._order, self._untidy = order, untidy
+
+    def tidy(self) -> bool:
+        self._order.append("tidy")
+        return self._untidy
 
 
 @pytest.mark.parametrize(

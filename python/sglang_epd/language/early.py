@@ -165,6 +165,8 @@ class Early:
             span,
             frozenset(covered),
             known,
+            # Of a claim that gave way to this one.
+            in_flight=self._parts.alive(manifest.name(request)),
         )
         self._followed[claim] = one
         self._stirred[claim] = None

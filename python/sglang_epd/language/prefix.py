@@ -182,6 +182,10 @@ class PrefixGate:
             self._locks[name] = self._tree.lock(node)
         self._ask(request, resting, missing)
         if not missing:
+            if self._parts is not None:
+                # Nothing will be told of its items.
+                self._parts.settle(name)
+                self._parts.admit(request)
             return True
         self._parked[name] = request, retracted
         return False
@@ -222,14 +226,13 @@ class PrefixGate:
         for name in list(self._locks):
             self._unlock(name)
 
-    @property
-    def untidy(self) -> bool:
-        """Whether requests are to leave the queue, which have lost their match or gave way."""
-        return bool(self._lost)
-
-    def tidy(self) -> None:
+    def tidy(self) -> bool:
         """Once a tick: requests that have lost their match wait here, and matches of
-        requests that wait nowhere any more are let go."""
+        requests that wait nowhere any more are let go.
+
+        Returns:
+            Whether requests had lost their match, or gave way.
+        """
         lost, self._lost = self._lost, []
         for request in lost:
             # Not if it was aborted meanwhile.
@@ -241,6 +244,7 @@ class PrefixGate:
             live = {*self._queue.waiting(), *self._parked}
             for name in [name for name in self._locks if name not in live]:
                 self._unlock(name)
+        return bool(lost)
 
     def forgo(self, name: str) -> None:
         """A request ended before its prefix was asked for."""

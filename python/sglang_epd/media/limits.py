@@ -117,7 +117,7 @@ class MediaLimits:
         named = (os.environ if env is None else env).get("SGLANG_EPD_MEDIA_MAX_MB", "").strip()
         if url_mb is not None and not named:
             max_url_bytes = url_mb << 20 or NO_LIMIT
-            # Media that may be fetched may be decoded; the flag does not bound inline media.
+            # Media that may be fetched may be decoded; a lower flag does not bound inline media.
             max_bytes = max(max_bytes, max_url_bytes)
         return cls(
             max_bytes=max_bytes,

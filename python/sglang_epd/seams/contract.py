@@ -69,6 +69,8 @@ disaggregation.prefill
     seams/prefix: SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue(self
         rids_to_check)
     seams/prefix: SchedulerDisaggregationPrefillMixin.release_aborted_prefill_waiting_req(self req)
+disaggregation.role_switch
+    seams/prefix: _reject_reason(scheduler new_role)
 distributed.device_communicators.mooncake_transfer_engine
     transfer/mooncake: get_mooncake_transfer_engine()
     transfer/mooncake: maybe_init_shared_mooncake_transfer_engine(gpu_id)
@@ -89,7 +91,6 @@ managers.schedule_batch
     language/assembly: MultimodalDataItem.set_identity(self identity)
     seams/prefix: MultimodalInputs.release_features(self)
     seams/prefix: Req._compute_max_prefix_len(self input_len)
-    seams/prefix: ScheduleBatch.check_decode_mem(self selected_indices)
 managers.schedule_policy
     seams/prefix: PrefillAdder.add_one_req(self req has_chunked_req truncation_align_size)
 managers.scheduler
@@ -120,6 +121,8 @@ managers.tokenizer_manager
     seams/tokenizer: TokenizerManager.auto_create_handle_loop(self)
     seams/tokenizer: async TokenizerManager.generate_request(self obj request)
     seams/tracing: TokenizerManager.convert_to_span_attrs(self state recv_obj i)
+mem_cache.allocator.base
+    seams/prefix: BaseTokenToKVPoolAllocator.evict_to_free_tokens(self tree_cache num_tokens)
 mem_cache.common
     seams/prefix: _req_radix_key(tree_cache req token_ids max_prefix_len)
 mem_cache.kv_cache_configurator

@@ -4,7 +4,7 @@ is written.
 Leans on the fields of `managers.io_struct.TokenizedGenerateReqInput`; on
 `sampling.sampling_params.SamplingParams`, of which no tokens may be asked; on a fake bootstrap
 (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`), by which a prefill server sends no KV; and on the
-scheduler's `tree_cache`, `is_generation` and `page_size`.
+scheduler's `tree_cache`, `is_generation`, `enable_priority_preemption` and `page_size`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or get_schedule().max_queued_requests is not None
         # A decode server would wait for the KV of a part.
         or get_disagg().enable_pd_role_switch
+        # A part would throw others out of their batch.
+        or scheduler.enable_priority_preemption
     ):
         return None
     tally = Tally()
@@ -97,7 +99,10 @@ def leading(parts: Parts, claims: Claims, processor: Any, secret: bytes) -> Earl
     Args:
         processor: lays out the model's prompts.
     """
-    return Early(claims, parts, read=reader(processor), make=make, secret=secret)
+    from sglang.srt.runtime_context import get_disagg
+
+    apart = get_disagg().disaggregation_mode == "prefill"
+    return Early(claims, parts, read=reader(processor, apart=apart), make=make, secret=secret)
 
 
 class Waking:
@@ -111,16 +116,20 @@ class Waking:
         return self._poller.poll(math.ceil(min(timeout_ms, self._early.due_s() * 1e3)))
 
 
-def reader(processor: Any) -> Callable[[Any, Expect], Prompt | None]:
+def reader(processor: Any, *, apart: bool) -> Callable[[Any, Expect], Prompt | None]:
     """What finds the items of a request in its prompt.
 
     Args:
         processor: lays out the model's prompts.
+        apart: whether KV goes to a decode server, by a room that the request names; one without
+            is refused when its items have landed.
     """
     tokens = [getattr(processor, row.placeholder, None) for row in MODALITIES.values()]
 
     def read(request: Any, expect: Expect) -> Prompt | None:
         if request.input_ids is None or any(getattr(request, name, 0) for name in _WHOLE_PROMPT):
+            return None
+        if apart and request.bootstrap_room is None:
             return None
         if request.return_logprob and request.logprob_start_len >= 0:
             return None

@@ -8,8 +8,9 @@ the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
-takes it; on `managers.schedule_batch`: `ScheduleBatch.check_decode_mem`,
-`Req._compute_max_prefix_len` and `MultimodalInputs.release_features`; on
+takes it; on `mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens`, by which
+room is made for every batch; on `managers.schedule_batch`: `Req._compute_max_prefix_len` and
+`MultimodalInputs.release_features`; on `disaggregation.role_switch._reject_reason`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
 `scheduler_components.output_streamer.SchedulerOutputStreamer`: `stream_output` and
 `_stream_output_embedding`;
@@ -19,7 +20,7 @@ on `mem_cache.common._req_radix_key`; and on `match_prefix`,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_epd.language import manifest
@@ -98,21 +99,22 @@ class SchedulerQueue:
             # Of a prefill server, and its decode server is waiting already.
             self._scheduler.waiting_queue.append(request)
 
+    def _queues(self) -> Iterator[list[Any]]:
+        yield self._scheduler.waiting_queue
+        bootstrapping = getattr(self._scheduler, "disagg_prefill_bootstrap_queue", None)
+        if bootstrapping is not None:
+            yield bootstrapping.queue
+
     def remove(self, request: Any) -> bool:
-        queue = self._scheduler.waiting_queue
-        for index, waiting in enumerate(queue):
-            if waiting is request:
-                del queue[index]
-                return True
+        for queue in self._queues():
+            for index, waiting in enumerate(queue):
+                if waiting is request:
+                    del queue[index]
+                    return True
         return False
 
     def waiting(self) -> Collection[str]:
-        scheduler = self._scheduler
-        names = {manifest.name(request) for request in scheduler.waiting_queue}
-        bootstrapping = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-        if bootstrapping is not None:
-            names |= {manifest.name(request) for request in bootstrapping.queue}
-        return names
+        return {manifest.name(request) for queue in self._queues() for request in queue}
 
     def running(self, request: Any) -> bool:
         scheduler = self._scheduler
@@ -171,14 +173,23 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
     return result
 
 
-def check_memory(original: Any, batch: Any, *args: Any, **options: Any) -> Any:
-    """Around `check_decode_mem`."""
+def free_tokens(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> Any:
+    """Around `evict_to_free_tokens`, which makes room for a batch: locks go first. SGLang counts
+    on all that was unlocked when it chose the batch."""
     gate = Installed.gate
-    enough = original(batch, *args, **options)
-    if enough or gate is None or not gate.locks:
+    enough = original(allocator, tree_cache, num_tokens)
+    if gate is None or not gate.locks or allocator.available_size() >= num_tokens:
         return enough
     gate.let_go()
-    return original(batch, *args, **options)
+    return original(allocator, tree_cache, num_tokens)
+
+
+def refuse_switch(original: Any, scheduler: Any, new_role: str) -> Any:
+    """Around `_reject_reason`: a server with requests that wait here is not idle."""
+    reason = original(scheduler, new_role)
+    if reason is None and Installed.gate is not None and len(Installed.gate):
+        return "instance is not idle: requests wait for their media", True
+    return reason
 
 
 def flush(original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:

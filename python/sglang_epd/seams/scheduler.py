@@ -94,9 +94,7 @@ class SchedulerSeam:
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:
         """On every rank: the requests that can go on, and those that failed."""
-        untidy = self._gate is not None and self._gate.untidy
-        if self._gate is not None:
-            self._gate.tidy()
+        tidied = self._gate is not None and self._gate.tidy()
         if self._stager is not None:
             self._stager.let_go()
         assert self._backend is not None, "SGLang asks the first pipeline stage alone"
@@ -104,7 +102,7 @@ class SchedulerSeam:
         for request, *_ in failed:
             # SGLang sends this along where the model makes embeddings, and cannot send None.
             request.embedding = []
-        if self._parts is not None and (self._parts.heard or untidy):
+        if self._parts is not None and (self._parts.heard or tidied):
             heard, self._parts.heard = stages.Heard(self._parts.heard), []
             return [heard, *ready], failed
         return ready, failed

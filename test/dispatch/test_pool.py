@@ -71,6 +71,18 @@ def test_another_model_is_refused_with_both_names(pool):
     assert urls(pool) == [A, B]
 
 
+def test_one_of_another_model_that_ends_may_come_back_as_another(pool):
+    pool.add(A)
+    pool.heard(A, Report("other"))
+    assert isinstance(pool.complaint(), NamespaceError)
+    for _ in range(3):
+        pool.failed(A, "refused")
+    assert pool.state(A) is Health.OPEN
+    assert pool.complaint() is None, "it is worth waiting for"
+    pool.heard(A, Report("other"))
+    assert isinstance(pool.complaint(), NamespaceError)
+
+
 async def test_one_that_refused_the_token_is_left_alone_for_a_while_however_well_it_is(pool, clock):
     join(pool, A, B)
     waiting = asyncio.create_task(pool.changed(60))

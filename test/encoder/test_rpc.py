@@ -39,6 +39,7 @@ from sglang_epd.spans import begin
 from sglang_epd.trust import Trust
 from sglang_epd.wire import rpc
 from sglang_epd.wire.http import ErrorReply, body_pieces, decode_body, open_session
+from transfer.links import Link
 from waiting import until
 
 MAX_BODY = 1 << 20
@@ -309,6 +310,19 @@ async def test_an_encoder_that_says_nothing_is_tried_no_longer_than_its_caller_w
             assert [type(error) for error in heard] == [TimeoutError] * 2
             assert not asker._links
     await asker.close()
+
+
+async def test_a_connection_that_nothing_comes_through_is_left(serve):
+    """A host that went without a word: the channel says for minutes that it stands."""
+    link = Link((await serve("secret")).replace("grpc://", "tcp://"))
+    asker, url = Rpc(), link.endpoint.replace("tcp://", "grpc://")
+    assert await asker.status(url, TOKEN)
+    link.strand()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asker.status(url, TOKEN), 0.5)
+    assert await asyncio.wait_for(asker.status(url, TOKEN), 10)
+    await asker.close()
+    link.close()
 
 
 async def test_what_is_no_request_is_refused(serve, client):

@@ -31,6 +31,7 @@ from sglang_epd.media import (
     digest,
 )
 from sglang_epd.media.limits import NO_LIMIT
+from sglang_epd.media.slots import Account
 
 BODY = b"picture" * 1000
 
@@ -570,6 +571,40 @@ async def test_bombs_and_unreadable_encodings(
 ) -> None:
     with pytest.raises(kind, match=reason):
         await fetch(await serve(packed(encoding, body)), local_limits(max_bytes=1 << 20))
+
+
+class Asked(Account):
+    """Gives so much memory, and no more.
+
+    Attributes:
+        nbytes: that was asked for.
+    """
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.nbytes, self._room = 0, room
+
+    async def grow(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        if nbytes > self._room:
+            await asyncio.Event().wait()
+
+
+async def test_memory_is_asked_for_before_a_body_is_unpacked_into_it(serve: Serve) -> None:
+    """A packed one is a thousandth of it."""
+    body, mib = bytes(8 << 20), 1 << 20
+    source = MediaSource(url=await serve(packed("gzip", gzip.compress(body))))
+    async with MediaFetcher(local_limits()) as fetcher:
+        account = Asked(16 * mib)
+        assert (await fetcher.fetch(source, in_seconds(5), account)).data == body
+        assert 8 * mib <= account.nbytes < 10 * mib
+        short = Asked(3 * mib)
+        waiting = asyncio.create_task(fetcher.fetch(source, in_seconds(5), short))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        assert short.nbytes < 5 * mib, "nothing is unpacked that there is no room for"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 # Answers that are no media

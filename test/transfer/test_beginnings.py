@@ -184,6 +184,25 @@ async def test_a_connection_that_breaks_between_loses_nothing(receiver, sender, 
     assert torch.equal(whole, EMBEDDING)
 
 
+@pytest.mark.parametrize("sender", ["shared", "remote"], indirect=True)
+async def test_memory_that_is_still_written_to_is_nobody_elses(receiver, sender, early):
+    """An encoder whose grant another one took begins on, until it hears of that at its end."""
+    other, reservations = Sender(), receiver._reservations
+    async with sender.offer(receiver.endpoint, OFFER) as offered:
+        decision = await grant(offered)
+        await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
+        async with other.offer(receiver.endpoint, OFFER) as anew:
+            await grant(anew)
+            assert reservations.quarantined
+            await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
+            await soon(lambda: receiver.tally.counts["dropped", "not_granted"])
+            assert reservations.quarantined
+            with pytest.raises(GrantLostError):
+                await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
+            assert not reservations.quarantined
+    await other.close()
+
+
 async def test_a_beginning_that_is_cancelled_holds_its_memory_while_it_is_written(
     receiver, early, monkeypatch
 ):

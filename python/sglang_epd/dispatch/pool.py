@@ -258,6 +258,8 @@ class Pool:
                 return
             encoder.failures += 1
             if encoder.state is _S.SUSPECT and encoder.failures > 1:
+                # What it was says nothing of what comes back at its address.
+                encoder.misfit = None
                 self._move(encoder, _S.OPEN, why)
             elif encoder.state is not _S.OPEN:
                 self._move(encoder, _S.SUSPECT, why)

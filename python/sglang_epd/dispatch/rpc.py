@@ -129,6 +129,11 @@ class Rpc:
         try:
             await self._connect(url, link)
             yield link.channel
+        except asyncio.CancelledError:
+            # It got no answer in time: the channel may say for minutes yet that its connection
+            # stands, though nothing comes through.
+            self._leave(url, link)
+            raise
         finally:
             link.calls -= 1
             if not link.calls and (link.over or not _is_connected(link.channel)):

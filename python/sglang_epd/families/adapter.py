@@ -275,11 +275,17 @@ def constants_of(output: Any) -> dict[str, Any]:
 
 
 def load_processor(server_args: Any, model_config: Any) -> Any:
-    """The processor that SGLang has registered for the model, in a process that has none."""
+    """The processor that SGLang has registered for the model, in a process that has none.
+
+    It lays prompts out, and makes no features: it needs no memory for them on an accelerator, which
+    SGLang takes for it on an adaptive server.
+    """
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
+    from sglang.srt.runtime_context import get_disagg
 
     host = SimpleNamespace(mm_processor=None)
-    MMReceiverBase._init_mm_processor(
-        host, server_args, model_config.hf_config, model_config=model_config
-    )
+    with get_disagg().override(enable_adaptive_dispatch_to_encoder=False):
+        MMReceiverBase._init_mm_processor(
+            host, server_args, model_config.hf_config, model_config=model_config
+        )
     return host.mm_processor

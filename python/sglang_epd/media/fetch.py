@@ -2,7 +2,7 @@
 
 The bounds and refusals, and their places: the URL and its host on every hop (`_follow`),
 the address at the moment a socket is made for it (`_guarded_socket`), the bytes while
-they arrive (`_read_body`) and once unpacked (`_decompress`), the time round all of it
+they arrive (`_read_body`) and are unpacked (`_unpack`), the time round all of it
 (`slots`, `fetch`). Decoding the media is not done here, nor is anything remembered.
 """
 
@@ -46,6 +46,8 @@ _UNREADABLE_ENCODINGS = frozenset({"br", "zstd", "compress", "x-compress"})
 _ZLIB_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 # Asked for before anything is read, and the least that is asked for then.
 _FIRST_BYTES = 64 << 10
+# A packed body is unpacked in steps of so much.
+_STEP_BYTES = 1 << 20
 # Chunks that aiohttp parses in one go: a sixteenth of this (`StreamReader`).
 _BUFFER_BYTES = 64 << 10
 # A chunked body has at most so many chunks, and one more for each so many bytes. Each costs the
@@ -183,7 +185,7 @@ class MediaFetcher(Fetcher):
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # ValueError: a header or an address that cannot be parsed.
                 raise _network_error(host, error) from error
-            return await self._unpack(body, encoding, host), Trail((*steps, step))
+            return await self._unpack(body, encoding, host, turn), Trail((*steps, step))
         raise self._too_many_redirects(host)
 
     def _guarded_socket(self, address: Any) -> socket.socket:
@@ -235,30 +237,34 @@ class MediaFetcher(Fetcher):
                         await asyncio.sleep(0)
             return body.getvalue()
 
-    async def _unpack(self, body: bytes, encoding: str, host: str) -> bytes:
+    async def _unpack(self, body: bytes, encoding: str, host: str, turn: Turn) -> bytes:
         if encoding in _UNREADABLE_ENCODINGS or "," in encoding:
             raise MediaError(f"{host} sent content encoding {encoding[:40]!r} unasked")
         if encoding not in _ZLIB_ENCODINGS:  # identity, and labels that servers make up
             return body
-        # Packed a thousandfold, a small body is work for a thread as well.
-        return await asyncio.to_thread(self._decompress, body, encoding, host)
-
-    def _decompress(self, body: bytes, encoding: str, host: str) -> bytes:
         limit = self._max_url_bytes
         # "deflate" means zlib (RFC 9110), but some servers send it bare.
         is_bare = encoding == "deflate" and not (
             len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
         )
         stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
-        try:
-            data = stream.decompress(body, limit + 1)
-        except zlib.error:
-            raise MediaError(f"{host} sent a damaged {encoding} body") from None
-        if len(data) > limit:
-            raise too_large(f"unpacked media from {host}", limit)
-        if not stream.eof:
-            raise MediaError(f"{host} sent a truncated {encoding} body")
-        return data
+        rest = body
+        with io.BytesIO() as data:
+            while not stream.eof:
+                # Packed a thousandfold, a small body is much memory, and work for a thread.
+                room = min(_STEP_BYTES, limit + 1 - data.tell())
+                await turn.grow(len(body) + data.tell() + room)
+                try:
+                    part = await asyncio.to_thread(stream.decompress, rest, room)
+                except zlib.error:
+                    raise MediaError(f"{host} sent a damaged {encoding} body") from None
+                rest = stream.unconsumed_tail
+                data.write(part)
+                if data.tell() > limit:
+                    raise too_large(f"unpacked media from {host}", limit)
+                if not part and not rest:
+                    raise MediaError(f"{host} sent a truncated {encoding} body")
+            return data.getvalue()
 
 
 class _AddressRefused(OSError):

@@ -74,6 +74,9 @@ disaggregation.role_switch
 distributed.device_communicators.mooncake_transfer_engine
     transfer/mooncake: get_mooncake_transfer_engine()
     transfer/mooncake: maybe_init_shared_mooncake_transfer_engine(gpu_id)
+distributed.parallel_state
+    encoder/model/loading: init_distributed_environment(world_size rank distributed_init_method
+        local_rank backend timeout moe_a2a_backend recovered_rank max_world_size)
 entrypoints.engine
     seams/bootstrap: Engine.shutdown(self)
 entrypoints.http_server

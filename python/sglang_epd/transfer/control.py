@@ -14,6 +14,7 @@ import secrets
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,8 +198,9 @@ class Control:
 
     def _start_reading(self) -> None:
         if self._reader is None:
+            # Not in the context of the request that comes first: it has the request's media.
             self._reader = asyncio.get_running_loop().create_task(
-                self._read(), name="read the receiver"
+                self._read(), name="read the receiver", context=Context()
             )
 
     async def _read(self) -> None:

@@ -316,8 +316,9 @@ class Receiver:
         block = self._ledger.granted(message)
         error = ""
         if block is None:
-            # Its memory may be in quarantine until this.
-            self._ledger.withdraw(message)
+            if message.last or frames:
+                # Its memory may be in quarantine until this. Of a beginning it may be written on.
+                self._ledger.withdraw(message)
             error = wire.ACK_NOT_GRANTED
             self.tally.add("dropped", error)
         else:

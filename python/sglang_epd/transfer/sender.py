@@ -391,7 +391,9 @@ class Sender:
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""
         error = None if writing.cancelled() else writing.exception()
-        if error is None or (isinstance(error, UnavailableError) and error.ended is None):
+        unwritten = isinstance(error, OSError | ProtocolError)  # there was no way to the memory
+        ended = isinstance(error, UnavailableError) and error.ended is None
+        if error is None or unwritten or ended:
             self._withdraw(peer, grant)
         elif isinstance(error, UnavailableError) and error.ended is not None:
             # The receiver asks, each second.

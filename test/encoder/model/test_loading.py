@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_epd.encoder.model.loading import without_language_model
+from sglang_epd.encoder.model.loading import groups_on, without_language_model
 
 WEIGHTS = {
     "vision_tower.weight": torch.full((2, 2), 1.0),
@@ -171,3 +171,16 @@ def test_a_model_that_cannot_be_built_leaves_nothing_changed(load, config, monke
         load(Loader([]))
     assert vars(config.text_config) == before
     assert Loader._prepare_weights is original
+
+
+def test_process_groups_are_on_the_towers_own_accelerator(monkeypatch):
+    """`MMEncoder` tells the number of its rank, which is another tower's accelerator."""
+    encoder, told = ModuleType("encoder"), []
+    encoder.server = server = ModuleType("server")
+    server.init_distributed_environment = lambda **given: told.append(given)
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.encoder", encoder)
+    with groups_on(3):
+        server.init_distributed_environment(world_size=2, rank=1, local_rank=1)
+    server.init_distributed_environment(world_size=2, rank=1, local_rank=1)
+    assert [given.pop("local_rank") for given in told] == [3, 1]
+    assert told == [{"world_size": 2, "rank": 1}] * 2

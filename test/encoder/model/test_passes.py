@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -135,3 +136,24 @@ async def test_a_pass_that_is_stuck_is_not_waited_for(tower, monkeypatch):
     with pytest.raises(TowerBrokenError):
         await tower.forward([video(9)])
     assert not tower.alive
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_all_ranks_queue_the_passes_of_two_batches_alike(ranks):
+    """Their collectives would meet otherwise; a tower of one rank lets the other batch in."""
+    tower = Apart(queues=True)
+    if ranks > 1:
+        tower._turn = asyncio.Lock()
+    tower.stuck.clear()
+    long = asyncio.create_task(tower.forward([video(5)]))
+    while not tower.runs:
+        await asyncio.sleep(0)
+    other = video(1)
+    other.content[1][0].feature += 100.0
+    short = asyncio.create_task(tower.forward([other]))
+    await asyncio.sleep(0.01)
+    tower.stuck.set()
+    await asyncio.gather(long, short)
+    assert (tower.runs.index(100) == len(tower.runs) - 1) == (ranks > 1)
+    for pool in (tower._tower, tower._lander):
+        pool.shutdown()

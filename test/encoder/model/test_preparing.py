@@ -100,6 +100,8 @@ def test_options_are_found_where_one_server_looks_for_them() -> None:
         "video": {"fps": 1.0, "max_frames": 768},
         "audio": {},
     }
+    follow_one_server(encoder, "qwen2_5_vl", {"video": {"nframes": 16}})
+    assert encoder.vision_config["video"] == {"max_frames": 768, "nframes": 16}, "both are refused"
 
 
 def test_time_passes_as_fast_as_the_processors_default_says() -> None:

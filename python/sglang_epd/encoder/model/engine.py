@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut, fresh
 from sglang_epd.encoder.model.features import mark, take
 from sglang_epd.encoder.model.graphs import forget
-from sglang_epd.encoder.model.loading import without_language_model
+from sglang_epd.encoder.model.loading import groups_on, without_language_model
 from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
@@ -103,6 +104,8 @@ class Engine:
         share: processes that prepare on this process's cores, this one included.
     """
 
+    _turn: AbstractAsyncContextManager[None] = nullcontext()
+
     def __init__(
         self,
         server_args: Any,
@@ -137,8 +140,10 @@ class Engine:
         self._decoders.start()  # while the model is loaded
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
+        gpu_id = get_device().base_gpu_id + rank if gpu_id is None else gpu_id
         with (
             without_language_model(),
+            groups_on(gpu_id),
             side_by_side,
             # Embeddings are stored by this package, which gives each encoder its store.
             get_mm().override(enable_mm_global_cache=False),
@@ -172,6 +177,10 @@ class Engine:
         # Weights are loaded on another stream than passes run on.
         self._device.synchronize()
         self._alone = server_args.tp_size == 1
+        if not self._alone:
+            # Ranks of a tower queue all passes in the order of the batches, or those of two
+            # batches would meet in their collectives.
+            self._turn = asyncio.Lock()
         self._breakage = Breakage(self._probe)
 
     @property
@@ -238,19 +247,20 @@ class Engine:
         landings: list[asyncio.Future[Any]] = []
         landing: asyncio.Future[Any]
         try:
-            for one, place in zip(passes, places, strict=True):
-                run = partial(self._run, [one])
-                if self._copies is None:
-                    landing = loop.run_in_executor(self._tower, _into, place, run)
-                else:
-                    launched = await loop.run_in_executor(self._tower, self._copies.launch, run)
-                    land = partial(self._copies.land, launched, [len(place)], [place])
-                    landing = loop.run_in_executor(self._lander, land)
-                landings.append(landing)
-                if len(landings) > 1:
-                    await landings[-2]  # beside this pass
-                    if tell is not None:
-                        tell(made, next(rows))
+            async with self._turn:
+                for one, place in zip(passes, places, strict=True):
+                    run = partial(self._run, [one])
+                    if self._copies is None:
+                        landing = loop.run_in_executor(self._tower, _into, place, run)
+                    else:
+                        launched = await loop.run_in_executor(self._tower, self._copies.launch, run)
+                        land = partial(self._copies.land, launched, [len(place)], [place])
+                        landing = loop.run_in_executor(self._lander, land)
+                    landings.append(landing)
+                    if len(landings) > 1:
+                        await landings[-2]  # beside this pass
+                        if tell is not None:
+                            tell(made, next(rows))
             await landings[-1]
         except BaseException:
             # Not waited for: a device that is stuck lands nothing.
@@ -263,9 +273,10 @@ class Engine:
         loop = asyncio.get_running_loop()
         if self._copies is None:
             return await loop.run_in_executor(self._tower, self._forward, batch)
-        launched = await loop.run_in_executor(
-            self._tower, self._copies.launch, lambda: self._run(batch)
-        )
+        async with self._turn:
+            launched = await loop.run_in_executor(
+                self._tower, self._copies.launch, lambda: self._run(batch)
+            )
         rows = [prepared.layout.tokens for prepared in batch]
         return await loop.run_in_executor(self._lander, self._copies.land, launched, rows)
 

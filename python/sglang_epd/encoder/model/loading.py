@@ -1,4 +1,4 @@
-"""Loads a tower without the language model behind it.
+"""Loads a tower without the language model behind it, on one accelerator.
 
 Some of SGLang's models know `--encoder-only` and build none; others build it in any case.
 These are given a configuration in which it has one layer, the least that SGLang's models
@@ -7,9 +7,12 @@ calls its parts; what was built of it is given back. Of the checkpoint no tensor
 language model is read, and files that have no other are not opened. Loaders that ask for each
 parameter load the whole model, whose language model is given back.
 
+`MMEncoder` makes its process groups on the accelerator of its rank's number. That is another than
+its own where there are several towers, or `--base-gpu-id`.
+
 Leans on `disaggregation.encoder.server.load_model`, the name under which `MMEncoder` calls
-`model_loader.get_model(model_config=, load_config=, device_config=)`, and on
-`families.reading`.
+`model_loader.get_model(model_config=, load_config=, device_config=)`, on
+`init_distributed_environment(..., local_rank=)` there, and on `families.reading`.
 """
 
 from __future__ import annotations
@@ -52,6 +55,26 @@ def without_language_model() -> Iterator[None]:
         yield
     finally:
         server.load_model = load
+
+
+@contextmanager
+def groups_on(gpu_id: int) -> Iterator[None]:
+    """While `MMEncoder` is made, its process groups are on that accelerator.
+
+    On another one they would keep a context, and all-reduces would use memory there.
+    """
+    from sglang.srt.disaggregation.encoder import server
+
+    init = server.init_distributed_environment
+
+    def on_its_own(*, local_rank: int, **told: Any) -> None:
+        init(local_rank=gpu_id, **told)
+
+    server.init_distributed_environment = on_its_own
+    try:
+        yield
+    finally:
+        server.init_distributed_environment = init
 
 
 def _nothing_to_say(hf_config: Any) -> AbstractContextManager[None]:

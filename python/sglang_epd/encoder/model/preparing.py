@@ -6,7 +6,7 @@ Blocking: the engine calls it in its worker threads. Leans on
 `_build_mm_aux_data`, on MiMo-V2's `MiMoProcessor._load_video_for_encoder`, on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
 `_load_single_item`) and its `EncoderPreprocessResult`, on
-`multimodal.processors.qwen_vl.smart_nframes`, and on
+`multimodal.processors.qwen_vl` (`smart_nframes`, `is_cpu`), and on
 `transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
 frames and samples that SGLang would make of them.
 Where SGLang's encoder prepares media otherwise than its server that does everything, the
@@ -63,7 +63,7 @@ class Preparer:
 
     def __init__(self, encoder: Any, dtype: str, limits: MediaLimits, device: Device) -> None:
         from sglang.srt.disaggregation.encoder import preprocessor, server
-        from sglang.srt.multimodal.processors.qwen_vl import smart_nframes
+        from sglang.srt.multimodal.processors import qwen_vl
         from sglang.srt.runtime_context import get_mm
 
         self._encoder = encoder
@@ -73,7 +73,10 @@ class Preparer:
         self._to_tensor = preprocessor._convert
         self._result = preprocessor.EncoderPreprocessResult
         self._beside = server._build_mm_aux_data
-        self._frames_read = smart_nframes
+        self._frames_read = qwen_vl.smart_nframes
+        # It would pin resized frames, which are processed where they are: torch keeps pinned
+        # memory, in powers of two.
+        qwen_vl.is_cpu = lambda: True
         self._dtype = dtype
         self._limits = limits
         self._widths = {
@@ -275,7 +278,11 @@ def follow_one_server(
     for modality in MODALITIES:
         # SGLang's encoder looks for them below "vision_config" only.
         if given := (options or {}).get(modality.lower()):
-            preprocessor.vision_config[modality.lower()].update(given)
+            config = preprocessor.vision_config[modality.lower()]
+            if "nframes" in given:
+                # SGLang's default of the encoder alone; both together are refused.
+                config.pop("fps", None)
+            config.update(given)
     if model_type == "qwen2_audio":
         # Its tower takes 30 s, no more and no less: one server cuts longer clips, and the
         # encoder would fail on them.

@@ -121,7 +121,7 @@ HOOKS = (
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
     _manager("_init_req_state", "after", requests.after("adaptive.noted")),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
-    _manager("_tokenize_one_request", "around", requests.around("adaptive.tokenize")),
+    _manager("_tokenize_one_request", "around", requests.around("tokenize")),
     # ... tokenizer process: requests for embeddings wait for encoders, too.
     _manager(
         "_handle_epd_disaggregation_encode_request", "around", requests.around("begin_to_encode")

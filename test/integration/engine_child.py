@@ -7,7 +7,7 @@ stream NAME BODY          the texts of its pieces
 at_once NAME BODIES       the answers of requests that are made together
 encode NAME BODY          its answer
 precomputed NAME BODY     its answer to embeddings, which this process makes of the pictures
-shutdown NAME
+shutdown NAME             the threads that are left in this process
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import json
 import os
 import sys
+import threading
 from typing import Any
 
 import sglang
@@ -61,7 +62,8 @@ def answer(engines: dict[str, Any], verb: str, name: str, told: Any = None) -> A
     if verb == "precomputed":
         return engine.generate(**embedded(**told))
     if verb == "shutdown":
-        return engines.pop(name).shutdown()
+        engines.pop(name).shutdown()
+        return [thread.name for thread in threading.enumerate()]
     return getattr(engine, verb)(**told)
 
 

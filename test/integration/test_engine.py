@@ -106,7 +106,7 @@ def test_one_after_another(
         assert answer["text"] == expected(colocated, body)
         # Nothing of the engine before is there any more.
         assert delivered(qwen2_5) == before + 2
-        ask("shutdown", backend)
+        assert "epd-receiver" not in ask("shutdown", backend)
 
 
 def test_embeddings_of_its_caller(

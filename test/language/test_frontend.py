@@ -5,10 +5,12 @@ import gc
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
 
+from sglang_epd import logs
 from sglang_epd.cache import LayoutCache
 from sglang_epd.errors import (
     DeadlineError,
@@ -208,6 +210,23 @@ async def test_an_id_that_is_used_again_belongs_to_the_later_request(frontend, d
     assert ("cancel", second.ticket) in control.told
 
 
+async def test_no_connection_keeps_a_requests_media(frontend, dispatcher, monkeypatch):
+    """It would for its whole life, where it is opened in a context that has them."""
+    media: ContextVar[str] = ContextVar("media")
+    media.set("large")
+    run, seen = dispatcher.run, []
+
+    def noting(*args, **options):
+        seen.append((media.get("none"), logs._request.get()))
+        return run(*args, **options)
+
+    monkeypatch.setattr(dispatcher, "run", noting)
+    frontend.start("rid", ITEMS, 1)
+    dispatcher.go_on.set()
+    await idle(frontend)
+    assert seen == [("none", "rid")]
+
+
 async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control):
     tickets = {frontend.start(rid, ITEMS, 1).ticket for rid in ("a", "b")}
     await dispatcher.started.wait()
@@ -378,6 +397,25 @@ async def test_everything_is_sent_where_the_receiver_says_nothing(asking, dispat
     assert dispatcher.runs[0][1] == MIXED[:2]
     frontend.cancel_all()
     await idle(frontend)
+
+
+async def test_what_is_on_its_way_is_not_sent_again_when_the_receiver_says_so_late(
+    asking, dispatcher, control, monkeypatch
+):
+    """A scheduler in a long pass claims late: it does not know of what went meanwhile."""
+    monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
+    frontend = asking()
+    expect = frontend.start("rid", MIXED[:2], 1)
+    await asyncio.wait_for(dispatcher.started.wait(), 5)
+    control.needs(expect.ticket, 0, 1)
+    await asyncio.sleep(0.01)
+    assert len(dispatcher.runs) == 1
+    # One of them had to make room again.
+    control.needs(expect.ticket, 1)
+    dispatcher.go_on.set()
+    control.needs(expect.ticket, over=True)
+    await idle(frontend)
+    assert [run[1] for run in dispatcher.runs] == [MIXED[:2], MIXED[1:2]]
 
 
 async def test_what_is_needed_later_and_fails_ends_the_request(asking, dispatcher, control):

@@ -48,6 +48,15 @@ def test_it_begins_when_the_pool_is_there(serving):
         place.close()
 
 
+def test_what_ends_with_a_server_ends_once(serving):
+    place, ended = BootstrapPlace(host="127.0.0.1", port=0), []
+    bootstrap.ends_with_its_server(lambda: ended.append("receiver"))
+    manager = SimpleNamespace(encoder_bootstrap_server=place)
+    for _ in range(2):  # SGLang shuts down again when the process ends
+        bootstrap.end(None, SimpleNamespace(tokenizer_manager=manager))
+    assert ended == ["receiver"]
+
+
 @pytest.mark.parametrize("language_only", [True, False])
 def test_an_engine_that_ends_frees_the_port(serving, language_only):
     place = BootstrapPlace(host="127.0.0.1", port=0, urls=TYPED)

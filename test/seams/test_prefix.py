@@ -261,6 +261,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
         self.chunked_req = None
+        self.prefill_decode_interval = 0
         self.calls: list[tuple] = []
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
@@ -293,6 +294,8 @@ def test_what_decodes_is_answering(scheduler, queue, ended, only_prefilled, deco
     one = request(finished=lambda: ended, is_prefill_only=only_prefilled)
     scheduler.running_batch = SimpleNamespace(reqs=[one])
     assert queue.busy() == (False, decodes)
+    scheduler.prefill_decode_interval = 22
+    assert queue.busy() == (decodes, decodes), "the request would wait for as many steps"
 
 
 def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_epd.errors import MediaError
+from sglang_epd.families.adapter import load_processor
 from sglang_epd.seams import prompt
 from sglang_epd.seams.prompt import (
     _expand,
@@ -246,3 +248,25 @@ def test_a_listed_models_own_processor_lays_out_and_others_have_an_adapter(monke
     ((registered, architecture, family),) = asked
     assert (registered, architecture) == (processor, "Mistral3ForConditionalGeneration")
     assert family.processor(processor) is processor.inner
+
+
+def test_a_processor_that_lays_prompts_out_takes_no_memory_for_features(sglang, flags, monkeypatch):
+    """SGLang takes a GiB and more for it on an adaptive server, in each rank."""
+    receiver, seen = sglang("disaggregation.encoder.receiver"), []
+    adapts = {"enable_adaptive_dispatch_to_encoder": True}
+
+    @contextmanager
+    def override(**changes):
+        before = dict(adapts)
+        adapts.update(changes)
+        yield
+        adapts.update(before)
+
+    def init(host, *_args, **_options):
+        seen.append(dict(adapts))
+        host.mm_processor = "it"
+
+    flags(disagg={"override": override})
+    monkeypatch.setattr(receiver.MMReceiverBase, "_init_mm_processor", init)
+    assert load_processor(None, SimpleNamespace(hf_config=None)) == "it"
+    assert seen == [{"enable_adaptive_dispatch_to_encoder": False}]

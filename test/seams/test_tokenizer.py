@@ -43,8 +43,8 @@ class FakeFrontend:
     def cancel(self, rid) -> None:
         self.cancelled.append(rid)
 
-    def cancel_all(self) -> None:
-        self.cancelled.append("all of them")
+    def cancel_all(self, which) -> None:
+        self.cancelled += [rid for rid, *_ in self.started if which(rid)]
 
     def again(self, rid, items, expect, parent=None) -> None:
         self.sent_again.append((rid, [item.data for item in items], expect))
@@ -305,8 +305,59 @@ def test_an_aborted_request_is_cancelled_until_sglang_has_answered_it(
     assert frontend.cancelled == []
     manager.abort_request("a")
     assert frontend.cancelled == ["a"]
+
+
+async def test_an_abort_of_all_leaves_what_waits_for_the_end_of_a_pause(
+    seam, frontend, hooked, sglang, monkeypatch
+):
+    """SGLang serves it afterwards: it has begun with none of these."""
+    managers = sglang("managers.tokenizer_manager")
+    monkeypatch.setattr(managers, "get_serving", lambda: SimpleNamespace(tokenizer_worker_num=1))
+    hooked("TokenizerManager.abort_request")
+    hooked("TokenizerManager._tokenize_one_request")
+    manager = managers.TokenizerManager.__new__(managers.TokenizerManager)
+    manager._dispatch_to_scheduler = lambda _message: None
+    manager.enable_metrics = False
+    manager.mm_receiver, manager.bootstrap_server = seam, None
+    manager.mm_processor = Processor()
+    states = {"runs": True, "tokenized": False, "waits": False}
+    manager.rid_to_state = {
+        rid: SimpleNamespace(dispatched=dispatched, abort_sent=False)
+        for rid, dispatched in states.items()
+    }
+    seam.attach(manager)
+    frontend.started = [(rid,) for rid in (*states, "samples of it run")]
+    aborted = asyncio.Event()
+
+    async def tokenize(_manager, _prompt):
+        manager.abort_request(abort_all=True)
+        aborted.set()
+
+    await seam.tokenize(tokenize, manager, Request("tokenized"))
+    assert aborted.is_set()
+    assert frontend.cancelled == ["runs", "tokenized", "samples of it run"]
     manager.abort_request(abort_all=True)
-    assert frontend.cancelled == ["a", "all of them"]
+    assert frontend.cancelled[3:] == ["runs", "samples of it run"]
+
+
+@pytest.mark.parametrize("to_tokenizer", [False, True])
+def test_token_ids_of_a_prompt_are_not_told_before_it_is_laid_out(
+    frontend, collector, to_tokenizer
+):
+    lays_out = (lambda processor: processor) if to_tokenizer else None
+    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out, secret=rundir.secret())
+    request, begun = Request(images=["1"], return_prompt_token_ids=True), []
+
+    def original(_manager, obj):
+        begun.append(obj)
+
+    if to_tokenizer:
+        seam.begin_to_encode(original, None, request)
+        assert begun == [request]
+    else:
+        with pytest.raises(ValueError, match="token ids of a prompt with media are not returned"):
+            seam.begin_to_encode(original, None, request)
+        assert not begun
 
 
 def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 
 import msgspec
@@ -211,9 +212,10 @@ class Frontend:
         return full if len(encode_message(full)) <= MAX_HEADER_BYTES else expect
 
     def _begin(self, request: _Request) -> None:
-        with logs.about(request.rid):
-            name = f"encode {request.rid}"
-            request.task = asyncio.get_running_loop().create_task(self._run(request), name=name)
+        loop, name = asyncio.get_running_loop(), f"encode {request.rid}"
+        # A connection keeps the context that it is opened in: not that of the caller, which has
+        # the request's media.
+        request.task = loop.create_task(self._run(request), name=name, context=Context())
         # Not in `_run`, of which not a line runs if it is cancelled before it begins.
         request.task.add_done_callback(lambda _task: self._end(request))
         self._live[request.rid] = request
@@ -256,10 +258,11 @@ class Frontend:
         if not request.underway.done():
             request.underway.set_result(error)
 
-    def cancel_all(self) -> None:
-        """Every request is over."""
-        for live in self._live.values():
-            live.task.cancel()
+    def cancel_all(self, which: Callable[[str], bool] = lambda _rid: True) -> None:
+        """Every request is over of whose id `which` says so."""
+        for rid, live in self._live.items():
+            if which(rid):
+                live.task.cancel()
 
     def _recall(self, items: Sequence[EncodeItem], keys: Sequence[bytes]) -> dict[int, ItemLayout]:
         found = {}
@@ -270,6 +273,10 @@ class Frontend:
         return found
 
     async def _run(self, request: _Request) -> EpdError | None:
+        with logs.about(request.rid):
+            return await self._deliver(request)
+
+    async def _deliver(self, request: _Request) -> EpdError | None:
         expect = request.expect
         try:
             with self._control.watched(expect.ticket) as news:
@@ -306,6 +313,7 @@ class Frontend:
         request.unheard = any(keys)
         word_by = started + (_SCHEDULER_TIMEOUT_S if request.expect.layouts else _WORD_TIMEOUT_S)
         delivered = False
+        unasked: set[int] = set()
         last = Needed(request.expect.ticket)
         word = asyncio.create_task(news.get())
         try:
@@ -332,13 +340,17 @@ class Frontend:
                         continue
                     request.unheard, request.over = False, message.over
                     last = message
-                    self._send(request, reply_to, message.items)
+                    # Not those again that went without word, and are on their way.
+                    items = [
+                        one for one in message.items if one not in unasked or not request.tasks
+                    ]
+                    unasked.clear()
+                    self._send(request, reply_to, items)
                 elif not done and request.unheard:
                     logger.warning("The receiver does not say what %s needs", request.rid)
                     request.unheard = False
-                    self._send(
-                        request, reply_to, [number for number, key in enumerate(keys) if key]
-                    )
+                    unasked = {number for number, key in enumerate(keys) if key}
+                    self._send(request, reply_to, sorted(unasked))
                 elif not done and not delivered:
                     raise DeadlineError("the request's media were not delivered in time")
                 elif not done:

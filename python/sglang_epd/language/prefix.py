@@ -96,7 +96,8 @@ class Queue(Protocol):
         """Whether a request waits or runs, wherever."""
 
     def busy(self) -> tuple[bool, bool]:
-        """Whether requests wait to be prefilled; whether any decode."""
+        """Whether requests wait to be prefilled, or those that decode are to go on for some steps
+        after a prefill; whether any decode."""
 
 
 def mark(output: Any, rows: list[Rows], resting: Resting) -> None:

@@ -39,6 +39,7 @@ class BootstrapPlace:
         self.urls = list(urls or ())
         self.watcher: Watcher | None = None
         self.pool: Pool | None = None
+        self.ends: list[Callable[[], None]] = []
         BootstrapPlace.latest = self
 
     def list_urls(self) -> list[str]:
@@ -46,17 +47,27 @@ class BootstrapPlace:
         return self.urls if self.pool is None else self.pool.urls()
 
     def close(self) -> None:
-        """End registration."""
+        """End registration, and what ends with this server."""
         if self.watcher is not None:
             self.watcher.close()
+        for end in self.ends:
+            end()
+        self.ends.clear()
 
 
 def end(_result: None, engine: Any) -> None:
-    """After `Engine.shutdown`: the port is free for an engine after it, and encoders are watched
-    no longer."""
+    """After `Engine.shutdown`: the port is free for an engine after it, encoders are watched no
+    longer, and a receiver that was in this process gives its memory back."""
     place = getattr(engine.tokenizer_manager, "encoder_bootstrap_server", None)
     if place is not None:
         place.close()
+
+
+def ends_with_its_server(end: Callable[[], None]) -> None:
+    """Have `end` called when the server ends that is being started, if that is before this process
+    does."""
+    assert BootstrapPlace.latest is not None, "SGLang makes it before the multimodal receiver"
+    BootstrapPlace.latest.ends.append(end)
 
 
 def trust() -> Trust:

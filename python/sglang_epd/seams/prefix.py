@@ -5,6 +5,7 @@ Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracte
 every request passes on its way to a queue, with its token ids padded and its namespace in
 the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue`,
 `disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch` with `Req.is_prefill_only`,
+`prefill_decode_interval`,
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
@@ -136,7 +137,10 @@ class SchedulerQueue:
         # Those that have ended leave it in the next tick, and an idle scheduler makes none.
         batches = getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
         running = [one for batch in batches for one in batch.reqs]
-        return waiting, any(not one.finished() and not one.is_prefill_only for one in running)
+        decoding = any(not one.finished() and not one.is_prefill_only for one in running)
+        # After a prefill the next one waits for so many steps.
+        spaced = decoding and scheduler.prefill_decode_interval > 0
+        return waiting or spaced, decoding
 
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler

@@ -84,7 +84,7 @@ def asks_prefix(parallel: Any, disable_radix_cache: bool) -> bool:
     return not disable_radix_cache and parallel.pp_size == 1
 
 
-def start(readers: int, receivers: int = 1) -> None:
+def start(readers: int, receivers: int = 1) -> Receiver:
     """Start the receiver thread in this process, with the settings of this server.
 
     Args:
@@ -134,6 +134,7 @@ def start(readers: int, receivers: int = 1) -> None:
         kept_mb,
         readers,
     )
+    return receiver
 
 
 def end_server() -> None:

@@ -7,10 +7,11 @@ whose answers begin when all of this is done; `send_encode_request(obj, ...)`
 for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early, or, before a scheduler has it,
-`_release_req_states_on_failure(request_states)`, by their ids;
+`_release_req_states_on_failure(request_states)`, by their ids; `_tokenize_one_request(obj)` for
+each prompt, when neither a pause nor an update of weights holds it back;
 `_wait_one_response(obj, request)`, which yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it. The live
-requests are in its `rid_to_state`, each with its `obj`.
+requests are in its `rid_to_state`, each with its `obj`, and `dispatched` once a scheduler has it.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class TokenizerSeam:
         self._processor: Any = None
         # By id; each has SGLang's object of the request.
         self._live: dict[str, Any] = {}
+        # Of prompts that are being tokenized, which may take until their items are here.
+        self._tokenizing: set[str] = set()
 
     def attach(self, manager: Any) -> None:
         """Find the live requests, the processor and the bootstrap server of the manager that
@@ -140,6 +143,8 @@ class TokenizerSeam:
             if have_embeddings(prompts):
                 obj.need_wait_for_mm_inputs = False
                 return
+            if self._lays_out is None:
+                _check_answers(prompts)
         except MediaError as error:
             _refuse([self._slot(prompt) for prompt in prompts], error)
             raise ValueError(error.message) from None
@@ -237,12 +242,32 @@ class TokenizerSeam:
         """After `abort_request`: encoders hear of it.
 
         Not of a request that SGLang has answered: its items have come, and an encoder's word on
-        them may be on its way.
+        them may be on its way. Nor, of all requests, of those that wait for the end of a pause or
+        of an update of weights, which SGLang then serves.
         """
         if abort_all:
-            self.frontend.cancel_all()
+            self.frontend.cancel_all(self._is_begun)
         elif rid in self._live:
             self.frontend.cancel(rid)
+
+    def _is_begun(self, rid: str) -> bool:
+        state = self._live.get(rid)
+        # The id of a request with several samples is not among them any more.
+        return state is None or state.dispatched or rid in self._tokenizing
+
+    async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
+        """Around `_tokenize_one_request`, which nothing holds back any more.
+
+        Raises:
+            fastapi.HTTPException: with the status and message for the user.
+        """
+        self._tokenizing.add(prompt.rid)
+        try:
+            if self.adaptive is None:
+                return await original(manager, prompt)
+            return await self.adaptive.tokenize(original, manager, prompt)
+        finally:
+            self._tokenizing.discard(prompt.rid)
 
     def cancel_refused(self, request_states: dict[str, Any]) -> None:
         """After `_release_req_states_on_failure`: SGLang has refused a request that was sent to
@@ -348,6 +373,19 @@ class TokenizerSeam:
         return self.layouts.open(room, self._timeout_s)
 
 
+def _check_answers(prompts: list[Any]) -> None:
+    """Refuse what this process cannot tell of a prompt that a scheduler lays out.
+
+    Raises:
+        MediaError: its token ids are asked for.
+    """
+    if any(getattr(prompt, "return_prompt_token_ids", False) for prompt in prompts):
+        raise MediaError(
+            "the token ids of a prompt with media are not returned with this server's "
+            "--encoder-transfer-backend; with zmq_to_tokenizer they are"
+        )
+
+
 def _with_media(obj: Any) -> list[Any]:
     """The prompts of a request that have media."""
     prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
@@ -376,7 +414,7 @@ def create_frontend(
         workers = get_serving().tokenizer_worker_num
         if workers > 1:
             rundir.draw_folder()
-        receiving.start(readers=1, receivers=workers)
+        bootstrap.ends_with_its_server(receiving.start(readers=1, receivers=workers).stop)
     control = Control(rundir.control_path())
     timeout_s = settings.request_timeout_s
     # Where the tokenizer receives, the scheduler hears of a request when its items are there;

@@ -176,6 +176,26 @@ def test_memory_that_nobody_could_be_told_of_is_free_at_once(
     assert isinstance(first.offer("b"), wire.Grant), "the item is still wanted"
 
 
+def test_memory_goes_to_the_encoder_that_took_over(receiver, connect, scheduler):
+    """The one before may be frozen: its grant would end in quarantine."""
+    scheduler.expecting("a", "a")
+    scheduler.expecting("b", "b")
+    first, silent, other = (connect(receiver) for _ in range(3))
+    grant = first.grant("a", layout=FULL)
+    for encoder in (silent, other):
+        waiting = encoder.offer("b", layout=FULL, process=host.this_process())
+        assert waiting == wire.Wait("b", 0)
+    first.send(wire.Withdraw("a", 0, grant.grant))
+    taken = other.receive()
+    assert isinstance(taken, wire.Grant)
+    other.flush()
+    assert not silent.socket.poll(50)
+    assert not receiver._reservations.quarantined
+    # Should that one give it back, the one before may have it.
+    other.send(wire.Withdraw("b", 0, taken.grant))
+    assert isinstance(silent.receive(), wire.Grant)
+
+
 def test_an_encoder_is_asked_about_memory_that_it_may_write_to(
     receiver, connect, scheduler, monkeypatch
 ):

@@ -110,6 +110,12 @@ class Ledger:
         """Whether a ticket was announced, as far back as that is remembered."""
         return ticket in self._entries or ticket in self._ended
 
+    def is_granted(self, ticket: str, item: int) -> bool:
+        """Whether an encoder has memory for an item that has not landed."""
+        entry = self._entries.get(ticket)
+        items = () if entry is None else entry.items
+        return 0 <= item < len(items) and items[item].state is _S.GRANTED
+
     def age(self, ticket: str) -> int:
         """Sorts tickets, oldest first; those that are not open come first."""
         entry = self._entries.get(ticket)

@@ -79,6 +79,8 @@ class _Held:
     # Once its ticket is known.
     offer: wire.Offer | None = None
     waits: bool = False
+    # Whether another encoder has offered the item since: this one may have fallen silent.
+    stale: bool = False
 
     @property
     def name(self) -> _Name:
@@ -303,6 +305,8 @@ class Receiver:
             # One that is held already was sent again, by an encoder that lost its connection.
             held = _Held(peer, message, len(frames[0]), now)
             self._let_go(held)
+            for older in self._by_handle.get((message.ticket, message.item), {}).values():
+                older.stale = True
             self._answer(held, now)
         elif isinstance(message, wire.Payload):
             self._on_bytes(peer, message, frames[1:], now)
@@ -382,14 +386,22 @@ class Receiver:
                 self._ask_again(now, [*self._by_handle.get(ticket, {}).values()])
 
     def _ask_again(self, now: float, offers: Iterable[_Held]) -> None:
-        for held in offers:
+        for held in sorted(offers, key=lambda one: one.stale):
             if self._held.get(held.name) is not held:
                 continue  # two handles named it, or it had to make room
+            if held.stale and self._is_taken_over(held.unread):
+                continue  # a grant to it would be lost, or would take the other's away
             self._let_go(held)
             try:
                 self._answer(held, now)
             except EpdError as error:
                 self._drop(type(error).__name__, str(error))
+
+    def _is_taken_over(self, unread: wire.UnreadOffer) -> bool:
+        """Whether another encoder is to deliver an item, or waits to."""
+        handle = unread.ticket, unread.item
+        others = self._by_handle[handle].values()
+        return self._ledger.is_granted(*handle) or not all(other.stale for other in others)
 
     def _answer(self, held: _Held, now: float) -> None:
         """Answer an offer, or hold it if it is to wait or its ticket may yet be announced."""

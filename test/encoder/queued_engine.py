@@ -51,12 +51,15 @@ DEVICE = Queued()
 
 
 async def use(tower: Any, name: str) -> dict[str, np.ndarray]:
+    from sglang.srt.distributed.parallel_state import get_world_group
+
     assert tower.depth == 2
     results = await _use(tower, name)
     print("bound", *sorted(DEVICE.bound))
     print("memory", DEVICE.fraction)
     print("switch", sys.getswitchinterval())
     print("calls", *dict.fromkeys(DEVICE.calls))
+    print("groups", get_world_group().local_rank)
     tower._copies = None
     return results | await _use(tower, "plain")
 

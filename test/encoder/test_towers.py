@@ -65,13 +65,15 @@ def test_workers_make_what_one_process_makes(start, reference, flags):
 @pytest.mark.timeout(600)
 def test_the_way_through_an_accelerator(start):
     """Passes and copies on streams make what one call after the other makes."""
-    made, said = start("--mem-fraction-static", "0.3", script="queued_engine.py")
+    flags = ("--mem-fraction-static", "0.3", "--base-gpu-id", "2")
+    made, said = start(*flags, script="queued_engine.py")
     names = [name.removeprefix("plain/") for name in made if name.startswith("plain/")]
     assert len(names) == 6
     for name in names:
         np.testing.assert_array_equal(made[f"0/{name}"], made[f"plain/{name}"])
     assert said_of("bound", said) == "epd-land epd-prepare epd-tower"
     assert said_of("memory", said) == "0.3"
+    assert said_of("groups", said) == "2", "they would be on another tower's accelerator"
     assert float(said_of("switch", said)) < 0.001, "passes are launched beside preparing threads"
     assert said_of("calls", said) == "stream synchronize copy", "weights are waited for"
 

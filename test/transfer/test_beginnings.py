@@ -103,6 +103,10 @@ async def grant(offered) -> Granted:
     return decision
 
 
+def unreachable(*_about: object) -> None:
+    raise OSError("no access")
+
+
 def made_so_far() -> torch.Tensor:
     made = torch.full_like(EMBEDDING, -1.0)
     made[0] = EMBEDDING[0]
@@ -203,11 +207,15 @@ async def test_memory_that_is_still_written_to_is_nobody_elses(receiver, sender,
     await other.close()
 
 
+@pytest.mark.parametrize("reached", [True, False])
 async def test_a_beginning_that_is_cancelled_holds_its_memory_while_it_is_written(
-    receiver, early, monkeypatch
+    receiver, early, monkeypatch, reached
 ):
+    """Also where there is no way to the memory in the end."""
     sender = Sender()
     slow = SlowWriter(sender, monkeypatch)
+    if not reached:
+        slow._write = unreachable
 
     async def begin() -> None:
         async with sender.offer(receiver.endpoint, OFFER) as offered:

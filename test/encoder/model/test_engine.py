@@ -43,7 +43,6 @@ class Apart(Engine):
         self._copies = CopyOut(device)
         self._most = self._patches = None
         self._has_graphs = self._moves_features = False
-        self._alone = True
         self._encoder = SimpleNamespace(profiler=SimpleNamespace(step=lambda: None))
         self._target = SimpleNamespace(get_image_feature=self._twice)
         self._breakage = Breakage(self._probe, pause_s=0.01)

@@ -142,8 +142,7 @@ async def test_a_pass_that_is_stuck_is_not_waited_for(tower, monkeypatch):
 async def test_all_ranks_queue_the_passes_of_two_batches_alike(ranks):
     """Their collectives would meet otherwise; a tower of one rank lets the other batch in."""
     tower = Apart(queues=True)
-    if ranks > 1:
-        tower._turn = asyncio.Lock()
+    tower._alone = ranks == 1
     tower.stuck.clear()
     long = asyncio.create_task(tower.forward([video(5)]))
     while not tower.runs:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class Engine:
         share: processes that prepare on this process's cores, this one included.
     """
 
-    _turn: AbstractAsyncContextManager[None] = nullcontext()
+    # Whether the tower has one rank.
+    _alone = True
 
     def __init__(
         self,
@@ -177,10 +178,6 @@ class Engine:
         # Weights are loaded on another stream than passes run on.
         self._device.synchronize()
         self._alone = server_args.tp_size == 1
-        if not self._alone:
-            # Ranks of a tower queue all passes in the order of the batches, or those of two
-            # batches would meet in their collectives.
-            self._turn = asyncio.Lock()
         self._breakage = Breakage(self._probe)
 
     @property
@@ -235,6 +232,12 @@ class Engine:
                 long = self._forward_long(batch[0].layout.embedding, passes, tell)
                 return [await self._breakage.watch(long, STUCK_S)]
         return await self._breakage.watch(self._forward_once(batch), STUCK_S)
+
+    @cached_property
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        """Held while a batch's passes are queued: ranks of a tower queue them in the order of the
+        batches, or those of two batches would meet in their collectives."""
+        return nullcontext() if self._alone else asyncio.Lock()
 
     async def _forward_long(
         self, spec: TensorSpec, passes: list[Prepared], tell: Tell | None

@@ -16,6 +16,7 @@ from sglang_epd.seams import (
     bootstrap,
     contract,
     hooks,
+    idle,
     large_bodies,
     prefix,
     requests,
@@ -129,6 +130,8 @@ HOOKS = (
     _manager("_create_tokenized_object", "around", requests.around("carry")),
     # ... schedulers: requests whose items have not landed stay with the leading rank.
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
+    # ... the scheduler with the receiver's thread: leaves it the interpreter while idle.
+    Hook(_SCHEDULER, "Scheduler.on_idle", "after", idle.give_way),
     # ... schedulers: no vision weights in memory.
     Hook(_RUNNER, "ModelRunner.load_model", "around", vision_weights.load),
     Hook(_UPDATER, "_model_load_weights_direct", "around", vision_weights.load_direct),

@@ -97,6 +97,7 @@ managers.schedule_batch
 managers.schedule_policy
     seams/prefix: PrefillAdder.add_one_req(self req has_chunked_req truncation_align_size)
 managers.scheduler
+    seams/idle: Scheduler.on_idle(self)
     seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
     seams/prefix: Scheduler._release_aborted_request(self req)
     seams/prefix: Scheduler.collect_inflight_reqs(self)

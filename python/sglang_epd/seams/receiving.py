@@ -18,7 +18,7 @@ from typing import Any
 from sglang_epd.config import Settings, announce
 from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
-from sglang_epd.seams import rundir
+from sglang_epd.seams import idle, rundir
 from sglang_epd.tally import Tally
 from sglang_epd.transfer import engines
 from sglang_epd.transfer.receiver import Receiver
@@ -124,6 +124,7 @@ def start(readers: int, receivers: int = 1) -> Receiver:
     except OSError as error:
         raise ConfigError(f"the receiver cannot start at {address}: {error}") from error
     receiver.start()
+    idle.Hosted.receiver = True
     announce("language", {"--trust-mm-content-hashes": get_mm().trust_mm_content_hashes})
     logger.info(
         "EPD receiver: encoders deliver to %s (%s, budget %d MiB, %d of it to keep, %d readers)",

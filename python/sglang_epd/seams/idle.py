@@ -1,0 +1,34 @@
+"""An idle scheduler leaves the interpreter to the receiver's thread.
+
+A scheduler that has nothing to run looks for requests again and again, and gives the
+interpreter up for microseconds at a time. A thread that waits for it wakes later than that, and
+its turn, which is due after five milliseconds, is put off each time: the receiver's answers took
+20 to 300 ms.
+
+Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch, and on
+its `idle_sleeper`, which is None without `--sleep-on-idle`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+# That a request may find the scheduler asleep for.
+_SLEEP_S = 0.0001
+
+
+class Hosted:
+    """In this process.
+
+    Attributes:
+        receiver: whether the receiver's thread is here.
+    """
+
+    receiver = False
+
+
+def give_way(_: None, scheduler: Any) -> None:
+    """After `Scheduler.on_idle`."""
+    if Hosted.receiver and scheduler.idle_sleeper is None:
+        time.sleep(_SLEEP_S)

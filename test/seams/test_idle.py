@@ -1,0 +1,61 @@
+"""What an idle scheduler leaves to the receiver's thread beside it."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from sglang_epd.seams import idle
+
+# So often the receiver waits for something, and wants the interpreter afterwards.
+TIMES = 50
+
+
+class Spinning:
+    """The part of SGLang's scheduler that looks for requests where it does not sleep."""
+
+    idle_sleeper = None
+
+    def __init__(self) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+        self.socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def turn(self) -> None:
+        for _ in range(2):
+            with pytest.raises(zmq.Again):
+                self.socket.recv(zmq.NOBLOCK)
+        sum(range(3000))
+        idle.give_way(None, self)
+
+
+def test_the_receiver_gets_its_turns_beside_an_idle_scheduler(monkeypatch) -> None:
+    monkeypatch.setattr(idle.Hosted, "receiver", True)
+    scheduler = Spinning()
+
+    def receive() -> None:
+        for _ in range(TIMES):
+            time.sleep(0.0002)  # for a message
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    turns = 0
+    while receiver.is_alive():
+        scheduler.turn()
+        turns += 1
+    scheduler.socket.close()
+    # Without its sleep it was tens of thousands.
+    assert turns < 20 * TIMES
+
+
+@pytest.mark.parametrize(("here", "sleeper"), [(False, None), (True, SimpleNamespace())])
+def test_a_scheduler_without_the_receiver_or_with_a_sleeper_does_not_wait(
+    monkeypatch, here, sleeper
+) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError(seconds)
+
+    monkeypatch.setattr(idle.Hosted, "receiver", here)
+    monkeypatch.setattr(idle.time, "sleep", sleep)
+    idle.give_way(None, SimpleNamespace(idle_sleeper=sleeper))

@@ -50,21 +50,19 @@ class Arm:
 
 
 def arms_of(which: str) -> list[Arm]:
-    """The arms of a choice: "all", "few" or "tiny"."""
+    """The arms of a choice: "all", "few", "graphs" or "tiny"."""
     if which == "tiny":
         some = [Arm("56", patches=1024, items=items) for items in (4, 16)]
         return [*some, Arm("56", 2, 1, patches=1024, depth=1, pinned=False)]
     cores = len(os.sched_getaffinity(0))
-    # As encoders on GPUs did at first, and as they do now.
-    before = [Arm(size, 4, cores, items=32, pinned=False, kept=False) for size in ("448", "1080p")]
     team = max(1, cores // 8)
-    now = [Arm(size, 8, team) for size in ("448", "1080p")]
+    now = [Arm(size, 8, team) for size in ("448", "1080p")]  # as encoders on GPUs do
+    first = [*now, Arm("448"), Arm("1080p"), Arm("224", items=128)]
+    if which == "graphs":
+        return first
     if which == "few":
-        ready = [Arm("448", patches=8192), Arm("448"), Arm("1080p")]
-        ready += [Arm("224", items=items) for items in (32, 128)]
-        jpegs = [Arm(size, 4, 1) for size in ("448", "1080p")]
-        jpegs += [Arm("1080p", 8, team, pinned=False), Arm("1080p", 8, team, kept=False)]
-        return [*before, *now, *ready, *jpegs]
+        jpegs = [Arm("224", 8, team), *(Arm(size, 4, 1) for size in ("448", "1080p"))]
+        return [*first, *jpegs, Arm("448", patches=8192), Arm("1080p", 8, team, kept=False)]
     ready = [Arm("448", patches=patches) for patches in (4096, 8192, 16_384, 32_768)]
     ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]
     ready += [Arm("224", items=items) for items in (32, 64, 128)]
@@ -77,7 +75,7 @@ def arms_of(which: str) -> list[Arm]:
     jpegs += [Arm(size, 8, team, pinned=False) for size in ("448", "1080p")]
     jpegs += [Arm(size, 8, team, kept=False) for size in ("448", "1080p")]
     # First what decides, should time be short.
-    return [*before, *now, *ready, *jpegs]
+    return [*now, *ready, *jpegs]
 
 
 def fed_rows(runs: dict[Arm, list[Fed]], best: dict[str, float]) -> list[list[str]]:

@@ -21,6 +21,10 @@ if not __package__:  # a program; in the tests encoder.py there would hide their
 
 from pages import table  # noqa: E402
 
+from gpu.run import MORE, PARTS  # noqa: E402
+
+# Of `serve.py`, that head its tables.
+STEPS = ("parity", "ttft-8b")
 # What the columns of a part's tables are; of `copies` and `peers` the figures are kept.
 READ = {
     "copies": "GB are of 10^9 bytes; medians of 7. Registering is `cudaHostRegister` of a memfd.",
@@ -95,7 +99,9 @@ def _machine(facts: dict[str, Any]) -> str:
 
 def _section(name: str, part: dict[str, Any]) -> str:
     lines = [f"## {name}", ""]
-    if "machine" in part:
+    if name in PARTS | MORE:
+        lines += [f"`python benchmark/gpu/run.py --out DIR --parts {name}`", ""]
+    elif "machine" in part:
         lines += [f"`{part['machine']['command']}`", ""]
     kind = "engine" if name.startswith("engine") else name
     if kind in READ:
@@ -103,7 +109,9 @@ def _section(name: str, part: dict[str, Any]) -> str:
     if "read" in part:
         lines += [f"Read: {part['read']}", ""]
     for title, rows in part.get("tables", {}).items():
-        lines += [f"### {title}", "", table(rows), ""]
+        # Several parts have the same steps of `serve.py`.
+        step, _, rest = title.partition(": ")
+        lines += [f"### {name}: {rest}" if step in STEPS else f"### {title}", "", table(rows), ""]
     return "\n".join(lines)
 
 

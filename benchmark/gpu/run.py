@@ -44,7 +44,7 @@ class Part:
     Attributes:
         command: after `python`. `{json}`, the file for its results, `{device}` and
             `{minutes}` are put in, and `{work}`, a folder that is gone afterwards but for
-            its logs and, in place of the first, a file of results.
+            its logs and, in place of the first, its one JSON file.
         minutes: that it is told to take; it is ended half a minute, or a quarter, after them.
         tiny: what `--tiny` adds to the command.
     """
@@ -65,19 +65,26 @@ def script(name: str) -> str:
 _ENGINE = (script("tower.py"), *_OWN)
 _FEW = ("--arms", "few")
 _7B = ("--shape", "qwen2.5-vl-7b")
+_SERVE = (script("serve.py"), "--out", "{work}", *_OWN[2:], "--steps")
 _TINY = ("--tiny",)
+
+_EARLY = ("--arms", "sglang-epd", "early off", "--cells", "4 x 1080p", "4 x 448")
 
 # In the order in which they run, unless `--parts` has another.
 PARTS = {
     "device": Part((*_PYTEST, script("test_device.py")), 2.0),
     "uploads": Part((script("uploads.py"), *_OWN), 2.0, _TINY),
     "engine": Part((*_ENGINE, *_FEW), 2.0, _TINY),
-    "serve": Part((script("serve.py"), "--out", "{work}", *_OWN[2:]), 9.0),
+    "parity": Part((*_SERVE, "parity", "--rounds", "2"), 3.0),
+    "ttft": Part((*_SERVE, "ttft-8b"), 5.0),
+    "early": Part((*_SERVE, "ttft-8b", "--alone", *_EARLY), 2.5),
+    "graphs": Part((*_ENGINE, "--arms", "graphs"), 1.5, _TINY),
 }
 # Where they are asked for.
 MORE = {
     "engine-all": Part(_ENGINE, 3.5, _TINY),
     "engine-7b": Part((*_ENGINE, *_FEW, *_7B), 2.0, _TINY),
+    "serve": Part(_SERVE[:-1], 9.0),
 }
 
 
@@ -88,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(known)}")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of all parts together")
+    parser.add_argument("--minutes", type=float, default=22.0, help="of all parts together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     options = parser.parse_args()
@@ -155,8 +162,8 @@ def run(name: str, options: argparse.Namespace, end: float) -> dict[str, Any]:
             said = _shortened(other.read_text(errors="replace"), _LOG_BYTES // 16)
             logs.write(f"===== {name}, {other.name}\n{said}\n")
     log.unlink()
-    if not path.exists() and (other := work / path.name).exists():
-        shutil.copy(other, path)
+    if not path.exists() and (others := list(work.glob("*.json"))):
+        shutil.copy(others[0], path)
     shutil.rmtree(work)
     made = json.loads(path.read_text()) if path.exists() else {"part": name}
     if not made.get("headline"):

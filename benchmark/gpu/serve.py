@@ -8,8 +8,7 @@ token with the shapes of Qwen3-VL-8B and random weights, and an encoder that is 
 middle of requests; log-probabilities where all make pixels on the CPU, of a tiny Qwen2.5-VL,
 and of both in float32; the time to the first token with the shapes of Qwen2.5-VL-7B. A step
 that fails is told with the ends of its servers' logs, and the next one begins. Servers of all
-arms share the GPU, start side by side, and have the same flags: a bounded KV cache, and no
-CUDA graphs unless `--graphs` asks for them.
+arms share the GPU, start side by side, and have the same flags, with a bounded KV cache.
 """
 
 from __future__ import annotations
@@ -28,16 +27,24 @@ if not __package__:  # a program; in the tests encoder.py there would hide their
     sys.path += [str(ROOT / folder) for folder in ("benchmark", "scripts", "test")]
 
 import msgspec  # noqa: E402
+from comparison.arms import Arm  # noqa: E402
 
 from gpu import serve_parity, serve_ttft  # noqa: E402
 from gpu.results import aligned  # noqa: E402
 from gpu.serve_bench import LEAST_S, Bench, Step  # noqa: E402
-from gpu.serve_fleet import GPU_PIXELS, GpuWatch, in_tree, one_server, ours  # noqa: E402
+from gpu.serve_fleet import (  # noqa: E402
+    EARLY_OFF,
+    GPU_PIXELS,
+    GpuWatch,
+    in_tree,
+    one_server,
+    ours,
+)
 from gpu.serve_kill import kill  # noqa: E402
 from gpu.serve_ttft import Cell  # noqa: E402
 
 # Of requests one at a time, in all cells and arms; and of each load.
-_ALONE_S = 75.0
+_ALONE_S = 100.0
 _AGAIN_S = 40.0
 _LOAD_S = 6.0
 _URL_REPEATS = 4
@@ -87,10 +94,9 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
     makes pixels on the GPU, as one server does.
     """
     on_cpu = bench.options.device == "cpu"
-    sizes = ("448",) if on_cpu else ("1080p", "448")
-    cells = [Cell(images, size) for size in sizes for images in (4, 1)]
-    arms = [one_server(caches=True), in_tree(), ours()]
-    flags = bench.hardware.of_servers("bfloat16", max_tokens=18_000)
+    cells = _cells(bench.options)
+    arms = [ARMS[name]() for name in bench.options.arms]
+    flags = bench.hardware.of_servers("bfloat16", max_tokens=14_000)
     checkpoint = "tiny-3" if on_cpu else model
     with bench.fleet(f"ttft-{model}", arms, checkpoint, flags) as fleet, GpuWatch() as watch:
         step.wrong += fleet.not_started
@@ -138,15 +144,24 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
             step.wrong += wrong
 
         bench.part(step, fleet, "one at a time", first)
+        bench.part(step, fleet, "metrics", fleet.keep_metrics)
+        if bench.options.alone:
+            return
         if measured.samples:
             bench.part(step, fleet, "under load", under_load)
         if model == "8b":
             bench.part(step, fleet, "by URL", by_url)
-        bench.part(step, fleet, "metrics", fleet.keep_metrics)
         if model == "8b" and "sglang-epd" in fleet.running and bench.left_s() > LEAST_S:
             fleet.end("in-tree")
             bench.part(step, fleet, "encoder killed", killed)
             bench.part(step, fleet, "pixels made on the GPU", second)
+
+
+def _cells(options: argparse.Namespace) -> list[Cell]:
+    """What requests have, of what was asked for."""
+    sizes = ("448",) if options.device == "cpu" else ("1080p", "448")
+    cells = [Cell(images, size) for size in sizes for images in (4, 1)]
+    return [cell for cell in cells if not options.cells or str(cell) in options.cells]
 
 
 STEPS: dict[str, Callable[[Bench, Step], None]] = {
@@ -156,6 +171,13 @@ STEPS: dict[str, Callable[[Bench, Step], None]] = {
     "parity-2.5": partial(parity, dtype="bfloat16", models=["tiny-2.5"]),
     "parity-float32": partial(parity, dtype="float32", models=["tiny-3", "tiny-2.5"], on_cpu=True),
     "ttft-7b": partial(ttft, model="7b"),
+}
+# Of the times to the first token.
+ARMS: dict[str, Callable[[], Arm]] = {
+    "one": partial(one_server, caches=True),
+    "in-tree": in_tree,
+    "sglang-epd": ours,
+    EARLY_OFF: partial(ours, early=False),
 }
 # Steps by the large checkpoint that each needs.
 LARGE = {"ttft-8b": "8b", "ttft-7b": "7b"}
@@ -173,10 +195,13 @@ def main() -> None:
     parser.add_argument("--attention", default="fa3", help="language models' backend")
     parser.add_argument("--attention-float32", default="torch_native")
     parser.add_argument("--tower-attention", default="", help="towers' backend, or SGLang's choice")
-    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs of decode")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs of decode")
     parser.add_argument("--flags", default="", help="of every server, after `=`")
     parser.add_argument("--rounds", type=int, default=6, help="of parity")
     parser.add_argument("--repeats", type=int, default=30, help="of requests one at a time")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:3])
+    parser.add_argument("--cells", nargs="+", help='as "4 x 1080p"; all unless given')
+    parser.add_argument("--alone", action="store_true", help="only requests one at a time")
     options = parser.parse_args()
     # Ends the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

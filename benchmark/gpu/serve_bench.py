@@ -62,7 +62,7 @@ class Bench:
             device=options.device,
             attention=options.attention,
             tower_attention=options.tower_attention,
-            graphs=options.graphs,
+            graphs=not options.no_graphs,
             flags=options.flags,
         )
         self.out: Path = options.out

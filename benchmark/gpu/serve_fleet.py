@@ -29,14 +29,14 @@ class Hardware:
         device: "cuda" or "cpu".
         attention: `--attention-backend` of language models; SGLang's choice where empty.
         tower_attention: `--mm-attention-backend`; SGLang's choice where empty.
-        graphs: whether CUDA graphs of decode are captured.
+        graphs: whether CUDA graphs of decode are captured, as SGLang does unless told.
         flags: added to every server's command line.
     """
 
     device: str = "cuda"
     attention: str = "fa3"
     tower_attention: str = ""
-    graphs: bool = False
+    graphs: bool = True
     flags: str = ""
 
     def of_servers(self, dtype: str, max_tokens: int) -> str:
@@ -67,6 +67,7 @@ _OURS = {
 }
 # Encoders make pixels where one server on a GPU does.
 GPU_PIXELS = {"SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU": "1"}
+EARLY_OFF = "early off"
 _CACHE = "--enable-prefix-mm-cache"
 _TO_TOKENIZER = "--encoder-transfer-backend zmq_to_tokenizer"
 
@@ -94,19 +95,23 @@ def in_tree(pixels: dict[str, str] | None = None) -> Arm:
     return Arm(name="in-tree", title="in-tree EPD", family="in-tree", servers=servers, env=env)
 
 
-def ours(pixels: dict[str, str] | None = None, *, to_tokenizer: bool = False) -> Arm:
+def ours(
+    pixels: dict[str, str] | None = None, *, to_tokenizer: bool = False, early: bool = True
+) -> Arm:
     """This package.
 
     Args:
         pixels: added to the encoder's environment.
         to_tokenizer: with a second language server, to whose tokenizer the same encoder
             delivers; clients ask the other one.
+        early: whether a prompt's part is prefilled before its last image is there.
     """
     second = [Server(role="language", flags=_TO_TOKENIZER)] if to_tokenizer else []
     encoder = Server(role="encoder", flags=_CACHE, env=pixels or {})
     servers = [encoder, *second, Server(role="language")]
-    name = "sglang-epd"
-    return Arm(name=name, title=name, family="sglang-epd", servers=servers, env=_OURS)
+    name = "sglang-epd" if early else EARLY_OFF
+    env = _OURS if early else _OURS | {"SGLANG_EPD_PREFILL_EARLY": "off"}
+    return Arm(name=name, title=name, family="sglang-epd", servers=servers, env=env)
 
 
 class NothingStartedError(ServerError):
